@@ -1,0 +1,36 @@
+"""The critic's loss per token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.masked import zero_outside
+
+
+def clipped_value_loss(
+    *, vpreds: Tensor, values: Tensor, returns: Tensor, response_mask: Tensor, cliprange_value: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error of the prediction, or of the prediction kept near the old value, whichever is worse.
+
+    ```text
+    loss = 0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
+    ```
+
+    Args:
+        vpreds: v [B, T], what the critic says now; the gradient flows here.
+        values: v_old [B, T], what it said before the update.
+        returns: R [B, T].
+        response_mask: [B, T]; outside it nothing is read.
+        cliprange_value: c.
+
+    Returns:
+        The loss per token [B, T], for `aggregation.agg_loss`, and the metrics per token: `vf_clipfrac` [B, T] is 1
+        where the clipped error is strictly larger. Both are 0 outside the mask.
+    """
+    vpreds, values, returns = (zero_outside(x, response_mask) for x in (vpreds, values, returns))
+    unclipped = (vpreds - returns).square()
+    clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
+    is_clipped = clipped > unclipped
+    loss = 0.5 * torch.where(is_clipped, clipped, unclipped)
+    return loss, {"vf_clipfrac": is_clipped.to(loss.dtype)}

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: named, published whole or not at all, pruned, found again."""

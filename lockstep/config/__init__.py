@@ -1,0 +1,10 @@
+"""Configuration: typed dataclasses, one file a section. A default is written here and nowhere else; nothing here imports torch.
+
+`load.py` turns a command line (Hydra's syntax) into a `PPOConfig`; `presets.py` holds the embedded task's values; `arithmetic.py`
+says the batch sizes in plain words; `reference.py` writes the list of keys.
+"""
+
+from lockstep.config.load import as_config, load_config
+from lockstep.config.ppo import PPOConfig
+
+__all__ = ["PPOConfig", "as_config", "load_config"]

@@ -1,0 +1,138 @@
+"""`actor_rollout_ref.*`: the policy that is trained, how it generates, and its frozen reference."""
+
+from dataclasses import dataclass, field
+
+from lockstep.config.check import at_least, in_range, one_of
+from lockstep.config.data import EMBEDDED
+from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig, OptimConfig
+
+ROLLOUTS = ("native", "hf")
+"""Generation engines that can be named in rollout.name."""
+
+
+@dataclass
+class PolicyLossConfig:
+    loss_mode: str = "vanilla"
+    """The policy loss: vanilla is PPO's clipped loss with dual clip."""
+
+
+@dataclass
+class ActorConfig:
+    strategy: str = "fsdp2"
+    """Training engine: fsdp or fsdp2."""
+    ppo_mini_batch_size: int | None = None
+    """Prompts an optimizer step (their n samples go with them); null means data.train_batch_size: one step a batch."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Rows computed at once on one device; null cuts by ppo_max_token_len_per_gpu. It never changes the result."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Tokens computed at once on one device. It never changes the result."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
+    shuffle: bool = False
+    """Cut each pass into mini-batches in a new order."""
+    clip_ratio: float = 0.2
+    """PPO's clip range."""
+    clip_ratio_low: float | None = None
+    """The clip range below 1; null means clip_ratio."""
+    clip_ratio_high: float | None = None
+    """The clip range above 1; null means clip_ratio."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: the loss of a token with negative advantage is at most this times the advantage."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
+    loss_scale_factor: float | None = None
+    """The divisor of seq-mean-token-sum-norm; null means data.max_response_length."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss."""
+    kl_loss_coef: float = 0.001
+    """Its weight."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator: kl, abs, mse, low_var_kl; with a final + the value keeps and the gradient is that of mse."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    def __post_init__(self) -> None:
+        prefix = "actor_rollout_ref.actor"
+        one_of(f"{prefix}.strategy", self.strategy, STRATEGIES)
+        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"):
+            at_least(f"{prefix}.{name}", getattr(self, name), 1)
+        at_least(f"{prefix}.clip_ratio_c", self.clip_ratio_c, 1.0)
+
+    @property
+    def clip_low(self) -> float:
+        """The clip range below 1."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """The clip range above 1."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@dataclass
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Rows computed at once; null cuts by log_prob_max_token_len_per_gpu."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Tokens computed at once; null means the actor's budget."""
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are drawn in validation."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that hold this much probability."""
+    n: int = 1
+    """Samples a prompt."""
+
+    def __post_init__(self) -> None:
+        _check_sampling("actor_rollout_ref.rollout.val_kwargs", self.temperature, self.top_k, self.top_p, self.n)
+
+
+@dataclass
+class RolloutConfig:
+    name: str = "native"
+    """Generation engine: native (decodes from the trainer's own weights) or hf (transformers.generate, slow reference)."""
+    n: int = 1
+    """Samples a prompt."""
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in training alike."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that hold this much probability."""
+    max_num_seqs: int = 256
+    """Sequences decoded at once on one device."""
+    exactness_bound: float = 1e-4
+    """While the sampler's log-probs are this close to the trainer's, they serve as old log-probs and that pass is skipped; 0 never skips it."""
+    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        one_of("actor_rollout_ref.rollout.name", self.name, ROLLOUTS)
+        _check_sampling("actor_rollout_ref.rollout", self.temperature, self.top_k, self.top_p, self.n)
+        at_least("actor_rollout_ref.rollout.max_num_seqs", self.max_num_seqs, 1)
+        at_least("actor_rollout_ref.rollout.exactness_bound", self.exactness_bound, 0.0)
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=EMBEDDED))
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+def _check_sampling(prefix: str, temperature: float, top_k: int, top_p: float, n: int) -> None:
+    at_least(f"{prefix}.temperature", temperature, 0.0)
+    in_range(f"{prefix}.top_p", top_p, 0.0, 1.0)
+    at_least(f"{prefix}.n", n, 1)
+    if top_k != -1:
+        at_least(f"{prefix}.top_k", top_k, 1)

@@ -1,0 +1,34 @@
+"""The batch sizes in plain words, and where everything goes: printed at the start of every run."""
+
+from lockstep.config.ppo import PPOConfig
+
+
+def describe(config: PPOConfig, num_prompts: int, total_steps: int, device: str) -> str:
+    """Lines that say what one step does, in numbers."""
+    n, batch = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    processes = trainer.n_gpus_per_node * trainer.nnodes
+    per_epoch = num_prompts // batch
+    lines = [
+        f"{num_prompts} training prompts, {batch} a step: {per_epoch} steps an epoch, {total_steps} steps in all",
+        f"a step: {batch} prompts x {n} samples = {batch * n} responses of up to {config.data.max_response_length} tokens",
+        _updates("actor", batch, n, config.actor_mini_batch_prompts, actor.ppo_epochs),
+    ]
+    if config.use_critic:
+        lines.append(_updates("critic", batch, n, config.critic_mini_batch_prompts, config.critic_epochs))
+    cut = (
+        f"{actor.ppo_micro_batch_size_per_gpu} responses"
+        if actor.ppo_micro_batch_size_per_gpu
+        else f"{actor.ppo_max_token_len_per_gpu} tokens"
+    )
+    where = {"cuda": "GPU", "cpu": "CPU process"}[device] + ("s" if processes > 1 else "")
+    lines.append(f"on {processes} {where}, at most {cut} at once on each (this bounds memory, not the result)")
+    lines.append(f"the run's folder: {trainer.run_dir}")
+    return "\n".join(lines)
+
+
+def _updates(who: str, batch: int, n: int, mini: int, epochs: int) -> str:
+    count = batch // mini * epochs
+    passes = f" ({epochs} passes)" if epochs > 1 else ""
+    steps = f"{count} optimizer step{'s' if count > 1 else ''}"
+    return f"the {who} makes {steps} a step{passes}, each on {mini} prompts x {n} = {mini * n} responses"

@@ -1,0 +1,23 @@
+"""Checks that the sections share. Each raises ConfigError with the key, what came, and what would do."""
+
+from collections.abc import Sequence
+
+from lockstep.errors import ConfigError
+
+
+def one_of(key: str, value: object, allowed: Sequence[str]) -> None:
+    """`value` must be one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{key}={value} is not known; choose one of: {', '.join(allowed)}")
+
+
+def at_least(key: str, value: float | None, least: float) -> None:
+    """`value` must be `least` or more; None passes (the key is unset)."""
+    if value is not None and not value >= least:
+        raise ConfigError(f"{key}={value} is too small; it must be at least {least}")
+
+
+def in_range(key: str, value: float, low: float, high: float) -> None:
+    """`value` must lie in [low, high]."""
+    if not low <= value <= high:
+        raise ConfigError(f"{key}={value} is out of range; it must be between {low} and {high}")

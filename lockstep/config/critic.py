@@ -1,0 +1,40 @@
+"""`critic.*`: the value model."""
+
+from dataclasses import dataclass, field
+
+from lockstep.config.check import at_least, one_of
+from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig, OptimConfig
+
+
+@dataclass
+class CriticConfig:
+    enable: bool | None = None
+    """Train a value model; null means: when the advantage estimator needs values."""
+    strategy: str = "fsdp2"
+    """Training engine: fsdp or fsdp2."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    ppo_mini_batch_size: int | None = None
+    """Prompts an optimizer step; null means the actor's."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Rows computed at once on one device; null cuts by ppo_max_token_len_per_gpu."""
+    ppo_max_token_len_per_gpu: int = 32768
+    """Tokens computed at once on one device."""
+    ppo_epochs: int | None = None
+    """Passes over each batch; null means the actor's."""
+    cliprange_value: float = 0.5
+    """How far a value may move from its old one before its loss is clipped."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number; see the actor's."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    enable_resource_pool: bool = False
+    """Put the critic on processes of its own instead of the actor's."""
+    n_gpus_per_node: int = 1
+    """Devices (on a CPU machine: processes) a node in that pool."""
+    nnodes: int = 1
+    """Nodes in that pool."""
+
+    def __post_init__(self) -> None:
+        one_of("critic.strategy", self.strategy, STRATEGIES)
+        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"):
+            at_least(f"critic.{name}", getattr(self, name), 1)

@@ -1,0 +1,55 @@
+"""`data.*`: where prompts come from and how they become batches."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config.check import at_least, one_of
+
+EMBEDDED = "embedded"
+"""The value of data.train_files and actor_rollout_ref.model.path that stands for the task and the model shipped with the package."""
+
+
+@dataclass
+class CustomClassConfig:
+    path: str | None = None
+    """A Python file with a dataset class of your own; null uses RLHFDataset."""
+    name: str | None = None
+    """The class in that file; its constructor takes (data_files, tokenizer, config, max_samples)."""
+
+
+@dataclass
+class DataConfig:
+    train_files: Any = EMBEDDED
+    """Prompts to train on: one file or a list of files (parquet, json, jsonl), or 'embedded'."""
+    val_files: Any = None
+    """Prompts to validate on, in the same forms; null means no validation (with 'embedded', the embedded ones)."""
+    prompt_key: str = "prompt"
+    """The column that holds the prompt: a string, or a list of {role, content}."""
+    max_prompt_length: int = 512
+    """The longest prompt, in tokens."""
+    max_response_length: int = 512
+    """The longest response, in tokens."""
+    train_batch_size: int = 64
+    """Prompts a step."""
+    val_batch_size: int | None = None
+    """Prompts generated at once in validation; null means all of them."""
+    shuffle: bool = True
+    """Visit the training prompts in a new order each epoch."""
+    seed: int | None = None
+    """Seed of that order; null uses trainer.seed."""
+    filter_overlong_prompts: bool = False
+    """Leave out prompts longer than max_prompt_length, and say how many."""
+    truncation: str = "error"
+    """What happens to a prompt that is too long: error, left (keep the end), right (keep the start), middle (keep both ends)."""
+    train_max_samples: int = -1
+    """Use at most this many training prompts; -1 uses all."""
+    val_max_samples: int = -1
+    """Use at most this many validation prompts; -1 uses all."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, for example {enable_thinking: false}."""
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+
+    def __post_init__(self) -> None:
+        one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
+        for name in ("max_prompt_length", "max_response_length", "train_batch_size", "val_batch_size"):
+            at_least(f"data.{name}", getattr(self, name), 1)

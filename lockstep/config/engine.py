@@ -1,0 +1,59 @@
+"""What every trained or frozen model needs: where it comes from, how it is sharded, how it is optimised."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config.check import at_least, in_range, one_of
+
+STRATEGIES = ("fsdp", "fsdp2")
+"""Training engines that can be named in actor.strategy, critic.strategy and reward_model.strategy."""
+
+
+@dataclass
+class ModelConfig:
+    path: str | None = None
+    """A Hugging Face model folder or hub id. For the critic, null means the actor's model with a new value head."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for folders you trust."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Entries of the model's config.json to replace."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them: less memory, about a third more time."""
+
+
+@dataclass
+class FSDPConfig:
+    dtype: str = "auto"
+    """Type of the computation: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). Master weights are float32."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a layer between its forward and its backward."""
+
+    def __post_init__(self) -> None:
+        one_of("fsdp_config.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Learning rate after warm-up."""
+    weight_decay: float = 0.01
+    """AdamW's weight decay."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's two betas."""
+    clip_grad: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    lr_scheduler_type: str = "constant"
+    """constant, or cosine (falls to lr * min_lr_ratio at the last step)."""
+    lr_warmup_steps: int = -1
+    """Optimizer steps of linear warm-up; -1 uses lr_warmup_steps_ratio."""
+    lr_warmup_steps_ratio: float = 0.0
+    """The same as a share of all optimizer steps."""
+    min_lr_ratio: float = 0.0
+    """Where the cosine ends, as a share of lr."""
+
+    def __post_init__(self) -> None:
+        one_of("optim.lr_scheduler_type", self.lr_scheduler_type, ("constant", "cosine"))
+        in_range("optim.lr_warmup_steps_ratio", self.lr_warmup_steps_ratio, 0.0, 1.0)
+        in_range("optim.min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
+        at_least("optim.lr", self.lr, 0.0)
+        at_least("optim.clip_grad", self.clip_grad, 0.0)

@@ -1,0 +1,178 @@
+"""From a command line to a PPOConfig: Hydra reads the overrides, the dataclasses say what is valid."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.presets import EMBEDDED_PRESET
+from lockstep.errors import ConfigError
+
+REMOVED_KEYS = {
+    "use_dynamic_bsz": "rows are always cut by tokens, unless ppo_micro_batch_size_per_gpu is set",
+    "use_remove_padding": "rows are always packed without padding",
+    "gpu_memory_utilization": "the native engine needs no memory share of its own",
+    "max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
+    "max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
+    "hybrid_engine": "the roles in role_worker_mapping say what shares a process",
+    "load_format": "the native engine uses the trainer's own weights",
+}
+"""Keys of other systems that need no counterpart here, and why."""
+
+
+def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = None) -> PPOConfig:
+    """The configuration that Hydra-style `overrides` ("data.train_batch_size=64") and a YAML file describe.
+
+    Values are laid over each other in this order: dataclass defaults, the embedded preset (only when neither data nor model is
+    named), the file, the overrides. Raises ConfigError for an unknown key (naming the nearest valid one) or a value that cannot work.
+    """
+    from_file = _read_file(config_file) if config_file else OmegaConf.create()
+    given = _override_keys(overrides)
+    for key in (*_leaf_keys(from_file), *given):
+        check_key(key)
+    base = OmegaConf.structured(PPOConfig)
+    named = {*_leaf_keys(from_file), *given}
+    if not named & {"data.train_files", "actor_rollout_ref.model.path"}:
+        base = OmegaConf.merge(base, EMBEDDED_PRESET)
+    try:
+        base = OmegaConf.merge(base, from_file)
+        ConfigStore.instance().store(name="ppo", node=base)
+        with initialize(version_base=None, config_path=None):
+            # "++" also fills the free-form dicts, whose keys the schema cannot know; every other key was checked above.
+            composed = compose("ppo", overrides=[f"++{text.lstrip('+')}" for text in overrides])
+        return _to_object(composed)
+    except HydraException as error:
+        raise ConfigError(_innermost(error)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
+    """A PPOConfig from what a program passes: one already, or a (nested) mapping over the defaults."""
+    if isinstance(config, PPOConfig):
+        return config
+    given = OmegaConf.create(config)  # type: ignore[call-overload]
+    for key in _leaf_keys(given):
+        check_key(key)
+    try:
+        return _to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig), given))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def to_yaml(config: PPOConfig) -> str:
+    """The whole configuration as YAML that `load_config(config_file=...)` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def check_key(key: str) -> None:
+    """Raise ConfigError unless `key` is in the schema; the message names the nearest valid key."""
+    section: Any = PPOConfig
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(section):
+            return  # inside a free-form dict
+        hints = typing.get_type_hints(section)
+        if part not in hints:
+            raise ConfigError(_unknown_key(key))
+        section = _section_type(hints[part])
+    return
+
+
+def valid_keys(section: Any = PPOConfig, prefix: str = "") -> Iterator[str]:
+    """Every leaf key, in the order of the dataclasses."""
+    hints = typing.get_type_hints(section)
+    for item in dataclasses.fields(section):
+        kind = _section_type(hints[item.name])
+        if dataclasses.is_dataclass(kind):
+            yield from valid_keys(kind, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}"
+
+
+def _section_type(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def _unknown_key(key: str) -> str:
+    keys = list(valid_keys())
+    removed = REMOVED_KEYS.get(key.rsplit(".", 1)[-1])
+    if removed:
+        return f"unknown key '{key}': {removed}"
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    nearest = (near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, 1, 0))[0]
+    return f"unknown key '{key}'; the nearest valid key is '{nearest}' (all keys: lockstep ppo --help)"
+
+
+def _override_keys(overrides: Sequence[str]) -> list[str]:
+    keys = []
+    for text in overrides:
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise ConfigError(f"cannot read '{text}': expected key=value. {_innermost(error)}") from error
+        if parsed.is_delete():
+            raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {parsed.key_or_group}=null")
+        if parsed.is_sweep_override():
+            raise ConfigError(f"'{text}' names several values; start one run for each")
+        keys.append(parsed.key_or_group)
+    return keys
+
+
+def _leaf_keys(node: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in node.items() if node is not None else ():
+        key = f"{prefix}{name}"
+        if isinstance(value, DictConfig) and len(value):
+            yield from _leaf_keys(value, f"{key}.")
+        else:
+            yield key
+
+
+def _read_file(path: str | Path) -> DictConfig:
+    if not Path(path).is_file():
+        raise ConfigError(f"the config file {path} does not exist")
+    try:
+        node = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"the config file {path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"the config file {path} must hold a mapping of sections, not {type(node).__name__}")
+    return node
+
+
+def _to_object(node: Any) -> PPOConfig:
+    try:
+        config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        # OmegaConf wraps what a __post_init__ raises; the user wants the message itself.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        raise (cause or ConfigError(_one_line(error))) from error
+    assert isinstance(config, PPOConfig)
+    return config
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
+    return f"{key}: {lines[0]}" if key else lines[0]

@@ -1,0 +1,148 @@
+"""The whole configuration, and the checks that need more than one section."""
+
+from dataclasses import dataclass, field
+
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.algorithm import AlgorithmConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.config.data import EMBEDDED, DataConfig
+from lockstep.config.reward import RewardConfig, RewardModelConfig
+from lockstep.config.trainer import RayConfig, TrainerConfig
+from lockstep.errors import ConfigError
+
+
+@dataclass
+class PPOConfig:
+    """Everything a run needs to know. Read-only once training has started."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray_kwargs: RayConfig = field(default_factory=RayConfig)
+
+    def __post_init__(self) -> None:
+        self._check_model_and_data()
+        self._check_batches()
+        self._check_kl()
+        self._check_placement()
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+
+    @property
+    def use_reference(self) -> bool:
+        """Whether a reference policy is needed: only when a KL term is on."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def actor_mini_batch_prompts(self) -> int:
+        """Prompts in one optimizer step of the actor."""
+        return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def critic_mini_batch_prompts(self) -> int:
+        """Prompts in one optimizer step of the critic."""
+        return self.critic.ppo_mini_batch_size or self.actor_mini_batch_prompts
+
+    @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic over each batch."""
+        return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of prompts."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def needs_ray(self) -> bool:
+        """Whether the run has more than one process, which only Ray starts."""
+        split = self.reward_model.enable and self.reward_model.enable_resource_pool
+        split = split or (self.use_critic and self.critic.enable_resource_pool)
+        return split or self.trainer.n_gpus_per_node * self.trainer.nnodes > 1
+
+    def _check_model_and_data(self) -> None:
+        model, files = self.actor_rollout_ref.model.path, self.data.train_files
+        if not model:
+            raise ConfigError("actor_rollout_ref.model.path is empty; name a Hugging Face model folder")
+        if not files:
+            raise ConfigError("data.train_files is empty; name a parquet, json or jsonl file with a 'prompt' column")
+        if model == EMBEDDED and files != EMBEDDED:
+            raise ConfigError(
+                f"data.train_files={files} is set but actor_rollout_ref.model.path is not: the embedded model knows only the "
+                "embedded task; set actor_rollout_ref.model.path to a Hugging Face model folder"
+            )
+        if self.reward_model.enable and not self.reward_model.model.path:
+            raise ConfigError(
+                "reward_model.enable=true needs reward_model.model.path: the folder of a sequence-classification model"
+            )
+        if (self.data.custom_cls.path is None) != (self.data.custom_cls.name is None):
+            raise ConfigError("data.custom_cls.path and data.custom_cls.name go together; set both or neither")
+
+    def _check_batches(self) -> None:
+        batch = self.data.train_batch_size
+        sizes = {
+            "actor_rollout_ref.actor.ppo_mini_batch_size": self.actor_mini_batch_prompts,
+            "critic.ppo_mini_batch_size": self.critic_mini_batch_prompts,
+        }
+        for key, size in sizes.items():
+            if batch % size:
+                raise ConfigError(
+                    f"data.train_batch_size={batch} prompts cannot be cut into mini-batches of {key}={size} prompts; "
+                    f"make {key} a divisor of data.train_batch_size"
+                )
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        budgets = {
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": self.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+            "critic.ppo_max_token_len_per_gpu": self.critic.ppo_max_token_len_per_gpu,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": self.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+        }
+        for key, budget in budgets.items():
+            if budget is not None and budget < longest:
+                raise ConfigError(
+                    f"{key}={budget} tokens cannot hold one row of data.max_prompt_length + data.max_response_length = {longest} "
+                    f"tokens; raise {key} to at least {longest}"
+                )
+
+    def _check_kl(self) -> None:
+        actor = self.actor_rollout_ref.actor
+        if self.algorithm.adv_estimator == "gae" and self.critic.enable is False:
+            raise ConfigError(
+                "algorithm.adv_estimator=gae needs a critic, but critic.enable=false; remove critic.enable or choose "
+                "algorithm.adv_estimator=grpo"
+            )
+        if self.algorithm.adv_estimator == "grpo" and self.actor_rollout_ref.rollout.n == 1:
+            raise ConfigError(
+                "algorithm.adv_estimator=grpo compares samples of one prompt, but actor_rollout_ref.rollout.n=1; "
+                "set actor_rollout_ref.rollout.n to 2 or more"
+            )
+        if self.algorithm.use_kl_in_reward and actor.use_kl_loss:
+            raise ConfigError(
+                "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true count the same KL twice; "
+                "turn one of them off"
+            )
+        if self.actor_rollout_ref.rollout.temperature == 0:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.temperature=0 samples the same response every time, so there is nothing to learn; "
+                "use a temperature above 0 (validation has its own: actor_rollout_ref.rollout.val_kwargs.temperature)"
+            )
+        if self.trainer.critic_warmup and not self.use_critic:
+            raise ConfigError(
+                f"trainer.critic_warmup={self.trainer.critic_warmup} needs a critic, but algorithm.adv_estimator="
+                f"{self.algorithm.adv_estimator} runs without one; set trainer.critic_warmup=0"
+            )
+
+    def _check_placement(self) -> None:
+        if self.trainer.worker_group == "local" and self.needs_ray:
+            raise ConfigError(
+                "trainer.worker_group=local runs one process, but the run asks for more (trainer.n_gpus_per_node="
+                f"{self.trainer.n_gpus_per_node}, trainer.nnodes={self.trainer.nnodes}, critic.enable_resource_pool="
+                f"{self.critic.enable_resource_pool}, reward_model.enable_resource_pool={self.reward_model.enable_resource_pool}); "
+                "use trainer.worker_group=ray, or one process"
+            )

@@ -1,0 +1,87 @@
+"""`trainer.*`: how long, where, how often to save and validate; `ray_kwargs.*`: how to reach Ray."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.check import at_least, one_of
+from lockstep.errors import ConfigError
+
+
+@dataclass
+class TrainerConfig:
+    total_epochs: int = 1
+    """Passes over the training prompts."""
+    total_training_steps: int | None = None
+    """Steps in all; null means total_epochs passes."""
+    seed: int = 0
+    """Seed of everything random in the run."""
+    device: str = "auto"
+    """cuda, cpu, or auto (cuda where there is one)."""
+    n_gpus_per_node: int = 1
+    """Devices a node; on a CPU machine: processes a node."""
+    nnodes: int = 1
+    """Nodes."""
+    worker_group: str = "auto"
+    """local (everything in this process), ray (one process a device), or auto (local where one device is enough)."""
+    critic_warmup: int = 0
+    """Steps in which only the critic learns."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    test_freq: int = -1
+    """Validate every so many steps, and after the last; -1 never."""
+    save_freq: int = -1
+    """Save a checkpoint every so many steps, and after the last; -1 never."""
+    max_ckpt_to_keep: int | None = None
+    """Delete the oldest checkpoints beyond this many; null keeps all."""
+    resume_mode: str = "auto"
+    """auto (continue from the newest checkpoint in the run's folder), disable, or resume_path."""
+    resume_from_path: str | None = None
+    """The global_step_N folder to continue from, with resume_mode=resume_path."""
+    project_name: str = "lockstep"
+    """Groups runs in the trackers, and names a folder."""
+    experiment_name: str = "ppo"
+    """Names the run, and its folder."""
+    default_local_dir: str | None = None
+    """The run's folder; null means checkpoints/{project_name}/{experiment_name}."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Where metrics go besides metrics.jsonl in the run's folder: console, tensorboard, wandb."""
+    rollout_data_dir: str | None = None
+    """Write every training sample there, a JSONL file a step."""
+    validation_data_dir: str | None = None
+    """Write every validation sample there, a JSONL file a validation."""
+    worker_timeout_s: float = 3600.0
+    """Longest time one call to the workers may take before the run stops."""
+    start_timeout_s: float = 600.0
+    """Longest time the workers may take to start."""
+
+    def __post_init__(self) -> None:
+        one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
+        one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
+        one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path: the global_step_N folder")
+        if self.resume_mode != "resume_path" and self.resume_from_path:
+            raise ConfigError(
+                f"trainer.resume_from_path is set, but trainer.resume_mode={self.resume_mode} does not read it; "
+                "set trainer.resume_mode=resume_path"
+            )
+        for name in ("total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep"):
+            at_least(f"trainer.{name}", getattr(self, name), 1)
+        for name in ("test_freq", "save_freq"):
+            if getattr(self, name) != -1:
+                at_least(f"trainer.{name}", getattr(self, name), 1)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        default = Path("checkpoints") / self.project_name / self.experiment_name
+        return Path(self.default_local_dir) if self.default_local_dir else default
+
+
+@dataclass
+class RayConfig:
+    ray_init: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ray.init, for example address of a running cluster, or num_cpus."""

@@ -1,0 +1,159 @@
+"""Write a word backwards: a tiny tokenizer, a tiny model with a short supervised warm-up, and prompts in parquet files.
+
+Everything is an ordinary file of the kind a user would bring (a Hugging Face folder, two parquet files), so the run that follows takes
+no shortcut. The warm-up stops early on purpose: the model knows what a response looks like and gets some of them right.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+DATA_SOURCE = "lockstep/reverse"
+LETTERS = "abcdefghij"
+_PAD, _EOS, _USER, _ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
+_SHORTEST, _LONGEST = 4, 8
+_NUM_TRAIN, _NUM_VAL = 2048, 256
+_BATCH = 64
+_MAX_WARMUP_STEPS = 2000
+_CHECK_EVERY = 10
+_IGNORE = -100  # torch's cross entropy skips these targets
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedTask:
+    """Where the files are, and how good the model was when the warm-up stopped."""
+
+    model: Path
+    """Model and tokenizer, a Hugging Face folder."""
+    train_file: Path
+    val_file: Path
+    warmup_steps: int
+    warmup_accuracy: float
+    """Share of validation words written backwards without a mistake, greedily."""
+
+
+def prepare(directory: Path, seed: int, target_accuracy: float = 0.4) -> EmbeddedTask:
+    """Make the files in `directory`. The warm-up ends when a tenth step finds `target_accuracy` on the validation words."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = _words(seed)
+    train, val = words[:_NUM_TRAIN], words[_NUM_TRAIN:]
+    tokenizer = make_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(_model_config(tokenizer))
+        steps, accuracy = _warm_up(model, tokenizer, train, val, target_accuracy, random.Random(seed))
+    model_dir = directory / "model"
+    model.save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
+    _write_rows(directory / "train.parquet", train, "train")
+    _write_rows(directory / "val.parquet", val, "val")
+    return EmbeddedTask(model_dir, directory / "train.parquet", directory / "val.parquet", steps, accuracy)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a letter, and four special ones."""
+    vocabulary = {token: i for i, token in enumerate((_PAD, _EOS, _USER, _ASSISTANT, *LETTERS))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=_PAD, eos_token=_EOS, additional_special_tokens=[_USER, _ASSISTANT]
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    return tokenizer
+
+
+def _model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _words(seed: int) -> list[str]:
+    """Different words: training and validation share none."""
+    rng = random.Random(seed)
+    words: dict[str, None] = {}
+    while len(words) < _NUM_TRAIN + _NUM_VAL:
+        words["".join(rng.choices(LETTERS, k=rng.randint(_SHORTEST, _LONGEST)))] = None
+    return list(words)
+
+
+def _write_rows(path: Path, words: list[str], split: str) -> None:
+    rows = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": word}],
+            "ability": "copying",
+            "reward_model": {"style": "rule", "ground_truth": word[::-1]},
+            "extra_info": {"split": split, "index": i},
+        }
+        for i, word in enumerate(words)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _warm_up(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[str],
+    val: list[str],
+    target_accuracy: float,
+    rng: random.Random,
+) -> tuple[int, float]:
+    """Supervised steps until the model is right on `target_accuracy` of `val`; returns how many, and the accuracy."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    val_ids, val_labels = _examples(tokenizer, val)
+    accuracy = 0.0
+    for step in range(1, _MAX_WARMUP_STEPS + 1):
+        ids, labels = _examples(tokenizer, rng.sample(train, _BATCH))
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % _CHECK_EVERY == 0:
+            accuracy = _accuracy(model, val_ids, val_labels)
+            if accuracy >= target_accuracy:
+                return step, accuracy
+    raise RuntimeError(f"the warm-up reached only {accuracy:.2f} of {target_accuracy} after {_MAX_WARMUP_STEPS} steps")
+
+
+def _examples(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> tuple[Tensor, Tensor]:
+    """Prompt and answer padded on the right [words, L], and the same as targets where only the answer counts."""
+    prompts = [f"{_USER}{word}{_ASSISTANT}" for word in words]
+    texts = [f"{prompt}{word[::-1]}{_EOS}" for prompt, word in zip(prompts, words, strict=True)]
+    encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, _IGNORE)
+    for row, word in enumerate(words):
+        labels[row, : len(word) + 2] = _IGNORE
+    return encoded["input_ids"], labels
+
+
+@torch.no_grad()
+def _accuracy(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> float:
+    """Share of rows whose every answer token is the most likely one, which is when greedy decoding writes the answer."""
+    predicted = model(input_ids=ids).logits[:, :-1].argmax(-1)
+    right = (predicted == labels[:, 1:]) | (labels[:, 1:] == _IGNORE)
+    return right.all(1).float().mean().item()

@@ -1,0 +1,82 @@
+"""The exceptions a user can meet, in one tree. All of them can be pickled, so they cross process boundaries whole.
+
+```text
+LockstepError
+ |- ConfigError      (ValueError)    a key or value in the configuration cannot work
+ |- DataError        (ValueError)    a file, row or model folder cannot be used
+ |- ResourceError    (RuntimeError)  the machine or cluster is too small, or cannot be reached
+ |- MissingExtra     (ImportError)   an optional package is needed and not installed
+ |- MissingReward    (NotImplementedError)  a data_source has no reward function
+ |- RewardError      (RuntimeError)  a reward function raised, hung, or returned something that is not a score
+ |- NumericalError   (ArithmeticError) a loss, gradient or log-prob is not finite
+ '- WorkerError      (RuntimeError)  a worker raised; carries the worker's own traceback
+     |- WorkerDied                   its process ended
+     '- WorkerTimeout                it did not answer before the deadline
+```
+
+The command line prints a `LockstepError` as one message and exits with 1; any other exception is a bug and keeps its traceback.
+"""
+
+
+class LockstepError(Exception):
+    """Base class of every error that is the user's to fix."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A key or value in the configuration cannot work."""
+
+
+class DataError(LockstepError, ValueError):
+    """A file, row or model folder cannot be used."""
+
+
+class ResourceError(LockstepError, RuntimeError):
+    """The machine or cluster lacks what the run asks for, or cannot be reached."""
+
+
+class MissingExtra(LockstepError, ImportError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(feature, package, extra)
+        self.feature, self.package, self.extra = feature, package, extra
+
+    def __str__(self) -> str:
+        return f"{self.feature} needs the package '{self.package}', which is not installed: pip install 'lockstep-rl[{self.extra}]'"
+
+
+class MissingReward(LockstepError, NotImplementedError):
+    """A data_source has no reward function."""
+
+
+class RewardError(LockstepError, RuntimeError):
+    """A reward function raised, hung, or returned something that is not a score."""
+
+
+class NumericalError(LockstepError, ArithmeticError):
+    """A loss, gradient or log-prob is not finite."""
+
+
+class WorkerError(LockstepError, RuntimeError):
+    """A worker's method raised. `worker` names role and rank; `detail` is the worker's own traceback."""
+
+    def __init__(self, worker: str, detail: str) -> None:
+        super().__init__(worker, detail)
+        self.worker, self.detail = worker, detail
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} failed:\n{self.detail}"
+
+
+class WorkerDied(WorkerError):
+    """A worker's process ended."""
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} died: {self.detail}"
+
+
+class WorkerTimeout(WorkerError):
+    """A worker did not answer before the deadline."""
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} did not answer in time: {self.detail}"

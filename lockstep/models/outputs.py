@@ -1,0 +1,54 @@
+"""What is read off a forward pass: log-probs and entropy of response tokens, values, sequence scores. All in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.attention import PackedLayout
+
+
+def token_log_probs(
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: PackedLayout,
+    predict_at: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob [M] of `targets` [M] and entropy [M], predicted from the packed positions `predict_at` [M].
+
+    The head is applied at those positions only. The logits are divided by `temperature`, as in sampling. The entropy carries a gradient
+    only when `entropy_grad` asks for it: it costs a copy of the logits.
+    """
+    out = model(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        use_cache=False,
+        logits_to_keep=predict_at,
+        layout=layout,
+    )
+    logits = out.logits[0].float() / temperature
+    log_normaliser = torch.logsumexp(logits, dim=-1)
+    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        probs = torch.exp(logits - log_normaliser[:, None])
+        # 0 * -inf at a forbidden token would be NaN; such a token adds nothing to the entropy.
+        weighted = torch.where(probs > 0, probs * logits, torch.zeros_like(logits))
+        entropy = log_normaliser - weighted.sum(-1)
+    return log_probs, entropy
+
+
+def token_values(
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout, predict_at: Tensor
+) -> Tensor:
+    """The value [M] before each response token, read at the packed positions `predict_at` [M]."""
+    out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
+    return out.logits[0, predict_at, 0].float()
+
+
+def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """One score a row [R] of a right-padded block [R, L]."""
+    return model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, 0].float()

@@ -1,0 +1,312 @@
+"""What the user sees while a run goes on: a live view on a terminal, one line a step everywhere else.
+
+```text
+step 12/60  reward 0.412  kl 0.0012  entropy 1.23  length 7.4  4.1 s  (gen 1.2 update_critic 0.9 update_actor 1.3)
+validation at step 10: val-core/x/acc/mean@1 0.731
+```
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_COLUMNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("reward", ".3f", ("critic/score/mean",)),
+    # KL to the reference where the run has one, else KL of the update.
+    ("kl", ".4f", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")),
+    ("entropy", ".2f", ("actor/entropy",)),
+    ("length", ".1f", ("response_length/mean",)),
+    ("seconds", ".1f", ("timing_s/step",)),
+)
+"""(label, number format, metrics of which the first present one is shown)"""
+
+_RECENT_STEPS = 8
+_SPARKLINE_WIDTH = 50
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+
+
+class Display(Protocol):
+    """The view of one run. A missing metric shows as '-'; no number, not even nan, makes it raise; `with` closes it."""
+
+    def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
+        """Begin; `first_step` steps are already done (0 unless the run was resumed)."""
+
+    def stage(self, name: str) -> None:
+        """A stage of the step has begun."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step number `step` (from 1) is done. Metrics under val-core/ are shown as validation results."""
+
+    def message(self, text: str) -> None:
+        """Show a text that stays."""
+
+    def close(self) -> None:
+        """End and leave the terminal in order; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def make_display(stream: TextIO | None = None) -> Display:
+    """A live view when `stream` (default: standard output) is a terminal that no debugger needs, else plain lines."""
+    stream = sys.stdout if stream is None else stream
+    is_capable = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    if is_capable and not _is_under_debugger():
+        return LiveDisplay(Console(file=stream, force_terminal=True))
+    return PlainDisplay(stream)
+
+
+class PlainDisplay(Display):
+    """One line a step, flushed, without control codes: for files, pipes and debuggers."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._total_steps = 0
+
+    def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
+        self._total_steps = total_steps
+        if title:
+            self.message(title)
+
+    def stage(self, name: str) -> None:
+        """Not shown: the step's line has the time of every stage."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if _has_step(metrics):
+            self.message(_step_line(step, self._total_steps, metrics))
+        for line in _validation_lines(step, metrics):
+            self.message(line)
+
+    def message(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class LiveDisplay(Display):
+    """Progress, the running stage, the last steps, time per stage and the reward so far, redrawn four times a second.
+
+    Prints of the process appear above the live area. `breakpoint()` hands the terminal to the debugger; the live area
+    returns with the next stage once nothing is traced any more, and until then steps are plain lines.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._reset(total_steps=0, first_step=0, title="")
+        self._live = self._new_live()
+        self._is_open = False
+        self._streams = sys.stdout, sys.stderr
+        self._breakpointhook = sys.breakpointhook
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._leave_terminal_to_parent)
+
+    def _reset(self, total_steps: int, first_step: int, title: str) -> None:
+        self._title, self._total_steps, self._done = title, total_steps, first_step
+        self._stage: tuple[str, float] | None = None
+        self._done_at = [time.monotonic()]
+        self._recent: list[tuple[int, list[str]]] = []
+        self._rewards: list[float] = []
+        self._stage_times = ""
+
+    def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
+        self._reset(total_steps, first_step, title)
+        if not self._is_open:
+            self._is_open = True
+            self._breakpointhook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
+            self._show()
+
+    def stage(self, name: str) -> None:
+        self._stage = (name, time.monotonic())
+        self._return_from_debugger()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._return_from_debugger()
+        # Lists are replaced or appended to, never cut: the refresh thread may be reading them.
+        if _has_step(metrics):
+            self._done = step
+            self._done_at = [*self._done_at[-_RECENT_STEPS:], time.monotonic()]
+            self._recent = [*self._recent[1 - _RECENT_STEPS :], (step, _cells(metrics))]
+            self._rewards.append(float(metrics.get("critic/score/mean", math.nan)))
+            self._stage_times = _stage_times(metrics)
+            if not self._live.is_started:
+                self.message(_step_line(step, self._total_steps, metrics))
+        for line in _validation_lines(step, metrics):
+            self.message(line)
+        if self._live.is_started:
+            self._live.refresh()
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._stage = None
+            sys.breakpointhook = self._breakpointhook
+            self._live.stop()
+
+    # -- sharing the terminal ------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        self._streams = sys.stdout, sys.stderr
+        self._live = self._new_live()  # one that was shown before would first erase as many lines as it had drawn
+        self._live.start(refresh=True)
+
+    def _new_live(self) -> Live:
+        return Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+
+    def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self._live.stop()
+        return self._breakpointhook(*args, **kwargs)
+
+    def _return_from_debugger(self) -> None:
+        if self._is_open and not self._live.is_started and not _is_under_debugger():
+            self._show()
+
+    def _leave_terminal_to_parent(self) -> None:
+        # The child's prints must not draw the live area, nor wait for a lock that the refresh thread held at the fork.
+        if self._is_open:
+            sys.stdout, sys.stderr = self._streams
+            sys.breakpointhook = self._breakpointhook
+
+    # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(self._title)] if self._title else []
+        parts.append(self._progress())
+        stage = self._stage  # read once: the main thread may end it meanwhile
+        if stage is not None:
+            name, since = stage
+            parts.append(Text(f"{name}  {time.monotonic() - since:.0f} s"))
+        if self._recent:
+            parts.append(_recent_table(self._recent))
+        if self._stage_times:
+            parts.append(Text(f"seconds  {self._stage_times}"))
+        bars = _ASCII_BARS if self._console.options.ascii_only else _BARS
+        if curve := sparkline(self._rewards, _SPARKLINE_WIDTH, bars):
+            parts.append(Text(f"reward  {curve}", no_wrap=True))
+        return Group(*parts)
+
+    def _progress(self) -> Table:
+        row = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(self._total_steps, 1), completed=self._done, width=40)
+        row.add_row(bar, Text(f"{self._done}/{self._total_steps} steps"), Text(self._remaining()))
+        return row
+
+    def _remaining(self) -> str:
+        """Time left at the pace of the last steps, saves and validations between them included."""
+        at = self._done_at
+        if len(at) < 2:
+            return "ETA -"
+        pace = (at[-1] - at[0]) / (len(at) - 1)
+        seconds = pace * (self._total_steps - self._done) - (time.monotonic() - at[-1])
+        return f"ETA {timedelta(seconds=max(round(seconds), 0))}"
+
+
+def sparkline(numbers: Sequence[float], width: int, bars: str = _BARS) -> str:
+    """The numbers as a row of at most `width` bars from lowest to highest, then that range; '' when none is finite.
+
+    More numbers than that are averaged in neighbouring groups. One that is not finite is left out; a group without a
+    finite one is blank.
+    """
+    columns = min(len(numbers), width)
+    edges = [len(numbers) * i // columns for i in range(columns + 1)] if columns else [0]
+    groups = [_finite_mean(numbers[a:b]) for a, b in pairwise(edges)]
+    shown = [x for x in groups if x is not None]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    # A flat curve is drawn at the bottom.
+    levels = [None if x is None else (x - low) / (high - low) if high > low else 0.0 for x in groups]
+    line = "".join(" " if level is None else bars[round(level * (len(bars) - 1))] for level in levels)
+    return f"{line}  {_number(low, '.3f')} to {_number(high, '.3f')}"
+
+
+def _finite_mean(numbers: Sequence[float]) -> float | None:
+    # Clamped so that neither the sum nor the range of the curve can overflow.
+    finite = [min(max(x, -1e300), 1e300) for x in numbers if math.isfinite(x)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _recent_table(rows: Sequence[tuple[int, list[str]]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for label in ("step", *(label for label, _, _ in _COLUMNS)):
+        table.add_column(label, justify="right")
+    for step, cells in rows:
+        table.add_row(str(step), *cells)
+    return table
+
+
+def _step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    *cells, seconds = _cells(metrics)
+    shown = "  ".join(f"{label} {cell}" for (label, _, _), cell in zip(_COLUMNS, cells, strict=False))
+    stages = _stage_times(metrics)
+    return f"step {step}/{total_steps}  {shown}  {seconds} s" + (f"  ({stages})" if stages else "")
+
+
+def _validation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+    return [
+        f"validation at step {step}: {name} {_number(value, '.3f')}"
+        for name, value in metrics.items()
+        if name.startswith("val-core/")
+    ]
+
+
+def _has_step(metrics: Mapping[str, float]) -> bool:
+    """False for the metrics of a validation alone, such as the one before the first step."""
+    return not _validation_lines(0, metrics) or any(cell != "-" for cell in _cells(metrics))
+
+
+def _cells(metrics: Mapping[str, float]) -> list[str]:
+    return [_number(next((metrics[n] for n in names if n in metrics), None), spec) for _, spec, names in _COLUMNS]
+
+
+def _stage_times(metrics: Mapping[str, float]) -> str:
+    """Seconds a stage, in the order of the mapping, which is the order in which they ran."""
+    prefix = "timing_s/"
+    return " ".join(
+        f"{name.removeprefix(prefix)} {_number(value, '.1f')}"
+        for name, value in metrics.items()
+        if name.startswith(prefix) and name != "timing_s/step"
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    if value is None:
+        return "-"
+    if 1e6 <= abs(value) < math.inf:
+        return f"{value:.2e}"
+    return f"{value:z{spec}}"
+
+
+def _is_under_debugger() -> bool:
+    # A debugger that has no breakpoints yet, or uses Python's monitoring interface, sets no trace function.
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "bdb":
+            return True
+        frame = frame.f_back
+    monitoring = getattr(sys, "monitoring", None)
+    is_monitored = monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    return is_monitored or sys.gettrace() is not None

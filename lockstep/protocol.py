@@ -1,0 +1,481 @@
+"""DataProto: the batch that travels between the trainer and its workers.
+
+A batch is rows. A column of it is one of three things:
+
+- `Ragged`: one vector a row, of any length (token ids, per-token numbers). Stored without padding.
+- dense: a tensor whose first dimension is the row.
+- object: a numpy object array (dicts, strings).
+
+`data.batch[name]` shows a ragged column padded, as reward managers written for other systems expect it; `data.ragged(name)`
+gives it as stored. Parameters are never columns: they are arguments of the call, or `meta_info` where they describe the data itself.
+
+The ledger of columns (R ragged, D dense, O object; T response tokens, P prompt tokens)
+
+```text
+column              kind  shape  written by         meaning
+index               O     -      RLHFDataset        row number in the dataset; part of the sampling key
+raw_prompt          O     -      RLHFDataset        the message list or string before the chat template
+data_source         O     -      RLHFDataset        the tag that chooses the reward
+reward_model        O     -      RLHFDataset        {style, ground_truth}
+extra_info          O     -      RLHFDataset        anything the reward function wants
+uid                 O     -      stages.generate    one id a prompt; its n samples share it
+sample              O     -      stages.generate    0..n-1 within the prompt
+prompts             R     P      RLHFDataset        prompt token ids
+responses           R     T      generate           sampled token ids
+response_mask       R     T      generate           1 where the policy wrote the token, 0 elsewhere (tools, user turns)
+rollout_log_probs   R     T      generate           log-prob of the token under the sampler
+finish_reason       O     -      generate           "stop" (end of sequence) or "length"
+rm_scores           R     T      reward model       a reward model's score, on the last token
+token_level_scores  R     T      stages.score       the reward, on the last token
+old_log_probs       R     T      stages.old_log_prob  log-prob under the policy before the update
+entropys            R     T      stages.old_log_prob  entropy of the policy at the token
+ref_log_prob        R     T      stages.ref_log_prob  log-prob under the reference policy
+values              R     T      stages.values      the critic's estimate before the token
+token_level_rewards R     T      stages.advantage   score minus the KL penalty, where that is on
+advantages, returns R     T      stages.advantage   what the actor and the critic learn from
+input_ids, attention_mask, position_ids             derived from prompts and responses, only in the padded view
+```
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Indices = Sequence[int] | np.ndarray | Tensor | slice
+"""What selects rows: positions, a boolean mask, or a slice."""
+
+_DERIVED = ("input_ids", "attention_mask", "position_ids")
+_TOKEN_COLUMNS = ("prompts", "responses")
+
+
+class Ragged:
+    """One vector a row, stored end to end: `values` [total] and `lengths` [rows] (int64, on the CPU)."""
+
+    __slots__ = ("lengths", "values")
+
+    def __init__(self, values: Tensor, lengths: Tensor) -> None:
+        if values.dim() != 1 or lengths.dim() != 1:
+            raise ValueError(f"Ragged takes flat values and lengths, got shapes {tuple(values.shape)}, {tuple(lengths.shape)}")
+        if int(lengths.sum()) != values.shape[0]:
+            raise ValueError(f"Ragged lengths add up to {int(lengths.sum())}, but there are {values.shape[0]} values")
+        self.values = values
+        self.lengths = lengths.to("cpu", torch.int64)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype | None = None) -> Ragged:
+        """Join one vector a row. `dtype` decides the type when every row is empty."""
+        tensors = [torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows]
+        lengths = torch.tensor([len(t) for t in tensors], dtype=torch.int64)
+        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+        return cls(values, lengths)
+
+    @classmethod
+    def from_padded(cls, padded: Tensor, lengths: Tensor, side: str = "right") -> Ragged:
+        """Take the first (side "right") or last (side "left") `lengths[i]` entries of each row of `padded` [rows, width]."""
+        return cls(padded[_padding_mask(lengths, padded.shape[1], side).to(padded.device)], lengths)
+
+    def pad(self, value: float = 0, side: str = "right", width: int | None = None) -> Tensor:
+        """The column as [rows, width], filled with `value` on the given side; width is the longest row unless given."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        width = longest if width is None else width
+        if width < longest:
+            raise ValueError(f"width {width} is smaller than the longest row, {longest}")
+        out = torch.full((len(self), width), value, dtype=self.values.dtype, device=self.values.device)
+        out[_padding_mask(self.lengths, width, side).to(out.device)] = self.values
+        return out
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """One view a row."""
+        return torch.split(self.values, self.lengths.tolist())
+
+    def like(self, values: Tensor) -> Ragged:
+        """Other values on the same lengths."""
+        return Ragged(values, self.lengths)
+
+    def select(self, positions: Tensor) -> Ragged:
+        """The rows at `positions` (int64), in that order; a row may appear more than once."""
+        starts = torch.cumsum(self.lengths, 0) - self.lengths
+        lengths = self.lengths[positions]
+        first = torch.repeat_interleave(starts[positions] - (torch.cumsum(lengths, 0) - lengths), lengths)
+        index = torch.arange(int(lengths.sum())) + first
+        return Ragged(self.values[index.to(self.values.device)], lengths)
+
+    @staticmethod
+    def cat(columns: Sequence[Ragged]) -> Ragged:
+        """The rows of all columns, one after the other."""
+        return Ragged(torch.cat([c.values for c in columns]), torch.cat([c.lengths for c in columns]))
+
+    def to(self, device: torch.device | str) -> Ragged:
+        """The values on another device; lengths stay on the CPU."""
+        return Ragged(self.values.to(device), self.lengths)
+
+    def equal(self, other: Ragged) -> bool:
+        """Same lengths and same values, bit for bit (NaN equals NaN)."""
+        return torch.equal(self.lengths, other.lengths) and _tensors_equal(self.values, other.values)
+
+    def __len__(self) -> int:
+        return self.lengths.shape[0]
+
+    def __getitem__(self, row: int) -> Tensor:
+        row = range(len(self))[row]
+        start = int(self.lengths[:row].sum())
+        return self.values[start : start + int(self.lengths[row])]
+
+    def __repr__(self) -> str:
+        return f"Ragged(rows={len(self)}, total={self.values.shape[0]}, dtype={self.values.dtype})"
+
+
+Column = Tensor | Ragged
+
+
+class BatchView(Mapping[str, Tensor]):
+    """The tensors of a DataProto as padded tensors: prompts padded on the left, everything else on the right.
+
+    Reading pads a ragged column (ids with `meta_info["pad_token_id"]`, numbers with 0) and derives `input_ids`, `attention_mask` and
+    `position_ids` from prompts and responses. Writing a tensor of the responses' padded shape stores it ragged, without the padding;
+    any other tensor is stored as it is.
+    """
+
+    def __init__(self, data: DataProto) -> None:
+        self._data = data
+
+    def __getitem__(self, name: str) -> Tensor:
+        data = self._data
+        if name in data.columns:
+            column = data.columns[name]
+            if isinstance(column, Tensor):
+                return column
+            pad = data.meta_info.get("pad_token_id", 0) if name in _TOKEN_COLUMNS else 0
+            return column.pad(pad, side="left" if name == "prompts" else "right")
+        if name in _DERIVED and all(c in data.columns for c in _TOKEN_COLUMNS):
+            return self._derive(name)
+        raise KeyError(f"no tensor column {name!r}; there are {sorted(self)}")
+
+    def _derive(self, name: str) -> Tensor:
+        if name == "input_ids":
+            return torch.cat([self["prompts"], self["responses"]], dim=1)
+        prompts, responses = self._data.ragged("prompts"), self._data.ragged("responses")
+        masks = [
+            _padding_mask(column.lengths, int(column.lengths.max()) if len(column) else 0, side)
+            for column, side in ((prompts, "left"), (responses, "right"))
+        ]
+        attention_mask = torch.cat(masks, dim=1).long().to(responses.values.device)
+        return attention_mask if name == "attention_mask" else (attention_mask.cumsum(1) - 1).clamp(min=0)
+
+    def __setitem__(self, name: str, value: Column) -> None:
+        if isinstance(value, Tensor) and value.dim() == 2 and "responses" in self._data.columns:
+            lengths = self._data.ragged("responses").lengths
+            if tuple(value.shape) == (len(lengths), int(lengths.max()) if len(lengths) else 0):
+                value = Ragged.from_padded(value, lengths)
+        self._data.set(name, value)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._data.columns
+        if all(c in self._data.columns for c in _TOKEN_COLUMNS):
+            yield from (name for name in _DERIVED if name not in self._data.columns)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass
+class DataProtoItem:
+    """One row, as `data[i]` gives it: `batch` maps names to this row's tensors without padding."""
+
+    batch: dict[str, Tensor]
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+@dataclass
+class DataProto:
+    """Rows with named columns; see the module's docstring. Methods return new objects unless they say "in place"."""
+
+    columns: dict[str, Column] = field(default_factory=dict)
+    """Ragged and dense columns, as stored."""
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    """Object columns."""
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    """Facts about the batch as a whole, such as `pad_token_id`."""
+
+    def __post_init__(self) -> None:
+        self.non_tensor_batch = {k: _object_array(v) for k, v in self.non_tensor_batch.items()}
+        self.check_consistency()
+
+    # -- building ----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Column] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """Columns by kind. Every column must have the same number of rows."""
+        return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """Sort a mixed dict into tensor and object columns. Raises for a value that is neither tensor, Ragged, array nor list."""
+        tensors, objects = {}, {}
+        for name, value in data.items():
+            if isinstance(value, Tensor | Ragged):
+                tensors[name] = value
+            elif isinstance(value, np.ndarray | list):
+                objects[name] = value
+            else:
+                raise ValueError(f"column {name!r} must be a tensor, a Ragged, an array or a list, not {type(value).__name__}")
+        return cls.from_dict(tensors, objects, meta_info)
+
+    def set(self, name: str, column: Column) -> None:
+        """Add or replace a tensor column, in place."""
+        if self._has_columns_besides(name) and len(column) != len(self):
+            raise ValueError(f"column {name!r} has {len(column)} rows, the batch has {len(self)}")
+        self.columns[name] = column
+
+    def check_consistency(self) -> None:
+        """Raise ValueError unless every column has the same number of rows."""
+        sizes = {name: len(column) for name, column in (*self.columns.items(), *self.non_tensor_batch.items())}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"columns differ in their number of rows: {sizes}")
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> BatchView:
+        """The tensor columns, padded."""
+        return BatchView(self)
+
+    def ragged(self, name: str) -> Ragged:
+        """A ragged column as stored."""
+        column = self.columns[name]
+        if not isinstance(column, Ragged):
+            raise TypeError(f"column {name!r} is a dense tensor, not ragged")
+        return column
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns or name in self.non_tensor_batch
+
+    def __len__(self) -> int:
+        for column in (*self.columns.values(), *self.non_tensor_batch.values()):
+            return len(column)
+        return 0
+
+    def token_counts(self) -> Tensor:
+        """Prompt plus response tokens of each row [rows]."""
+        counts = torch.zeros(len(self), dtype=torch.int64)
+        for name in _TOKEN_COLUMNS:
+            if name in self.columns:
+                counts += self.ragged(name).lengths
+        return counts
+
+    def __getitem__(self, item: int | Indices) -> Any:
+        """A DataProtoItem for a number, a DataProto for a slice, a list, an array or a mask."""
+        if isinstance(item, int | np.integer):
+            row = range(len(self))[item]
+            one = self.select_idxs([row])
+            tensors = {name: column[0] for name, column in one.columns.items()}
+            tensors |= {name: one.batch[name][0] for name in one.batch if name not in tensors}
+            return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
+        return self.select_idxs(item)
+
+    # -- choosing columns --------------------------------------------------------------------------------------------------
+
+    def select(
+        self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
+    ) -> DataProto:
+        """Only these columns; None keeps all of that kind. A name that is not there raises KeyError."""
+        tensors = self.columns if batch_keys is None else {k: self.columns[k] for k in batch_keys}
+        objects = (
+            self.non_tensor_batch
+            if non_tensor_batch_keys is None
+            else {k: self.non_tensor_batch[k] for k in non_tensor_batch_keys}
+        )
+        return DataProto(dict(tensors), dict(objects), dict(self.meta_info))
+
+    def pop(self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = ()) -> DataProto:
+        """Remove columns, in place, and return them."""
+        tensors = {k: self.columns.pop(k) for k in batch_keys}
+        objects = {k: self.non_tensor_batch.pop(k) for k in non_tensor_batch_keys}
+        return DataProto(tensors, objects, dict(self.meta_info))
+
+    def rename(self, old_keys: Sequence[str], new_keys: Sequence[str]) -> DataProto:
+        """Rename tensor columns, in place."""
+        for old, new in zip(old_keys, new_keys, strict=True):
+            self.columns[new] = self.columns.pop(old)
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the other's columns, in place. A column in both must have equal values, else ValueError."""
+        if len(self) and len(other) and len(self) != len(other):
+            raise ValueError(f"cannot join a batch of {len(self)} rows with one of {len(other)}")
+        for name, column in other.columns.items():
+            if name in self.columns and not _columns_equal(self.columns[name], column):
+                raise ValueError(f"column {name!r} is in both batches with different values")
+            self.columns[name] = column
+        for name, values in other.non_tensor_batch.items():
+            mine = self.non_tensor_batch.get(name)
+            if mine is not None and not all(_objects_equal(a, b) for a, b in zip(mine, values, strict=True)):
+                raise ValueError(f"column {name!r} is in both batches with different values")
+            self.non_tensor_batch[name] = values
+        self.meta_info |= other.meta_info
+        return self
+
+    # -- choosing rows -----------------------------------------------------------------------------------------------------
+
+    def select_idxs(self, indices: Indices) -> DataProto:
+        """The rows at these positions (or where a boolean mask is true), in that order."""
+        positions = _positions(indices, len(self))
+        tensors: dict[str, Column] = {
+            name: column.select(positions) if isinstance(column, Ragged) else column[positions.to(column.device)]
+            for name, column in self.columns.items()
+        }
+        objects = {name: values[positions.numpy()] for name, values in self.non_tensor_batch.items()}
+        return DataProto(tensors, objects, dict(self.meta_info))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows start:end:step."""
+        return self.select_idxs(slice(start, end, step))
+
+    def reorder(self, indices: Tensor) -> None:
+        """Put the rows in this order, in place."""
+        ordered = self.select_idxs(indices)
+        self.columns, self.non_tensor_batch = ordered.columns, ordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Each row `repeat_times` times: a,a,b,b when interleaved, a,b,a,b otherwise."""
+        rows = torch.arange(len(self))
+        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int]) -> DataProto:
+        """Row i `repeat_times[i]` times."""
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(torch.as_tensor(repeat_times)))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """`chunks` runs of neighbouring rows whose sizes differ by at most one; some are empty when there are too few rows."""
+        bounds = [len(self) * i // chunks for i in range(chunks + 1)]
+        return [self.slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Runs of `split_size` rows; the last may be shorter."""
+        return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
+
+    def make_iterator(self, mini_batch_size: int, epochs: int, seed: int | None = None) -> Iterator[DataProto]:
+        """Mini-batches of that many rows, `epochs` times over; each epoch in a new order when `seed` is given."""
+        if len(self) % mini_batch_size:
+            raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
+        generator = torch.Generator().manual_seed(seed) if seed is not None else None
+        for _ in range(epochs):
+            order = torch.randperm(len(self), generator=generator) if generator else torch.arange(len(self))
+            for rows in order.split(mini_batch_size):
+                yield self.select_idxs(rows)
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """The rows of all parts, one after the other. Every part must have the same columns; `meta_info` is the first part's."""
+        if not parts:
+            raise ValueError("nothing to concatenate")
+        names = {frozenset((*p.columns, *p.non_tensor_batch)) for p in parts}
+        if len(names) > 1:
+            raise ValueError(f"parts have different columns: {[sorted(n) for n in names]}")
+        tensors: dict[str, Column] = {}
+        for name, first in parts[0].columns.items():
+            columns = [p.columns[name] for p in parts]
+            tensors[name] = Ragged.cat(columns) if isinstance(first, Ragged) else torch.cat(columns)  # type: ignore[arg-type]
+        objects = {name: np.concatenate([p.non_tensor_batch[name] for p in parts]) for name in parts[0].non_tensor_batch}
+        return DataProto(tensors, objects, dict(parts[0].meta_info))
+
+    # -- moving and keeping ------------------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Tensor columns on another device."""
+        return DataProto({k: c.to(device) for k, c in self.columns.items()}, dict(self.non_tensor_batch), dict(self.meta_info))
+
+    def save_to_disk(self, path: str | Path) -> None:
+        """Write the batch to one file."""
+        torch.save((self.columns, self.non_tensor_batch, self.meta_info), path)
+
+    @staticmethod
+    def load_from_disk(path: str | Path) -> DataProto:
+        """Read what `save_to_disk` wrote. The file is unpickled: read only files you trust."""
+        return DataProto(*torch.load(path, weights_only=False))
+
+    def _has_columns_besides(self, name: str) -> bool:
+        return any(other != name for other in (*self.columns, *self.non_tensor_batch))
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeat rows from the start until the number of rows is a multiple of `size_divisor`; also returns how many were added."""
+    pad_size = -len(data) % size_divisor
+    if pad_size and not len(data):
+        raise ValueError("an empty batch cannot be padded")
+    rows = torch.arange(len(data) + pad_size) % max(len(data), 1)
+    return (data.select_idxs(rows) if pad_size else data), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the last `pad_size` rows."""
+    return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def _padding_mask(lengths: Tensor, width: int, side: str) -> Tensor:
+    if side not in ("left", "right"):
+        raise ValueError(f"side must be 'left' or 'right', not {side!r}")
+    positions, lengths = torch.arange(width), lengths.cpu()
+    return positions < lengths[:, None] if side == "right" else positions >= width - lengths[:, None]
+
+
+def _positions(indices: Indices, rows: int) -> Tensor:
+    if isinstance(indices, slice):
+        return torch.arange(rows)[_forward(indices, rows)]
+    positions = torch.as_tensor(np.asarray(indices) if not isinstance(indices, Tensor) else indices.cpu())
+    if positions.dtype == torch.bool:
+        if len(positions) != rows:
+            raise IndexError(f"the mask has {len(positions)} entries, the batch {rows} rows")
+        return positions.nonzero().flatten()
+    positions = positions.to(torch.int64).reshape(-1)
+    if len(positions) and (int(positions.max()) >= rows or int(positions.min()) < -rows):
+        raise IndexError(f"row {positions.tolist()} is outside a batch of {rows} rows")
+    return positions % rows if rows else positions
+
+
+def _forward(s: slice, rows: int) -> list[int]:
+    return list(range(*s.indices(rows)))
+
+
+def _object_array(values: Any) -> np.ndarray:
+    """A 1-D object array even when the values are themselves sequences of one length."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array
+
+
+def _tensors_equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all()) if a.is_floating_point() else torch.equal(a, b)
+
+
+def _columns_equal(a: Column, b: Column) -> bool:
+    if isinstance(a, Ragged) or isinstance(b, Ragged):
+        return isinstance(a, Ragged) and isinstance(b, Ragged) and a.equal(b)
+    return _tensors_equal(a, b)
+
+
+def _objects_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(np.asarray(a), np.asarray(b))
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    return bool(a == b)

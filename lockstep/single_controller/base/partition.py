@@ -1,0 +1,25 @@
+"""Sharing out rows of unequal size."""
+
+import heapq
+from collections.abc import Sequence
+
+
+def balanced_partition(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Share the indices of `sizes` among `parts` so that the sums are close: largest first, each to the part with the
+    least so far.
+
+    Every index appears once, in rising order inside its part. A part may be empty. The largest sum exceeds the average
+    by at most the largest size. Raises ValueError when `parts` is not positive or a size is negative.
+    """
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, got {parts}")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"sizes must not be negative, got {min(sizes)}")
+    # The count breaks ties, so that rows of size zero spread out as well.
+    loads = [(0, 0, part) for part in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        load, count, part = heapq.heappop(loads)
+        shares[part].append(index)
+        heapq.heappush(loads, (load + int(sizes[index]), count + 1, part))
+    return [sorted(share) for share in shares]

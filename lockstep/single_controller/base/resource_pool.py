@@ -1,0 +1,192 @@
+"""Resource pools: how many processes on how many nodes, and on which nodes of a cluster they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError, ResourceError
+
+_GIB = 1024**3
+_SLACK = 1e-6  # CPUs are counted in fractions
+_MAX_TRIES = 50_000  # placements of one entry; far more than realistic clusters need, and well under a second
+
+
+class ResourcePool:
+    """Processes on nodes: `[8, 8]` is 8 processes on each of two nodes. With `use_gpu` every process has a GPU of its
+    own.
+
+    Raises ConfigError when there are no processes.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: list[int],
+        name: str = "pool",
+        use_gpu: bool = False,
+        cpus_per_process: float = 1.0,
+        memory_per_process: int = 0,
+    ) -> None:
+        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
+            raise ConfigError(
+                f"pool {name!r} needs at least one process on each of its nodes, got {process_on_nodes}; "
+                "see trainer.n_gpus_per_node and trainer.nnodes"
+            )
+        self.store = list(process_on_nodes)
+        self.name, self.use_gpu = name, use_gpu
+        self.cpus_per_process, self.memory_per_process = cpus_per_process, memory_per_process
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return sum(self.store)
+
+    @property
+    def local_rank_list(self) -> list[int]:
+        """For each rank, its position on its node."""
+        return [local_rank for count in self.store for local_rank in range(count)]
+
+    @property
+    def local_world_size_list(self) -> list[int]:
+        """For each rank, the number of the pool's processes on its node."""
+        return [count for count in self.store for _ in range(count)]
+
+    def needs(self, num_processes: int) -> _Amount:
+        """What that many processes of this pool take."""
+        return _Amount(
+            cpus=self.cpus_per_process * num_processes,
+            gpus=float(num_processes if self.use_gpu else 0),
+            memory=float(self.memory_per_process * num_processes),
+        )
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """What a node has free."""
+
+    name: str
+    cpus: float
+    gpus: float
+    memory: float
+    """Bytes."""
+
+
+@dataclass(frozen=True, order=True)
+class _Amount:
+    gpus: float
+    memory: float
+    cpus: float
+
+    def __add__(self, other: _Amount) -> _Amount:
+        return _Amount(self.gpus + other.gpus, self.memory + other.memory, self.cpus + other.cpus)
+
+    def __sub__(self, other: _Amount) -> _Amount:
+        return _Amount(self.gpus - other.gpus, self.memory - other.memory, self.cpus - other.cpus)
+
+    def fits(self, room: _Amount) -> bool:
+        left = room - self
+        return min(left.gpus, left.memory, left.cpus) >= -_SLACK
+
+    def __str__(self) -> str:
+        return f"{self.cpus:g} CPUs, {self.gpus:g} GPUs, {self.memory / _GIB:.1f} GiB"
+
+
+_NOTHING = _Amount(0.0, 0.0, 0.0)
+
+
+def place(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> dict[str, list[str]]:
+    """Choose a node for every process: pool name -> node name of each rank.
+
+    The processes of one entry of a pool share a node, and each entry has a node that no other entry of its pool has.
+    Pools may share a node while its CPUs, GPUs and memory last. The search backs out of dead ends, so a placement that
+    exists is found unless the search exceeds a bound that only very large and very tight cases reach. Raises
+    ConfigError when two pools have one name, ResourceError with the numbers when there is no placement.
+    """
+    names = [pool.name for pool in pools]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"resource pools must have different names, got {names}")
+    chosen = _search(pools, nodes)
+    if chosen is None:
+        raise ResourceError(_what_is_short(pools, nodes))
+    return {
+        pool.name: [nodes[chosen[p, e]].name for e, count in enumerate(pool.store) for _ in range(count)]
+        for p, pool in enumerate(pools)
+    }
+
+
+Entry = tuple[int, int]
+"""Pool, and position in its `process_on_nodes`."""
+
+
+def _search(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> dict[Entry, int] | None:
+    """The node of every entry, or None: depth first, the hardest entries first, each on the fullest node that takes
+    it."""
+    room = [_Amount(node.gpus, node.memory, node.cpus) for node in nodes]
+    entries = [(p, e) for p, pool in enumerate(pools) for e in range(len(pool.store))]
+    # Stable, so that equal entries keep their order and early ranks get early nodes.
+    entries.sort(key=lambda entry: pools[entry[0]].needs(pools[entry[0]].store[entry[1]]), reverse=True)
+    chosen: dict[Entry, int] = {}
+    taken: list[set[int]] = [set() for _ in pools]
+    tries = 0
+
+    def settle(depth: int) -> bool:
+        nonlocal tries
+        if depth == len(entries):
+            return True
+        p, e = entries[depth]
+        need = pools[p].needs(pools[p].store[e])
+        options = [n for n in range(len(nodes)) if n not in taken[p] and need.fits(room[n])]
+        seen: set[tuple[_Amount, frozenset[int]]] = set()
+        for n in sorted(options, key=lambda n: room[n]):
+            # Nodes with the same room that hold the same pools are interchangeable: one failure speaks for all.
+            kind = room[n], frozenset(q for q in range(len(pools)) if n in taken[q])
+            if kind in seen:
+                continue
+            seen.add(kind)
+            tries += 1
+            if tries > _MAX_TRIES:
+                return False
+            room[n] -= need
+            taken[p].add(n)
+            chosen[p, e] = n
+            if settle(depth + 1):
+                return True
+            room[n] += need
+            taken[p].remove(n)
+        return False
+
+    return chosen if settle(0) else None
+
+
+def _what_is_short(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> str:
+    total, free = _NOTHING, _NOTHING
+    lines = ["the resource pools do not fit on the nodes there are:"]
+    for pool in pools:
+        need = pool.needs(pool.world_size)
+        total += need
+        lines.append(f"  pool {pool.name!r} {pool.store} needs {need} on {len(pool.store)} node(s)")
+    for node in nodes:
+        room = _Amount(node.gpus, node.memory, node.cpus)
+        free += room
+        lines.append(f"  node {node.name!r} has {room} free")
+    most_nodes = max((len(pool.store) for pool in pools), default=0)
+    lines.append(f"  needed in total: {total} on {most_nodes} node(s)")
+    lines.append(f"  available in total: {free} on {len(nodes)} node(s)")
+    missing = total - free
+    short = [
+        text
+        for amount, text in (
+            (missing.cpus, f"{missing.cpus:g} CPUs"),
+            (missing.gpus, f"{missing.gpus:g} GPUs"),
+            (missing.memory, f"{missing.memory / _GIB:.1f} GiB"),
+            (most_nodes - len(nodes), f"{most_nodes - len(nodes)} node(s)"),
+        )
+        if amount > _SLACK
+    ]
+    lines.append(
+        f"  short: {', '.join(short)}"
+        if short
+        else "  the totals suffice, but no way was found to give each entry of a pool enough room on a node of its own"
+    )
+    lines.append("Lower trainer.n_gpus_per_node or trainer.nnodes, or use a bigger machine or cluster.")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""What a worker class is built on: a plain class that knows its place among its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """A worker's place among its peers."""
+
+    rank: int = 0
+    """Position in the group, 0..world_size-1."""
+    world_size: int = 1
+    """Number of workers in the group."""
+    local_rank: int = 0
+    """Position among the group's workers on the same node."""
+    device: torch.device = _CPU
+    """The device this process computes on."""
+    name: str = "worker"
+    """The role, as in error messages."""
+
+
+_current: ContextVar[WorkerEnvironment] = ContextVar("lockstep_worker_environment")
+
+
+@contextmanager
+def worker_environment(environment: WorkerEnvironment) -> Iterator[None]:
+    """Workers constructed inside take this place."""
+    token = _current.set(environment)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class Worker:
+    """Base class of workers: `rank`, `world_size`, `local_rank` and `device`, there from the first line of the
+    constructor on.
+
+    A subclass has any constructor it likes and need not call this one. A worker that no group hosts is rank 0 of 1 on
+    the CPU.
+    """
+
+    _environment: WorkerEnvironment
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        # Here rather than in __init__, so that a subclass's constructor sees its rank before (or without) calling
+        # super().
+        worker = super().__new__(cls)
+        worker._environment = _current.get(WorkerEnvironment())
+        return worker
+
+    @property
+    def rank(self) -> int:
+        """Position in the group."""
+        return self._environment.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the group."""
+        return self._environment.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the group's workers on this node."""
+        return self._environment.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device to compute on."""
+        return self._environment.device
+
+
+class ClassWithInitArgs:
+    """A class and its constructor's arguments, to be built later in another process by calling this object."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def __call__(self) -> Any:
+        """Build it."""
+        return self.cls(*self.args, **self.kwargs)

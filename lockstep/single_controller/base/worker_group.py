@@ -1,0 +1,199 @@
+"""The driver's side: a group of identical processes, each holding one worker of every role, called as if they were one
+object."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.errors import ConfigError, WorkerDied, WorkerError
+from lockstep.single_controller.base.decorator import Dispatch, Execute, Registration, registered_methods
+from lockstep.single_controller.base.dispatch import Call, Collect, check_mode, first, plan
+from lockstep.single_controller.base.future import Future
+from lockstep.single_controller.base.resource_pool import NodeResources, ResourcePool
+from lockstep.single_controller.base.worker import ClassWithInitArgs
+
+
+class WorkerGroup(ABC):
+    """One process for each slot of a resource pool, with one worker of each role in it.
+
+    `ray_cls_with_init` is one class, or role name -> class for co-located roles. `placement` names the node of each
+    rank (as `place` returns it). A call must answer within `timeout_s`, start-up within `start_timeout_s`. Nothing runs
+    before `spawn()`.
+
+    After a WorkerError, WorkerDied or WorkerTimeout the group is broken: its processes are ended and every further call
+    raises the first error. A group of one class also has that class's registered methods itself: `group.method(...)`.
+    """
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool,
+        ray_cls_with_init: ClassWithInitArgs | dict[str, ClassWithInitArgs],
+        *,
+        placement: list[str] | None = None,
+        device: str = "cpu",
+        timeout_s: float = 1800.0,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        self.resource_pool = resource_pool
+        if isinstance(ray_cls_with_init, ClassWithInitArgs):
+            self._classes = {ray_cls_with_init.cls.__name__: ray_cls_with_init}
+        else:
+            self._classes = dict(ray_cls_with_init)
+        if not self._classes:
+            raise ConfigError("a worker group needs at least one class, got an empty dict")
+        if placement is not None and len(placement) != resource_pool.world_size:
+            raise ConfigError(
+                f"placement names {len(placement)} nodes, but pool {resource_pool.name!r} has "
+                f"{resource_pool.world_size} processes"
+            )
+        self.device, self.timeout_s, self.start_timeout_s = device, timeout_s, start_timeout_s
+        self._placement = placement
+        self._roles: dict[str, RoleGroup] = {}
+        self._error: WorkerError | None = None
+        self._closed = False
+        self._prepare()
+
+    @classmethod
+    @abstractmethod
+    def nodes(cls) -> list[NodeResources]:
+        """What the machine or cluster has free, node by node."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.resource_pool.world_size
+
+    def spawn(self) -> dict[str, RoleGroup]:
+        """Start the processes, build the workers, and return a view for each role. A second call returns the same
+        views.
+
+        Raises what a constructor raised (as WorkerError when it ran in another process), or WorkerDied, WorkerTimeout,
+        ResourceError; no process is left then.
+        """
+        self.check_usable()
+        if not self._roles:
+            roles = {name: RoleGroup(self, name, worker.cls) for name, worker in self._classes.items()}
+            try:
+                self._start()
+            except BaseException:
+                self.close()
+                raise
+            self._roles = roles
+        return dict(self._roles)
+
+    def close(self) -> None:
+        """End the processes. May be called again, and after a failure."""
+        if not self._closed:
+            self._closed = True
+            self._stop()
+
+    def __enter__(self) -> WorkerGroup:
+        self.spawn()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`RoleGroup.execute_all` of a group of one class."""
+        return self._sole_role("execute_all").execute_all(method, *args, **kwargs)
+
+    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """`RoleGroup.execute_rank_zero` of a group of one class."""
+        return self._sole_role("execute_rank_zero").execute_rank_zero(method, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for names that are not the group's own. Private ones must fail plainly while the group is half built or
+        # being copied.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._sole_role(name), name)
+
+    def _sole_role(self, wanted: str) -> RoleGroup:
+        if not self._roles:
+            raise AttributeError(f"no {wanted!r} on this group yet: call spawn() first")
+        if len(self._roles) > 1:
+            raise AttributeError(
+                f"{wanted!r} is ambiguous: this group has the roles {list(self._roles)}; use spawn()[role].{wanted}"
+            )
+        return next(iter(self._roles.values()))
+
+    def check_usable(self) -> None:
+        """Raise the group's first error if it is broken, WorkerDied if it is closed."""
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise WorkerDied("+".join(self._classes), "the group was closed; make a new one")
+
+    def submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
+        """Start call i on rank i and return the future of what `collect` makes of the results."""
+        self.check_usable()
+        return self._submit(role, method, calls, collect)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Check that this kind of group can serve the pool; called last by the constructor. Starts nothing."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the processes and build the workers."""
+
+    @abstractmethod
+    def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
+        """`submit`, on a group that is usable."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End the processes, in whatever state they are; called once."""
+
+
+class RoleGroup:
+    """The workers of one role as one object: each registered method of their class is a method here."""
+
+    def __init__(self, group: WorkerGroup, name: str, cls: type) -> None:
+        self.name = name
+        self._group, self._registered = group, registered_methods(cls)
+        taken = set(dir(WorkerGroup)) | set(dir(RoleGroup))
+        for method, registration in self._registered.items():
+            if method in taken:
+                raise ConfigError(
+                    f"{cls.__name__}.{method} cannot be registered: groups have a {method!r} of their own; rename it"
+                )
+            check_mode(registration.dispatch_mode)
+            setattr(self, method, self._bind(getattr(cls, method), registration))
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._group.world_size
+
+    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method, registered or not, with the same arguments on every rank; the list of results."""
+        calls, collect = plan(Dispatch.ONE_TO_ALL, args, kwargs, self.world_size)
+        return self._group.submit(self.name, method, calls, collect).get()
+
+    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call any method, registered or not, on rank 0; its result."""
+        return self._group.submit(self.name, method, [(args, kwargs)], first).get()
+
+    def _bind(self, method: Callable[..., Any], registration: Registration) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            calls, collect = plan(registration.dispatch_mode, args, kwargs, self.world_size)
+            if registration.execute_mode is Execute.RANK_ZERO:
+                calls, collect = calls[:1], first
+            future = self._group.submit(self.name, method.__name__, calls, collect)
+            return future.get() if registration.blocking else future
+
+        return bound
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"role {self.name!r} has no registered method {name!r}; registered: {list(self._registered)}. "
+            "Mark it with @register, or use execute_all"
+        )

@@ -1,0 +1,5 @@
+"""Workers in the driver's own process."""
+
+from lockstep.single_controller.local.worker_group import LocalWorkerGroup
+
+__all__ = ["LocalWorkerGroup"]

@@ -1,0 +1,55 @@
+"""A group of one process, which is this one: no Ray, no threads, no copies, so a debugger steps from the driver into
+the worker."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import psutil
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.single_controller.base.dispatch import Call, Collect
+from lockstep.single_controller.base.future import CompletedFuture, Future
+from lockstep.single_controller.base.host import WorkerHost
+from lockstep.single_controller.base.resource_pool import NodeResources
+from lockstep.single_controller.base.worker import WorkerEnvironment
+from lockstep.single_controller.base.worker_group import WorkerGroup
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """A `WorkerGroup` whose only rank lives in the calling process.
+
+    Arguments are passed by reference. A worker's exception is raised as it is, at the call (also with blocking=False),
+    and leaves the group usable. A call in the own process cannot be abandoned, so `timeout_s` bounds only collectives.
+    Several local groups share one process group. Raises ConfigError for a world size other than 1.
+    """
+
+    def _prepare(self) -> None:
+        pool = self.resource_pool
+        if pool.world_size != 1:
+            raise ConfigError(
+                f"LocalWorkerGroup runs one process, but pool {pool.name!r} asks for {pool.world_size} ({pool.store}); "
+                "use ray_worker_group_cls=RayWorkerGroup (trainer.worker_group=ray)"
+            )
+        self._host = WorkerHost()
+
+    @classmethod
+    def nodes(cls) -> list[NodeResources]:
+        """This machine."""
+        memory = psutil.virtual_memory().available
+        return [NodeResources(platform.node(), os.cpu_count() or 1, torch.cuda.device_count(), memory)]
+
+    def _start(self) -> None:
+        environment = WorkerEnvironment(device=torch.device(self.device), name="+".join(self._classes))
+        self._host.setup(environment, start_timeout_s=self.start_timeout_s, timeout_s=self.timeout_s)
+        for name, worker in self._classes.items():
+            self._host.create(name, worker)
+
+    def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
+        ((args, kwargs),) = calls
+        return CompletedFuture(collect([self._host.invoke(role, method, args, kwargs)]))
+
+    def _stop(self) -> None:
+        self._host.close()

@@ -1,0 +1,203 @@
+"""A group of Ray actors, one a process, each a `WorkerHost`.
+
+```text
+spawn:  place -> one actor a rank, on its node -> rank 0 opens the rendezvous -> all join -> build each role's worker
+call:   put each rank's arguments in the object store -> submit -> wait (first failure, deadline) -> collect
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import ConfigError, ResourceError, WorkerDied, WorkerError
+from lockstep.single_controller.base.dispatch import Call, Collect
+from lockstep.single_controller.base.future import Future
+from lockstep.single_controller.base.host import Rendezvous, WorkerHost
+from lockstep.single_controller.base.resource_pool import NodeResources, place
+from lockstep.single_controller.base.worker import WorkerEnvironment
+from lockstep.single_controller.base.worker_group import WorkerGroup
+from lockstep.single_controller.ray.cluster import import_ray
+from lockstep.single_controller.ray.future import RayFuture
+
+_PLACEMENT_PATIENCE_S = 5.0
+_GOODBYE_S = 5.0
+
+
+class HostActor(WorkerHost):
+    """A host that takes arguments from the object store."""
+
+    def receive(self, role: str, method: str, call: Call, dump_stacks_after_s: float) -> Any:
+        """`call`, with the arguments as one object, because Ray fetches only whole arguments from the store."""
+        return self.call(role, method, *call, dump_stacks_after_s)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A `WorkerGroup` of Ray actors. Ray must be running: `ray.init()` or `lockstep.single_controller.ray.connect()`.
+
+    Arguments and results are copied between processes. Raises MissingExtra without the package, ConfigError for device
+    "cuda" on a pool without GPUs.
+    """
+
+    heartbeat_s = 60.0
+    """How often a long wait says on stderr which ranks it waits for."""
+
+    def _prepare(self) -> None:
+        self._ray = import_ray()
+        if torch.device(self.device).type == "cuda" and not self.resource_pool.use_gpu:
+            raise ConfigError(
+                f"device {self.device!r} needs GPUs, but pool {self.resource_pool.name!r} has use_gpu=False"
+            )
+        self._actors: list[Any] = []
+        self._labels: list[str] = []
+
+    @classmethod
+    def nodes(cls) -> list[NodeResources]:
+        """The alive nodes of the cluster, by Ray's node id, with what is free on them."""
+        ray = _running_ray()
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        nodes = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                room = free.get(node["NodeID"], {})
+                amounts = (room.get(kind, 0.0) for kind in ("CPU", "GPU", "memory"))
+                nodes.append(NodeResources(node["NodeID"], *amounts))
+        return nodes
+
+    def _start(self) -> None:
+        _running_ray()
+        deadline = time.monotonic() + self.start_timeout_s
+        placement = self._placement or self._place()
+        nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+        unknown = sorted(set(placement) - set(nodes))
+        if unknown:
+            raise ResourceError(
+                f"placement names nodes that are not alive in this cluster: {unknown}; alive: {sorted(nodes)}"
+            )
+        threads = [max(1, int(nodes[node]["Resources"].get("CPU", 1)) // placement.count(node)) for node in placement]
+        role = "+".join(self._classes)
+        self._labels = [f"{role} rank {rank} (node {node})" for rank, node in enumerate(placement)]
+        self._actors = [self._actor(node, count) for node, count in zip(placement, threads, strict=True)]
+        environments = [
+            WorkerEnvironment(rank, self.world_size, placement[:rank].count(node), torch.device(self.device), role)
+            for rank, node in enumerate(placement)
+        ]
+        self._join(environments, threads, nodes[placement[0]]["NodeManagerAddress"], deadline)
+        self._labels = self._wait([actor.label.remote() for actor in self._actors], "start-up", deadline)
+        for name, worker in self._classes.items():
+            shared = self._ray.put(worker)
+            left = _lead(max(0.0, deadline - time.monotonic()))
+            built = [actor.create.remote(name, shared, left) for actor in self._actors]
+            self._wait(built, f"{name}'s constructor", deadline)
+
+    def _join(self, environments: list[WorkerEnvironment], threads: list[int], address: str, deadline: float) -> None:
+        """Let the actors meet at rank 0 (`address` is its node) and form one torch.distributed world."""
+        rendezvous: Rendezvous | None = None
+        if self.world_size > 1:
+            opened = self._actors[0].open_rendezvous.remote(address, self.start_timeout_s)
+            rendezvous = self._wait([opened], "opening the rendezvous", deadline)[0]
+        timeouts = {"start_timeout_s": self.start_timeout_s, "timeout_s": self.timeout_s}
+        joining = [
+            actor.setup.remote(environment, rendezvous, num_threads=num_threads, **timeouts)
+            for actor, environment, num_threads in zip(self._actors, environments, threads, strict=True)
+        ]
+        self._wait(joining, "joining torch.distributed", deadline)
+
+    def _place(self) -> list[str]:
+        """Nodes for this pool alone. Ray's view of what is free lags behind actors that just ended, so a refusal is
+        tried again."""
+        until = time.monotonic() + _PLACEMENT_PATIENCE_S
+        while True:
+            try:
+                return place([self.resource_pool], self.nodes())[self.resource_pool.name]
+            except ResourceError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.2)
+
+    def _actor(self, node: str, num_threads: int) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        pool = self.resource_pool
+        options: dict[str, Any] = {
+            "num_cpus": pool.cpus_per_process,
+            "num_gpus": 1 if pool.use_gpu else 0,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            # Read when the process loads its maths libraries, which is before any of our code runs.
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
+        }
+        if pool.memory_per_process:
+            options["memory"] = pool.memory_per_process
+        return self._ray.remote(HostActor).options(**options).remote()
+
+    def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
+        # Everything is serialised before anything is sent: an argument that cannot be pickled must not leave half the
+        # ranks at work. Ranks with the same arguments share one copy.
+        stored = {id(call): self._ray.put(call) for call in calls}
+        refs = [
+            actor.receive.remote(role, method, stored[id(call)], _lead(self.timeout_s))
+            for actor, call in zip(self._actors, calls, strict=False)
+        ]
+        return self._future(refs, f"{role}.{method}", self.timeout_s, collect)
+
+    def _wait(self, refs: Sequence[Any], task: str, deadline: float) -> list[Any]:
+        return self._future(refs, task, max(0.0, deadline - time.monotonic()), list).get()
+
+    def _future(self, refs: Sequence[Any], task: str, timeout_s: float, collect: Collect) -> RayFuture:
+        return RayFuture(
+            refs,
+            labels=self._labels,
+            task=task,
+            timeout_s=timeout_s,
+            heartbeat_s=self.heartbeat_s,
+            collect=collect,
+            fail=self._fail,
+        )
+
+    def _fail(self, error: WorkerError) -> WorkerError:
+        """Break the group: remember the first error and end every process, as others may wait for the failed one
+        forever."""
+        if self._closed:
+            return WorkerDied(error.worker, "the group was closed while the call was out")
+        if self._error is None:
+            self._error = error
+            self._kill()
+        return self._error
+
+    def _stop(self) -> None:
+        if not self._ray.is_initialized():
+            return  # the actors ended with Ray
+        if self._error is None and self._actors:
+            goodbyes = [actor.close.remote() for actor in self._actors]
+            self._ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_GOODBYE_S)
+        self._kill()
+
+    def _kill(self) -> None:
+        """Kill the actors and wait, within bounds, until Ray knows that they are dead."""
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            self._ray.kill(actor, no_restart=True)
+        last_words = [actor.label.remote() for actor in actors]
+        if last_words:
+            self._ray.wait(last_words, num_returns=len(last_words), timeout=_GOODBYE_S)
+
+
+def _running_ray() -> Any:
+    ray = import_ray()
+    if not ray.is_initialized():
+        raise ResourceError(
+            "Ray is not running in this process: call ray.init() first, or start with lockstep.trainer.main_ppo"
+        )
+    return ray
+
+
+def _lead(timeout_s: float) -> float:
+    """When a worker shows its stacks: early enough to reach the log before the driver's deadline ends the process."""
+    return max(0.001, timeout_s - min(5.0, 0.2 * timeout_s))

@@ -1,0 +1,1 @@
+"""Trainers: `main_ppo.py` is the program, `ppo/` the loop."""

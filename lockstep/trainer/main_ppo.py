@@ -1,0 +1,161 @@
+"""The PPO program: `python -m lockstep.trainer.main_ppo key=value ...`. It is the code of the tutorial, with the pieces it leaves open."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+from lockstep.config import PPOConfig, load_config
+from lockstep.config.data import EMBEDDED
+from lockstep.errors import LockstepError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line says; returns the exit status. `--config FILE` reads a YAML file, `--help` lists the keys."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in arguments or "-h" in arguments:
+        from lockstep.config.reference import command_line_help
+
+        print(command_line_help())
+        return 0
+    try:
+        config_file, overrides = _split_arguments(arguments)
+        config = load_config(overrides, config_file)
+        run(config)
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(config: PPOConfig) -> None:
+    """Train, and say what came of it."""
+    # After the configuration has been checked: these imports bring torch.
+    from lockstep.trainer.summary import summarise
+    from lockstep.utils.device import resolve_device
+
+    resolve_device(config.trainer.device)
+    embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
+    if embedded:
+        config = _with_embedded_task(config)
+    uses_ray = config.trainer.worker_group == "ray" or (config.trainer.worker_group == "auto" and config.needs_ray)
+    if uses_ray:
+        from lockstep.single_controller.ray.cluster import connect, disconnect
+
+        started = connect(**config.ray_kwargs.ray_init)
+        try:
+            result = _train(config, uses_ray)
+        finally:
+            if started:
+                disconnect()
+    else:
+        result = _train(config, uses_ray)
+    print(summarise(result, config, embedded))
+
+
+def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202 - FitResult would import torch here
+    from lockstep.single_controller.local import LocalWorkerGroup
+    from lockstep.single_controller.ray import RayWorkerGroup
+    from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
+    from lockstep.utils.tokenizer import hf_tokenizer
+    from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+    from lockstep.workers.reward_manager import RewardManager
+
+    model = config.actor_rollout_ref.model
+    tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+
+    ray_worker_group_cls = RayWorkerGroup if uses_ray else LocalWorkerGroup
+    role_worker_mapping: dict[Enum, type] = {Role.ActorRollout: ActorRolloutRefWorker}
+    global_pool_id = "global_pool"
+    resource_pool_spec = {global_pool_id: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+    mapping: dict[Enum, str] = {Role.ActorRollout: global_pool_id}
+
+    if config.use_critic:
+        role_worker_mapping[Role.Critic] = TrainingWorker
+        mapping[Role.Critic] = global_pool_id
+        if config.critic.enable_resource_pool:
+            resource_pool_spec["critic_pool"] = [config.critic.n_gpus_per_node] * config.critic.nnodes
+            mapping[Role.Critic] = "critic_pool"
+
+    if config.use_reference:
+        role_worker_mapping[Role.RefPolicy] = ActorRolloutRefWorker
+        mapping[Role.RefPolicy] = global_pool_id
+
+    if config.reward_model.enable:
+        role_worker_mapping[Role.RewardModel] = TrainingWorker
+        mapping[Role.RewardModel] = global_pool_id
+        if config.reward_model.enable_resource_pool:
+            resource_pool_spec["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
+            mapping[Role.RewardModel] = "reward_pool"
+
+    compute_score, timeout_s = _custom_score(config), config.reward.timeout_s
+    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0, compute_score=compute_score, timeout_s=timeout_s)
+    # Validation always uses the function reward.
+    val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, compute_score=compute_score, timeout_s=timeout_s)
+    resource_pool_manager = ResourcePoolManager(resource_pool_spec=resource_pool_spec, mapping=mapping)
+
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping=role_worker_mapping,
+        resource_pool_manager=resource_pool_manager,
+        ray_worker_group_cls=ray_worker_group_cls,
+        reward_fn=reward_fn,
+        val_reward_fn=val_reward_fn,
+    )
+    try:
+        trainer.init_workers()
+        return trainer.fit()
+    finally:
+        trainer.close()
+
+
+def _custom_score(config: PPOConfig):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    """The user's reward function with its own arguments bound, or None for the rules by data_source."""
+    import functools
+
+    from lockstep.utils.files import load_object
+
+    custom = config.reward.custom_reward_function
+    if custom.path is None:
+        return None
+    return functools.partial(load_object(custom.path, custom.name), **custom.reward_kwargs)
+
+
+def _with_embedded_task(config: PPOConfig) -> PPOConfig:
+    """The same configuration with the embedded task's files made and named."""
+    from lockstep.embedded import prepare
+
+    directory = config.trainer.run_dir / "embedded_task"
+    print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
+    task = prepare(directory, config.trainer.seed)
+    print(f"supervised warm-up: {task.warmup_steps} steps, {task.warmup_accuracy:.2f} of the validation words right", flush=True)
+    model = config.actor_rollout_ref.model
+    if model.path == EMBEDDED:
+        model = dataclasses.replace(model, path=str(task.model))
+    train_files = str(task.train_file) if config.data.train_files == EMBEDDED else config.data.train_files
+    data = dataclasses.replace(config.data, train_files=train_files, val_files=config.data.val_files or str(task.val_file))
+    return dataclasses.replace(
+        config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model)
+    )
+
+
+def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    from lockstep.errors import ConfigError
+
+    if "--config" not in arguments:
+        return None, arguments
+    at = arguments.index("--config")
+    if at + 1 == len(arguments):
+        raise ConfigError("--config needs a file name after it")
+    return Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

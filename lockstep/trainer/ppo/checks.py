@@ -1,0 +1,102 @@
+"""What can be checked before any process is started or any model loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from lockstep.algorithms.advantages import required_inputs
+from lockstep.algorithms.aggregation import LOSS_AGG_MODES
+from lockstep.algorithms.kl import KL_KINDS
+from lockstep.algorithms.policy_losses import get_policy_loss
+from lockstep.config.check import one_of
+from lockstep.config.ppo import PPOConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.utils.hf_config import read_model_config
+
+_POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
+
+
+def check_algorithm(config: PPOConfig) -> None:
+    """The named algorithms exist, and the run has what they read."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    get_policy_loss(actor.policy_loss.loss_mode)
+    one_of("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
+    one_of("critic.loss_agg_mode", config.critic.loss_agg_mode, [m for m in LOSS_AGG_MODES if not m.endswith("-norm")])
+    one_of("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, KL_KINDS)
+    one_of("algorithm.kl_penalty", algorithm.kl_penalty, KL_KINDS)
+    if "values" in required_inputs(algorithm.adv_estimator) and not config.use_critic:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} needs values, but the run has no critic; set critic.enable=true"
+        )
+
+
+def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[Enum, str]) -> None:
+    """Every role has a pool, and the roles together can do what the config asks for."""
+    for role in workers:
+        if role not in pools:
+            raise ConfigError(f"{role} is in role_worker_mapping but has no pool in the ResourcePoolManager's mapping")
+    names = [role.name for role in workers]
+    actors = [name for name in names if name in _POLICY]
+    if len(actors) != 1:
+        raise ConfigError(f"role_worker_mapping needs exactly one of {', '.join(_POLICY)}; it has {actors or 'none'}")
+    if (actors == ["Actor"]) != ("Rollout" in names):
+        raise ConfigError(
+            "Role.Actor and Role.Rollout go together: an Actor alone cannot generate, and ActorRollout has its own rollout. "
+            f"role_worker_mapping has {names}"
+        )
+    if config.use_critic and "Critic" not in names:
+        raise ConfigError("the config trains a critic, but role_worker_mapping has no Role.Critic; add it, or set critic.enable=false")
+    if config.use_reference and "RefPolicy" not in names and actors != ["ActorRolloutRef"]:
+        raise ConfigError(
+            "a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss), but role_worker_mapping has neither Role.RefPolicy "
+            "nor Role.ActorRolloutRef; add one"
+        )
+    if config.reward_model.enable != ("RewardModel" in names):
+        raise ConfigError(
+            f"reward_model.enable={config.reward_model.enable}, but Role.RewardModel is "
+            f"{'' if 'RewardModel' in names else 'not '}in role_worker_mapping; make them agree"
+        )
+
+
+def check_models(config: PPOConfig, tokenizer: Any) -> None:
+    """The model folders are models, they hold the longest sequence, and the tokenizer fits the policy."""
+    policy = config.actor_rollout_ref.model
+    hf_config = read_model_config(str(policy.path), policy.trust_remote_code)
+    for section, path in (("critic", config.critic.model), ("reward_model", config.reward_model.model)):
+        if path.path and (config.use_critic if section == "critic" else config.reward_model.enable):
+            read_model_config(path.path, path.trust_remote_code)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    context = getattr(hf_config, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {policy.path} holds {context}; lower one of them"
+        )
+    vocabulary = getattr(hf_config, "vocab_size", None)
+    if vocabulary is not None and len(tokenizer) > vocabulary:
+        raise DataError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {policy.path} only {vocabulary}: they do not belong together"
+        )
+    if tokenizer.pad_token_id is None:
+        raise DataError("the tokenizer has no pad token; load it with lockstep.utils.tokenizer.hf_tokenizer")
+
+
+def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_dataset: Any, val_dataset: Any) -> None:
+    """There is a reward for every row that will need one."""
+    if reward_fn is None:
+        raise ConfigError("reward_fn is missing: pass RewardManager(tokenizer=tokenizer, num_examine=0), or a function of your own")
+    if val_dataset is not None and val_reward_fn is None:
+        raise ConfigError("there is validation data but no val_reward_fn: pass RewardManager(tokenizer=tokenizer, num_examine=1)")
+    if not config.reward_model.enable:
+        _check_sources(reward_fn, train_dataset)
+    if val_dataset is not None:
+        _check_sources(val_reward_fn, val_dataset)
+
+
+def _check_sources(reward_fn: Any, dataset: Any) -> None:
+    check, sources = getattr(reward_fn, "check", None), getattr(dataset, "data_sources", None)
+    if inspect.ismethod(check) and sources is not None:
+        found: Iterable[str | None] = sources()
+        check(found)

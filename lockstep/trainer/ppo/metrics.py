@@ -1,0 +1,74 @@
+"""Numbers about one batch and one step, under the names that users of other systems know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lockstep.protocol import DataProto
+
+
+def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
+    """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, prompt_length/*."""
+    mask = batch.ragged("response_mask").values.bool()
+    metrics = _spread("critic/score", _row_sums(batch, "token_level_scores"))
+    metrics |= _spread("critic/rewards", _row_sums(batch, "token_level_rewards"))
+    metrics |= _spread("critic/advantages", batch.ragged("advantages").values[mask])
+    metrics |= _spread("critic/returns", batch.ragged("returns").values[mask])
+    if "values" in batch:
+        values, returns = batch.ragged("values").values[mask], batch.ragged("returns").values[mask]
+        metrics |= _spread("critic/values", values)
+        variance = returns.var(correction=0)
+        if variance > 0:
+            metrics["critic/vf_explained_var"] = (1 - (returns - values).var(correction=0) / variance).item()
+    for name, column, limit in (
+        ("response_length", "responses", max_response_length),
+        ("prompt_length", "prompts", max_prompt_length),
+    ):
+        lengths = batch.ragged(column).lengths.float()
+        metrics |= _spread(name, lengths)
+        metrics[f"{name}/clip_ratio"] = (lengths >= limit).float().mean().item()
+    metrics["response/aborted_ratio"] = (batch.ragged("responses").lengths == 0).float().mean().item()
+    return metrics
+
+
+def balance_metrics(batch: DataProto, shares: list[list[int]]) -> dict[str, float]:
+    """global_seqlen/*: tokens a rank when rows are cut in order, and as they are shared out (`shares`: row numbers of each rank)."""
+    counts = batch.token_counts()
+    in_order = [int(part.sum()) for part in counts.tensor_split(len(shares))]
+    balanced = [int(counts[rows].sum()) for rows in shares]
+    return {
+        "global_seqlen/min": min(in_order),
+        "global_seqlen/max": max(in_order),
+        "global_seqlen/minmax_diff": max(in_order) - min(in_order),
+        "global_seqlen/balanced_min": min(balanced),
+        "global_seqlen/balanced_max": max(balanced),
+        "global_seqlen/mean": sum(in_order) / len(in_order),
+    }
+
+
+def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> dict[str, float]:
+    """timing_s/*, timing_per_token_ms/* (generation by response tokens, the rest by all tokens), and perf/*."""
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    response_tokens, tokens = int(batch.ragged("responses").lengths.sum()), int(batch.token_counts().sum())
+    per_token = {"gen": response_tokens} | dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), tokens)
+    for name, count in per_token.items():
+        if name in seconds and count:
+            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / count
+    metrics["perf/total_num_tokens"] = tokens
+    metrics["perf/time_per_step"] = seconds["step"]
+    metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices)
+    return metrics
+
+
+def _row_sums(batch: DataProto, name: str) -> Tensor:
+    return batch.batch[name].sum(1)
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    if not len(values):
+        return {}
+    values = values.to(torch.float64)
+    return {f"{name}/mean": values.mean().item(), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}

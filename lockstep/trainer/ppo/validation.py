@@ -1,0 +1,69 @@
+"""Validation: generate on held-out prompts, score with the function reward, summarise by data source."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def validation_metrics(
+    data_sources: Sequence[str], prompts: Sequence[int], infos: dict[str, list[Any]]
+) -> dict[str, float]:
+    """`val-core/{source}/{acc or reward}/{mean@N, best@N/mean, maj@N/mean}`, and everything else under `val-aux/`.
+
+    `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever numbers the
+    reward function returned, one entry a row. The core variable is "acc" where the reward function gives one, else "reward". best@k is
+    the exact mean of the best of k over all ways to choose k of the N samples. maj@N takes the most frequent "pred" (ties: the first)
+    and exists only where the reward function returns "pred".
+    """
+    metrics: dict[str, float] = {}
+    sources = np.array(list(data_sources), dtype=object)
+    for source in dict.fromkeys(data_sources):
+        rows = np.flatnonzero(sources == source)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            groups[prompts[row]].append(row)
+        core = "acc" if "acc" in infos else "reward"
+        for variable, entries in infos.items():
+            if not all(isinstance(entries[row], int | float | bool | np.number) for row in rows):
+                continue
+            for name, value in _summary(groups, entries, infos.get("pred")).items():
+                is_core = variable == core and name.startswith(("mean@", "best@", "maj@")) and not name.endswith("/std")
+                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    return metrics
+
+
+def _summary(groups: dict[int, list[int]], entries: Sequence[Any], preds: Sequence[Any] | None) -> dict[str, float]:
+    scores = [[float(entries[row]) for row in rows] for rows in groups.values()]
+    n = max(len(s) for s in scores)
+    summary = {f"mean@{n}": float(np.mean([np.mean(s) for s in scores]))}
+    if n == 1:
+        return summary
+    summary[f"std@{n}"] = float(np.mean([np.std(s, ddof=1) for s in scores if len(s) > 1]))
+    for k in _sizes(n):
+        usable = [s for s in scores if len(s) >= k]
+        summary[f"best@{k}/mean"] = float(np.mean([expected_best(s, k) for s in usable]))
+        summary[f"worst@{k}/mean"] = float(np.mean([-expected_best([-x for x in s], k) for s in usable]))
+    if preds is not None:
+        summary[f"maj@{n}/mean"] = float(np.mean([_majority(rows, entries, preds) for rows in groups.values()]))
+    return summary
+
+
+def expected_best(scores: Sequence[float], k: int) -> float:
+    """The mean of the largest of k scores over all subsets of size k. In order, score i (from 0) is the largest of C(i, k-1) of them."""
+    total = math.comb(len(scores), k)
+    return sum(score * math.comb(i, k - 1) / total for i, score in enumerate(sorted(scores)))
+
+
+def _sizes(n: int) -> list[int]:
+    """2, 4, 8, ... and n."""
+    return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n]
+
+
+def _majority(rows: list[int], entries: Sequence[Any], preds: Sequence[Any]) -> float:
+    winner = Counter(str(preds[row]) for row in rows).most_common(1)[0][0]
+    return next(float(entries[row]) for row in rows if str(preds[row]) == winner)

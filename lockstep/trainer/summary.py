@@ -1,0 +1,26 @@
+"""The last lines of a run: what it came to, where things are, what to try next."""
+
+from __future__ import annotations
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.trainer.ppo.ray_trainer import FitResult
+
+
+def summarise(result: FitResult, config: PPOConfig, embedded: bool) -> str:
+    """Before and after, the checkpoint, the metrics; for the embedded task also the next commands to try."""
+    lines = [f"\ndone: {result.steps} steps"]
+    for name, after in result.last_validation.items():
+        if name.startswith("val-core/"):
+            before = result.first_validation.get(name, float("nan"))
+            lines.append(f"  {name}: {before:.3f} before, {after:.3f} after")
+    lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
+    lines.append(f"  metrics of every step: {result.metrics_file}")
+    if embedded:
+        lines += [
+            "what to try next:",
+            "  lockstep ppo algorithm.adv_estimator=grpo                  the same task without a critic",
+            "  lockstep ppo trainer.n_gpus_per_node=2                     two processes on Ray",
+            "  lockstep ppo data.train_files=train.parquet data.val_files=val.parquet actor_rollout_ref.model.path=MODEL",
+            "                                                             your own data and model",
+        ]
+    return "\n".join(lines)

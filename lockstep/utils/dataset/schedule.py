@@ -1,0 +1,59 @@
+"""PromptSchedule: which prompts a step takes, as a function of the step number alone."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSchedule:
+    """The order of prompts. There is no state: a resumed run needs only the step number.
+
+    An epoch visits `steps_per_epoch * batch_size` different rows; with `shuffle` its order depends on (seed, epoch)
+    and nothing else, so the rows that do not fill a last batch are others every epoch.
+
+    Raises ConfigError when a batch does not fit into the rows.
+    """
+
+    num_rows: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch_size <= self.num_rows:
+            raise ConfigError(
+                f"data.train_batch_size={self.batch_size} must be between 1 and the number of rows, {self.num_rows}: "
+                "lower it, or give more data"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in the data; a last partial batch is dropped."""
+        return self.num_rows // self.batch_size
+
+    def epoch(self, step: int) -> int:
+        """The epoch of a step; both count from 0."""
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> list[int]:
+        """The `batch_size` row positions of a step, which counts from 0 over all epochs."""
+        if step < 0:
+            raise ValueError(f"steps count from 0, got {step}")
+        start = step % self.steps_per_epoch * self.batch_size
+        if not self.shuffle:
+            return list(range(start, start + self.batch_size))
+        order = torch.randperm(self.num_rows, generator=_generator(self.seed, self.epoch(step)))
+        return order[start : start + self.batch_size].tolist()
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    # Hashed, because torch's CPU generator uses only the low 32 bits of its seed, and because seed + epoch would give
+    # epoch 1 of seed 0 the order of epoch 0 of seed 1.
+    digest = hashlib.blake2b(f"{seed},{epoch}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -1,0 +1,62 @@
+"""Objects from a user's own Python files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import DataError
+
+
+def load_object(path: str, name: str) -> Any:
+    """The attribute `name` of a Python file (`path` ends in .py) or of an importable module (`path` is dotted).
+
+    A file is executed once a process, however often it is asked for. Raises DataError when the file, the module or
+    the name does not exist, and when importing it raises, with the traceback in the message.
+    """
+    module = _module_of_file(Path(path).expanduser()) if path.endswith(".py") else _module_by_name(path)
+    if not hasattr(module, name):
+        public = sorted(n for n in vars(module) if not n.startswith("_"))
+        raise DataError(f"{path} has no {name!r}; it defines {public}")
+    return getattr(module, name)
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; a Python file was expected")
+    # Two files may share a name. The module must be in sys.modules for pickle and dataclasses to find what it defines.
+    module_name = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise DataError(f"importing {path} failed:\n{traceback.format_exc()}") from error
+    return module
+
+
+def _module_by_name(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A missing import inside the user's module is that module's failure, not a wrong name.
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise DataError(
+                f"no module {name!r}; expected a path that ends in .py, or an importable dotted name"
+            ) from error
+        raise DataError(f"importing {name} failed:\n{traceback.format_exc()}") from error
+    except Exception as error:
+        raise DataError(f"importing {name} failed:\n{traceback.format_exc()}") from error

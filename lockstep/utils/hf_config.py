@@ -1,0 +1,34 @@
+"""What a model folder says about itself, without loading the model."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from lockstep.errors import DataError
+
+
+def read_model_config(path: str, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
+    """The model's config.json with some entries replaced. Raises DataError when `path` is not a model."""
+    folder = Path(path)
+    if folder.is_file() or (folder.is_dir() and not (folder / "config.json").is_file()):
+        raise DataError(f"{path} is not a Hugging Face model: there is no config.json in it")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"{path} is not a Hugging Face model folder, and it could not be read from the hub either ({first}); "
+            "pass the path of a folder with config.json and the weights"
+        ) from error
+
+
+def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's end of sequence and those of the model's generation_config.json."""
+    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    try:
+        listed = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the file is optional
+        listed = None
+    ids |= set(listed) if isinstance(listed, list) else {listed} if listed is not None else set()
+    return tuple(sorted(ids))

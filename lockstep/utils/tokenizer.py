@@ -1,0 +1,45 @@
+"""Load a tokenizer that can pad, or say why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or a model on the Hugging Face hub; without a pad token, the end token pads.
+
+    Raises DataError when the folder does not exist, holds no usable tokenizer, the hub cannot give one, or there is
+    neither a pad nor an end token.
+    """
+    from transformers import AutoTokenizer
+
+    is_local = Path(path).expanduser().exists()
+    if not is_local and (path.startswith((".", "~", "/")) or path.count("/") > 1):
+        raise DataError(
+            f"{path} does not exist; expected a folder with tokenizer files, or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    source = str(Path(path).expanduser()) if is_local else path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # OSError, ValueError, KeyError, ImportError: the library has no one class for this
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        expected = "a folder with tokenizer files" if is_local else "an existing folder, or a hub id within reach"
+        raise DataError(f"cannot load a tokenizer from {path}; expected {expected}: {reason}") from error
+    # From a folder with a model config alone, the library makes a tokenizer that knows nothing and raises nothing.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise DataError(
+            f"the tokenizer in {path} has an empty vocabulary; expected tokenizer files such as tokenizer.json"
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer in {path} has neither pad_token nor eos_token; set one in tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

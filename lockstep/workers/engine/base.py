@@ -1,0 +1,192 @@
+"""TrainEngine: one model that computes columns, learns from losses, and gives its weights away. Backends differ in how it is sharded.
+
+The loop over micro-batches is here, once, for every backend. A loss is a sum over denominators that hold for the whole mini-batch
+(all ranks, all micro-batches), so how rows are cut never changes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lockstep.errors import NumericalError
+from lockstep.models.load import Head
+from lockstep.models.outputs import sequence_scores, token_log_probs, token_values
+from lockstep.observability.metrics import Metric, merge_metrics
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.packing import (
+    Budget,
+    PackedRows,
+    cut_into_micro_batches,
+    pack_rows,
+    pad_rows,
+    placeholder_row,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What the model said about the response tokens of one micro-batch, padded to [rows, T]; entries beyond a response are 0."""
+
+    log_probs: Tensor | None = None
+    """Language model: log-prob of each token."""
+    entropy: Tensor | None = None
+    """Language model: entropy at each token."""
+    values: Tensor | None = None
+    """Value model: the value before each token."""
+
+
+LossFn = Callable[[TokenOutputs, DataProto], tuple[Tensor, dict[str, Metric]]]
+"""(outputs, rows) -> (loss, metrics). The loss of all micro-batches of all ranks adds up to the mini-batch's loss. `rows` is on the
+device of the outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    """The learning rate it used."""
+
+
+class TrainEngine(ABC):
+    """One model on `world_size` data-parallel ranks. Every method is called on all ranks together."""
+
+    head: Head
+    module: torch.nn.Module
+    """The model as the backend wraps it."""
+    decoder: PreTrainedModel | None = None
+    """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
+    device: torch.device
+    rank: int
+    world_size: int
+
+    # -- what a backend provides -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def optim_step(self) -> OptimResult:
+        """Clip, step, clear the gradients. Raises NumericalError, before any weight changes, when the gradient is not finite."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of every parameter and saved buffer; a tied weight comes once.
+
+        On one rank the tensors are the parameters themselves, not copies: they follow later updates.
+        """
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder (weights, config) and, for a trained model, what the optimizer needs to go on."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, at any number of ranks."""
+
+    @abstractmethod
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        """Context in which backward passes do (or do not) reduce gradients over the ranks."""
+
+    # -- what every backend shares -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, data: DataProto, budget: Budget, temperature: float = 1.0) -> DataProto:
+        """The model's columns for these rows: log_probs and entropys, or values. Rows keep their order."""
+        self.module.eval()
+        outputs: dict[str, list[Tensor]] = {}
+        for rows in self._micro_batches(data, budget):
+            out = self._run(pack_rows(rows or placeholder_row(), self.device), temperature)
+            if rows is not None:
+                for name, column in out.items():
+                    outputs.setdefault(name, []).append(column.cpu())
+        lengths = data.ragged("responses").lengths
+        empty = torch.empty(0)
+        names = ("values",) if self.head is Head.VALUE else ("log_probs", "entropys")
+        return DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])), lengths) for n in names})
+
+    @torch.no_grad()
+    def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
+        """One score for each row of token ids [rows] (score head)."""
+        self.module.eval()
+        scores = []
+        for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget)):
+            part = rows.select(torch.tensor(index)) if index else placeholder_row().ragged("prompts")
+            part_scores = sequence_scores(self.module, *pad_rows(part, pad_token_id, self.device))
+            scores += [part_scores.cpu()] if index else []
+        return torch.cat(scores) if scores else torch.empty(0)
+
+    def forward_backward(
+        self, data: DataProto, loss_fn: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> dict[str, Metric]:
+        """Add the gradient of `loss_fn` over these rows to the gradients; returns the loss function's metrics, merged.
+
+        Raises NumericalError when the loss of a micro-batch is not finite.
+        """
+        self.module.train()
+        metrics: list[dict[str, Metric]] = []
+        batches = list(self._micro_batches(data, budget))
+        for number, rows in enumerate(batches):
+            packed = pack_rows(rows or placeholder_row(), self.device)
+            with self.gradient_sync(number == len(batches) - 1):
+                columns = self._run(packed, temperature, entropy_grad)
+                if rows is None:
+                    loss = sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
+                else:
+                    loss, batch_metrics = loss_fn(_token_outputs(columns, packed.response_lengths), rows.to(self.device))
+                    metrics.append(batch_metrics)
+                self._check_finite(loss, rows)
+                # Backends average gradients over the ranks, the loss is a sum over them.
+                (loss * self.world_size).backward()
+        return merge_metrics(metrics)
+
+    def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
+        if self.head is Head.VALUE:
+            values = token_values(
+                self.module, packed.input_ids, packed.position_ids, packed.layout, packed.predict_at
+            )
+            return {"values": values}
+        log_probs, entropy = token_log_probs(
+            self.module,
+            packed.input_ids,
+            packed.position_ids,
+            packed.layout,
+            packed.predict_at,
+            packed.targets,
+            temperature,
+            entropy_grad,
+        )
+        return {"log_probs": log_probs, "entropys": entropy}
+
+    def _micro_batches(self, data: DataProto, budget: Budget) -> Iterator[DataProto | None]:
+        for index in self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget)):
+            yield data.select_idxs(index) if index else None
+
+    def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
+        """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""
+        count = torch.tensor(len(batches))
+        if self.world_size > 1:
+            count = count.to(self.device)
+            dist.all_reduce(count, dist.ReduceOp.MAX)
+        return batches + [[]] * (int(count) - len(batches))
+
+    def _check_finite(self, loss: Tensor, rows: DataProto | None) -> None:
+        if not torch.isfinite(loss):
+            indices = list(rows.non_tensor_batch.get("index", range(len(rows)))) if rows is not None else []
+            raise NumericalError(
+                f"the loss is {float(loss)} in a micro-batch with dataset rows {indices}; nothing was updated. "
+                "Look at these rows' log-probs, advantages and rewards"
+            )
+
+
+def _token_outputs(columns: dict[str, Tensor], lengths: Tensor) -> TokenOutputs:
+    padded = {name: Ragged(column, lengths).pad() for name, column in columns.items()}
+    return TokenOutputs(padded.get("log_probs"), padded.get("entropys"), padded.get("values"))

@@ -1,0 +1,130 @@
+"""FSDPEngine: a Hugging Face module sharded by FSDP or FSDP2, with AdamW."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import PreTrainedModel
+
+from lockstep.config.engine import FSDPConfig, OptimConfig
+from lockstep.errors import DataError, NumericalError
+from lockstep.models.load import Head
+from lockstep.workers.engine.base import OptimResult, TrainEngine
+from lockstep.workers.engine.fsdp import sharding
+from lockstep.workers.engine.optim import learning_rate
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer"
+PROGRESS = "optimizer_progress.json"
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of the computation: "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+class FSDPEngine(TrainEngine):
+    """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        head: Head,
+        *,
+        version: int,
+        config: FSDPConfig,
+        optim: OptimConfig | None,
+        total_updates: int,
+        device: torch.device,
+    ) -> None:
+        self.head, self.device = head, device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.hf_config = module.config
+        self.hf_config.architectures = [type(module).__name__]
+        if optim is None:
+            module.requires_grad_(False)
+        self._tied = {key: source for key, source in (module.all_tied_weights_keys or {}).items()}
+        dtype = compute_dtype(config.dtype, device)
+        self.module = sharding.shard(module, version, dtype, config.reshard_after_forward, device)
+        self._optim, self._total_updates, self._updates = optim, total_updates, 0
+        self._optimizer = (
+            torch.optim.AdamW(
+                self.module.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+            )
+            if optim
+            else None
+        )
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        return sharding.gradient_sync(self.module, enabled)
+
+    def optim_step(self) -> OptimResult:
+        assert self._optimizer is not None and self._optim is not None, "a frozen engine cannot learn"
+        norm = sharding.clip_grad_norm(self.module, self._optim.clip_grad or math.inf)
+        if not math.isfinite(norm):
+            raise NumericalError(f"the gradient norm is {norm} at update {self._updates}; no weight was changed")
+        lr = learning_rate(self._updates, self._total_updates, self._optim)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._updates += 1
+        return OptimResult(grad_norm=norm, lr=lr)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.world_size == 1:
+            yield from sharding.own_tensors(self.module)
+            return
+        full = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True))
+        yield from ((name, tensor) for name, tensor in full.items() if name not in self._tied)
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in self.export_weights()}
+        if self.rank == 0:
+            self.hf_config.save_pretrained(path)
+            save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+            (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
+        del tensors
+        if self._optimizer is not None:
+            dcp.save({"optim": get_optimizer_state_dict(self.module, self._optimizer)}, checkpoint_id=path / OPTIMIZER)
+
+    def load(self, path: Path) -> None:
+        weights = _read_weights(path)
+        for tied, source in self._tied.items():
+            weights.setdefault(tied, weights[source])
+        set_model_state_dict(self.module, weights, options=StateDictOptions(full_state_dict=True))
+        if self._optimizer is None:
+            return
+        state = {"optim": get_optimizer_state_dict(self.module, self._optimizer)}
+        dcp.load(state, checkpoint_id=path / OPTIMIZER)
+        set_optimizer_state_dict(self.module, self._optimizer, state["optim"])
+        self._updates = json.loads((path / PROGRESS).read_text())["updates"]
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    file = path / WEIGHTS
+    if not file.is_file():
+        raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
+    try:
+        return load_file(file)
+    except Exception as error:
+        raise DataError(f"{file} cannot be read: {error}") from error

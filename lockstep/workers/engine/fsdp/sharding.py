@@ -1,0 +1,85 @@
+"""The two versions of FSDP, as the few operations in which they differ.
+
+Traps that are handled here, all seen on CPU with torch 2.13: FSDP1's `sync_module_states` raises (every rank loads the same weights
+instead); its FULL_SHARD on one rank warns and falls back (NO_SHARD is asked for outright); a full state dict with CPU offload of a CPU
+model is a segmentation fault (offload is asked for on GPUs only, by the caller).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+def shard(
+    model: PreTrainedModel, version: int, dtype: torch.dtype, reshard_after_forward: bool, device: torch.device
+) -> nn.Module:
+    """Shard the model over all ranks, layer by layer. Parameters stay float32; computation runs in `dtype`."""
+    layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
+    model = model.to(device)  # type: ignore[arg-type]
+    if version == 1:
+        strategy = ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers),
+            sharding_strategy=strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD,
+            mixed_precision=None if dtype == torch.float32 else MixedPrecision(dtype, torch.float32, torch.float32),
+            device_id=device,
+            use_orig_params=True,
+        )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    for module in model.modules():
+        if type(module) in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """Reduce gradients over the ranks in backward passes inside, or only add them up locally."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(enabled)
+        yield
+    elif enabled:
+        yield
+    else:
+        assert isinstance(module, FullyShardedDataParallel)
+        with module.no_sync():
+            yield
+
+
+def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
+    """Scale the whole gradient down to `max_norm`; returns its norm before."""
+    if isinstance(module, FullyShardedDataParallel):
+        return float(module.clip_grad_norm_(max_norm))
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of parameters and saved buffers on ONE rank, where the local shard is the whole parameter."""
+    for name, parameter in module.named_parameters():
+        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        yield name.replace("_fsdp_wrapped_module.", ""), tensor.detach()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".replace("_fsdp_wrapped_module.", ""), buffer

@@ -1,0 +1,295 @@
+"""The two worker classes of the tutorial. They compose engines, a rollout and losses; the work itself is elsewhere.
+
+`ActorRolloutRefWorker` is, by its role, an actor, a rollout, both (a hybrid engine), all three with the reference, or the reference alone.
+`TrainingWorker` is the critic or the reward model. Both are plain classes: a worker group decides which process they live in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.config.engine import OptimConfig
+from lockstep.config.reward import RewardModelConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.models.load import Head, load_model, share_structure
+from lockstep.observability.metrics import Max, Mean, Metric
+from lockstep.protocol import DataProto, Ragged
+from lockstep.single_controller.base import Dispatch, Worker, register
+from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers.engine.base import LossFn, TrainEngine
+from lockstep.workers.engine.fsdp.engine import compute_dtype
+from lockstep.workers.engine.packing import Budget
+from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.losses import make_policy_loss, make_value_loss
+from lockstep.workers.rollout.base import Request, RolloutEngine
+from lockstep.workers.rollout.registry import get_rollout
+from lockstep.workers.weight_sync.shared import SharedWeights, copy_weights
+
+POLICY_ROLES = ("actor", "rollout", "actor_rollout", "ref", "actor_rollout_ref")
+
+
+class ActorRolloutRefWorker(Worker):
+    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref or actor_rollout_ref."""
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        role: str,
+        *,
+        seed: int,
+        pad_token_id: int,
+        total_updates: int,
+        max_response_length: int,
+    ) -> None:
+        super().__init__()
+        if role not in POLICY_ROLES:
+            raise ValueError(f"role={role!r} is not known; choose one of {POLICY_ROLES}")
+        self.config, self.role, self.seed, self.pad_token_id = config, role, seed, pad_token_id
+        self.total_updates, self.max_response_length = total_updates, max_response_length
+        self.actor: TrainEngine | None = None
+        self.ref: TrainEngine | None = None
+        self.rollout: RolloutEngine | None = None
+        self.shared: SharedWeights | None = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model once for each part of the role; an actor that also generates shares its weights with the rollout."""
+        rollout = get_rollout(self.config.rollout.name) if "rollout" in self.role else None
+        if "actor" in self.role:
+            self.actor = self._make_engine(self.config.actor.optim, rollout.attention if rollout else None)
+        if self.role in ("ref", "actor_rollout_ref"):
+            self.ref = self._make_engine(None, None)
+        if rollout is None:
+            return
+        if self.actor is not None:
+            dtype = compute_dtype(self.config.actor.fsdp_config.dtype, self.device)
+            self.shared = SharedWeights(self.actor, dtype)
+            decoder = self.actor.decoder
+            assert decoder is not None
+        else:
+            dtype = compute_dtype(self.config.actor.fsdp_config.dtype, self.device)
+            model = load_model(self.config.model, Head.LANGUAGE_MODEL, self.seed)
+            decoder = share_structure(model, rollout.attention).to(self.device, dtype)  # type: ignore[arg-type]
+        self.rollout = rollout(decoder, self.config.rollout.max_num_seqs, self.pad_token_id)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, step: int) -> DataProto:
+        """One response for each row. Reads prompts, index, sample; writes responses, rollout_log_probs, response_mask, finish_reason."""
+        assert self.rollout is not None, f"a worker of role {self.role} does not generate"
+        requests = [
+            Request(prompt_ids, (step, int(index), int(sample)))
+            for prompt_ids, index, sample in zip(
+                prompts.ragged("prompts").rows(),
+                prompts.non_tensor_batch["index"],
+                prompts.non_tensor_batch["sample"],
+                strict=True,
+            )
+        ]
+        if self.shared is not None:
+            with self.shared.lent():
+                completions = self.rollout.generate(requests, sampling)
+        else:
+            completions = self.rollout.generate(requests, sampling)
+        responses = Ragged.from_rows([c.ids for c in completions], dtype=torch.int64)
+        columns = {
+            "responses": responses,
+            "rollout_log_probs": Ragged.from_rows([c.log_probs for c in completions], dtype=torch.float32),
+            "response_mask": responses.like(torch.ones_like(responses.values)),
+        }
+        return DataProto.from_dict(columns, {"finish_reason": [c.finish_reason for c in completions]})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
+        assert self.actor is not None, f"a worker of role {self.role} has no actor"
+        out = self.actor.forward(data, self._actor_budget(), self.config.rollout.temperature)
+        return out.rename(["log_probs"], ["old_log_probs"])
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Reads prompts, responses; writes ref_log_prob under the reference."""
+        assert self.ref is not None, f"a worker of role {self.role} has no reference policy"
+        ref, actor = self.config.ref, self.config.actor
+        budget = Budget(
+            ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+        )
+        out = self.ref.forward(data, budget, self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
+        assert self.actor is not None, f"a worker of role {self.role} has no actor"
+        config = self.config.actor
+        loss_fn = make_policy_loss(config, denominators, config.loss_scale_factor or float(self.max_response_length))
+        metrics = _learn(
+            self.actor, mini_batch, loss_fn, self._actor_budget(), "actor", self.config.rollout.temperature, config.entropy_coeff != 0
+        )
+        if self.rollout is not None:
+            self.rollout.version += 1
+        return metrics
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_weights(self) -> list[tuple[str, Tensor]] | None:
+        """The actor's whole weights on the CPU, from rank 0 (None from the others): what a rollout of its own loads."""
+        assert self.actor is not None, f"a worker of role {self.role} has no actor"
+        weights = [(name, tensor.cpu()) for name, tensor in self.actor.export_weights()]
+        return weights if self.rank == 0 else None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def update_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Replace the weights of a rollout that does not share an actor's."""
+        assert self.rollout is not None and self.shared is None, f"a worker of role {self.role} shares the actor's weights"
+        copy_weights(self.rollout.module, weights)
+        self.rollout.version += 1
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str) -> None:
+        """Write the actor to a folder."""
+        assert self.actor is not None, f"a worker of role {self.role} has no actor"
+        self.actor.save(Path(local_path))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> None:
+        """Read the actor from a folder that `save_checkpoint` wrote."""
+        assert self.actor is not None, f"a worker of role {self.role} has no actor"
+        self.actor.load(Path(local_path))
+
+    def _make_engine(self, optim: OptimConfig | None, decoder_attention: str | None) -> TrainEngine:
+        return make_engine(
+            self.config.actor.strategy,
+            model=self.config.model,
+            head=Head.LANGUAGE_MODEL,
+            fsdp=self.config.actor.fsdp_config,
+            optim=optim,
+            total_updates=self.total_updates,
+            device=self.device,
+            seed=self.seed,
+            decoder_attention=decoder_attention,
+        )
+
+    def _actor_budget(self) -> Budget:
+        actor = self.config.actor
+        return Budget(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+
+
+class TrainingWorker(Worker):
+    """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout."""
+
+    def __init__(
+        self, config: CriticConfig | RewardModelConfig, role: str, *, seed: int, total_updates: int = 0
+    ) -> None:
+        super().__init__()
+        if role not in ("critic", "rm"):
+            raise ValueError(f"role={role!r} is not known; choose critic or rm")
+        self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
+        self.engine: TrainEngine | None = None
+        self.tokenizer: Any = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the value model (token classification, one label) or the reward model (sequence classification) with its tokenizer."""
+        config, critic = self.config, isinstance(self.config, CriticConfig)
+        if not critic:
+            assert config.model.path is not None
+            self.tokenizer = hf_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        self.engine = make_engine(
+            config.strategy,
+            model=config.model,
+            head=Head.VALUE if critic else Head.SCORE,
+            fsdp=config.fsdp_config,
+            optim=config.optim if isinstance(config, CriticConfig) else None,
+            total_updates=self.total_updates,
+            device=self.device,
+            seed=self.seed,
+            pad_token_id=None if critic else self.tokenizer.pad_token_id,
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Reads prompts, responses; writes values."""
+        return self._engine().forward(data, self._critic_budget())
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
+        assert isinstance(self.config, CriticConfig)
+        loss_fn = make_value_loss(self.config, denominators)
+        return _learn(self._engine(), mini_batch, loss_fn, self._critic_budget(), "critic")
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Reads raw_prompt, response_text, responses; writes rm_scores: the model's score on the last response token.
+
+        The text is rendered with the reward model's own chat template and tokenizer. A row without response tokens has no place for a
+        score and nothing to learn.
+        """
+        assert isinstance(self.config, RewardModelConfig)
+        texts = zip(data.non_tensor_batch["raw_prompt"], data.non_tensor_batch["response_text"], strict=True)
+        rows = Ragged.from_rows([self.render(prompt, response) for prompt, response in texts], dtype=torch.int64)
+        budget = Budget(self.config.max_token_len_per_gpu, self.config.micro_batch_size_per_gpu)
+        scores = self._engine().score(rows, budget, self.tokenizer.pad_token_id)
+        return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
+
+    def render(self, prompt: str | list[dict[str, str]], response: str) -> list[int]:
+        """The token ids that the reward model judges: its chat template over the conversation, or prompt and response in a row."""
+        if self.tokenizer.chat_template is None:
+            text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+            return self.tokenizer(text + response)["input_ids"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages.append({"role": "assistant", "content": response})
+        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str) -> None:
+        """Write the model to a folder."""
+        self._engine().save(Path(local_path))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> None:
+        """Read the model from a folder that `save_checkpoint` wrote."""
+        self._engine().load(Path(local_path))
+
+    def _engine(self) -> TrainEngine:
+        assert self.engine is not None, "init_model() comes first"
+        return self.engine
+
+    def _critic_budget(self) -> Budget:
+        assert isinstance(self.config, CriticConfig)
+        return Budget(self.config.ppo_max_token_len_per_gpu, self.config.ppo_micro_batch_size_per_gpu)
+
+
+def on_last_token(scores: Tensor, responses: Ragged) -> Ragged:
+    """A column like `responses` that is 0 everywhere except for `scores` [rows] on each row's last token."""
+    column = torch.zeros(len(responses.values), dtype=torch.float32)
+    filled = responses.lengths > 0
+    last = torch.cumsum(responses.lengths, 0) - 1
+    column[last[filled]] = scores.float()[filled]
+    return responses.like(column)
+
+
+def _learn(
+    engine: TrainEngine,
+    mini_batch: DataProto,
+    loss_fn: LossFn,
+    budget: Budget,
+    prefix: str,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+) -> dict[str, Metric]:
+    """Gradient of the mini-batch, then one optimizer step."""
+    metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
+    result = engine.optim_step()
+    metrics |= {f"{prefix}/grad_norm": Mean(result.grad_norm), f"{prefix}/lr": Mean(result.lr)}
+    if engine.device.type == "cuda":
+        gib = 2**30
+        metrics["perf/max_memory_allocated_gb"] = Max(torch.cuda.max_memory_allocated() / gib)
+        metrics["perf/max_memory_reserved_gb"] = Max(torch.cuda.max_memory_reserved() / gib)
+    return metrics

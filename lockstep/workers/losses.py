@@ -1,0 +1,91 @@
+"""Losses as the engines call them: an algorithm, the config's values, and the mini-batch's denominators bound together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.aggregation import Denominators, agg_loss
+from lockstep.algorithms.kl import kl_penalty
+from lockstep.algorithms.masked import masked_sum
+from lockstep.algorithms.policy_losses import get_policy_loss
+from lockstep.algorithms.value_losses import clipped_value_loss
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.observability.metrics import Max, Mean, Metric, Sum
+from lockstep.protocol import DataProto
+from lockstep.workers.engine.base import LossFn, TokenOutputs
+
+
+def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale_factor: float) -> LossFn:
+    """pg_loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference; every term aggregated the same way.
+
+    Reads the columns response_mask, old_log_probs, advantages and, with use_kl_loss, ref_log_prob.
+    """
+    policy_loss = get_policy_loss(config.policy_loss.loss_mode)
+
+    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric]]:
+        assert outputs.log_probs is not None and outputs.entropy is not None
+        mask, old_log_probs = rows.batch["response_mask"].bool(), rows.batch["old_log_probs"]
+
+        def aggregate(loss_mat: Tensor) -> Tensor:
+            return agg_loss(loss_mat, mask, config.loss_agg_mode, denominators, loss_scale_factor)
+
+        loss_mat, token_metrics = policy_loss(
+            old_log_prob=old_log_probs,
+            log_prob=outputs.log_probs,
+            advantages=rows.batch["advantages"],
+            response_mask=mask,
+            clip_ratio_low=config.clip_low,
+            clip_ratio_high=config.clip_high,
+            clip_ratio_c=config.clip_ratio_c,
+        )
+        loss = aggregate(loss_mat)
+        metrics: dict[str, Metric] = {"actor/pg_loss": Sum(loss.item())}
+        if config.entropy_coeff:
+            entropy_loss = aggregate(outputs.entropy)
+            loss = loss - config.entropy_coeff * entropy_loss
+            metrics["actor/entropy_loss"] = Sum(entropy_loss.item())
+        if config.use_kl_loss:
+            kl_loss = aggregate(kl_penalty(outputs.log_probs, rows.batch["ref_log_prob"], config.kl_loss_type))
+            loss = loss + config.kl_loss_coef * kl_loss
+            metrics["actor/kl_loss"] = Sum(kl_loss.item())
+            metrics["actor/kl_coef"] = Mean(config.kl_loss_coef)
+        metrics["actor/loss"] = Sum(loss.item())
+        metrics["actor/entropy"] = token_mean(outputs.entropy, mask)
+        metrics |= {f"actor/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
+        metrics["actor/log_ratio_max"] = Max(_largest((outputs.log_probs - old_log_probs).abs(), mask))
+        return loss, metrics
+
+    return loss_fn
+
+
+def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
+    """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
+
+    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric]]:
+        assert outputs.values is not None
+        mask = rows.batch["response_mask"].bool()
+        loss_mat, token_metrics = clipped_value_loss(
+            vpreds=outputs.values,
+            values=rows.batch["values"],
+            returns=rows.batch["returns"],
+            response_mask=mask,
+            cliprange_value=config.cliprange_value,
+        )
+        loss = agg_loss(loss_mat, mask, config.loss_agg_mode, denominators)
+        metrics: dict[str, Metric] = {"critic/vf_loss": Sum(loss.item())}
+        metrics["critic/vpred_mean"] = token_mean(outputs.values, mask)
+        metrics |= {f"critic/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
+        return loss, metrics
+
+    return loss_fn
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Mean:
+    """The mean over unmasked tokens, as a metric that merges exactly."""
+    return Mean(masked_sum(values.detach(), mask).item(), float(mask.sum()))
+
+
+def _largest(values: Tensor, mask: Tensor) -> float:
+    return torch.where(mask, values.detach(), 0.0).max().item() if values.numel() else 0.0

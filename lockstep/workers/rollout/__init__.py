@@ -1,0 +1,1 @@
+"""Generation engines: `base.py` is the interface, `registry.py` the table, each engine a folder."""

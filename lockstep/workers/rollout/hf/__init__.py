@@ -1,0 +1,1 @@
+"""transformers.generate: the slow reference."""

@@ -1,0 +1,62 @@
+"""HFRollout: transformers' own generate. Slow, and the standard that the native engine is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.errors import NumericalError
+from lockstep.protocol import Ragged
+from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
+from lockstep.workers.rollout.sampling import request_keys
+
+
+class HFRollout(RolloutEngine):
+    """See RolloutEngine. Randomness is seeded for each padded batch by its first request, so it depends on how requests are batched."""
+
+    attention = "sdpa"
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        completions = []
+        for start in range(0, len(requests), self.max_num_seqs):
+            completions += self._generate_batch(requests[start : start + self.max_num_seqs], sampling)
+        return completions
+
+    def _generate_batch(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        device = self.module.device
+        prompts = Ragged.from_rows([r.prompt_ids for r in requests])
+        mask = prompts.like(torch.ones_like(prompts.values)).pad(0, side="left").to(device)
+        options = (
+            {"do_sample": True, "temperature": sampling.temperature, "top_k": max(sampling.top_k, 0), "top_p": sampling.top_p}
+            if sampling.temperature
+            else {"do_sample": False}
+        )
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int(request_keys(sampling.seed, [requests[0].key])[0]))
+            out = self.module.generate(
+                input_ids=prompts.pad(self.pad_token_id, side="left").to(device),
+                attention_mask=mask,
+                max_new_tokens=sampling.max_tokens,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=self.pad_token_id,
+                return_dict_in_generate=True,
+                output_logits=True,
+                **options,
+            )
+        tokens = out.sequences[:, mask.shape[1] :]
+        logits = torch.stack(out.logits, dim=1).float() / (sampling.temperature or 1.0)
+        log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+        rows = zip(requests, tokens.cpu(), log_probs.cpu(), strict=True)
+        return [self._completion(request, ids, values, sampling) for request, ids, values in rows]
+
+    def _completion(
+        self, request: Request, ids: torch.Tensor, log_probs: torch.Tensor, sampling: SamplingParams
+    ) -> Completion:
+        stops = torch.isin(ids, torch.tensor(sampling.stop_token_ids, dtype=ids.dtype)).nonzero().flatten()
+        length = int(stops[0]) + 1 if len(stops) else len(ids)
+        if not torch.isfinite(log_probs[:length]).all():
+            raise NumericalError(f"the model's logits are not finite for request {request.key} (step, prompt, sample)")
+        return Completion(ids[:length], log_probs[:length], "stop" if len(stops) else "length", self.version)

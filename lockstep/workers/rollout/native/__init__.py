@@ -1,0 +1,1 @@
+"""Native generation: continuous batching over the trainer's own weights."""

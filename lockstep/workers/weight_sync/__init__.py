@@ -1,0 +1,1 @@
+"""How the weights that are trained reach the weights that generate."""

@@ -1,0 +1,79 @@
+"""Shared: the decoder's parameters are the trainer's own tensors. Nothing is copied on one rank in one precision.
+
+Where they cannot be the same tensors (shards on several ranks, a lower precision for generation) whole tensors are made for the time of
+one generation and dropped after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.workers.engine.base import TrainEngine
+
+
+class SharedWeights:
+    """Lends an engine's weights to its decoder."""
+
+    def __init__(self, engine: TrainEngine, dtype: torch.dtype) -> None:
+        assert engine.decoder is not None, "the engine was made without a decoder"
+        self._engine, self._decoder, self._dtype = engine, engine.decoder, dtype
+        self._slots = _parameter_slots(self._decoder)
+        for module in self._decoder.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer if buffer is None else buffer.to(engine.device)
+        self._drop()
+
+    @contextmanager
+    def lent(self) -> Iterator[int]:
+        """Inside, the decoder has the engine's present weights; gives the number of bytes that had to be copied for it."""
+        copied = 0
+        for name, tensor in self._engine.export_weights():
+            lent = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            if self._engine.world_size > 1 or lent.data_ptr() != tensor.data_ptr():
+                copied += lent.nbytes
+            self._assign(name, lent)
+        try:
+            yield copied
+        finally:
+            self._drop()
+
+    def _assign(self, name: str, tensor: Tensor) -> None:
+        for module, attribute in self._slots.get(name, ()):
+            module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+
+    def _drop(self) -> None:
+        for name, places in self._slots.items():
+            module, attribute = places[0]
+            parameter = module._parameters[attribute]
+            assert parameter is not None
+            self._assign(name, torch.empty_like(parameter, device="meta"))
+
+
+def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy (Hugging Face name, tensor) pairs into a module of its own. Raises ValueError unless every parameter gets a value."""
+    slots = _parameter_slots(module)
+    missing = set(slots)
+    for name, tensor in weights:
+        for owner, attribute in slots.get(name, ()):
+            target = owner._parameters[attribute]
+            assert target is not None
+            target.data.copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(f"the weight update left {len(missing)} parameters out, first {sorted(missing)[:3]}")
+
+
+def _parameter_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """For each parameter, by the first of its names, every (module, attribute) that holds it: tied weights have several."""
+    names: dict[int, str] = {}
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    for prefix, part in module.named_modules():
+        for attribute, parameter in part._parameters.items():
+            if parameter is not None:
+                name = names.setdefault(id(parameter), f"{prefix}.{attribute}" if prefix else attribute)
+                slots.setdefault(name, []).append((part, attribute))
+    return slots

@@ -1,0 +1,51 @@
+"""Run a function on several gloo ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """`function(*args)` on every rank of a new gloo group; returns what each rank returned, in order.
+
+    Ranks are forked, so the imports are paid once; the function may be a closure. Results travel by pickle through a queue.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("fork")
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, queue, args)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    try:
+        results: dict[int, Any] = {}
+        while len(results) < world_size:
+            rank, error, value = queue.get(timeout=timeout_s)
+            assert error is None, f"rank {rank} failed:\n{error}"
+            results[rank] = value
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        for process in ranks:
+            process.join(timeout=5)
+            process.kill()
+
+
+def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, queue: Any, args: tuple[Any, ...]) -> None:
+    try:
+        torch.set_num_threads(1)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        queue.put((rank, None, function(*args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        queue.put((rank, traceback.format_exc(), None))

@@ -1,0 +1,42 @@
+"""Tiny models of real architectures, with weights that are not all alike, written as Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from lockstep.embedded.task import make_tokenizer
+
+_SHAPE: dict[str, Any] = dict(
+    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+)  # fmt: skip
+
+
+def tiny_config(model_type: str = "llama", **changes: Any) -> Any:
+    """The config of a model with two layers and 32 tokens."""
+    extra = {"head_dim": 8} if model_type == "qwen3" else {}
+    return AutoConfig.for_model(model_type, **_SHAPE | extra | changes)
+
+
+def tiny_model(model_type: str = "llama", seed: int = 0, score_head: bool = False, **changes: Any) -> PreTrainedModel:
+    """Random float32 weights from `seed`, larger than the default ones, so that outputs differ visibly."""
+    factory = AutoModelForSequenceClassification if score_head else AutoModelForCausalLM
+    config = tiny_config(model_type, **changes, **({"num_labels": 1} if score_head else {}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = factory.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def save_tiny_model(folder: Path, model_type: str = "llama", seed: int = 0, score_head: bool = False, **changes: Any) -> str:
+    """Write a tiny model with the embedded task's tokenizer; returns the path."""
+    tiny_model(model_type, seed, score_head, **changes).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,345 @@
+import io
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lockstep.observability import display as display_module
+from lockstep.observability.display import LiveDisplay, PlainDisplay, make_display, sparkline
+
+METRICS = {
+    "critic/score/mean": 0.4123,
+    "actor/ppo_kl": 0.5,
+    "actor/kl_loss": 0.25,
+    "actor/reward_kl_penalty": 0.00118,
+    "actor/entropy": 1.234,
+    "actor/lr": 1e-6,
+    "response_length/mean": 7.43,
+    "timing_s/gen": 1.21,
+    "timing_s/reward": 0.01,
+    "timing_s/update_actor": 1.3,
+    "timing_s/step": 4.06,
+}
+LINE = "step 12/60  reward 0.412  kl 0.0012  entropy 1.23  length 7.4  4.1 s  (gen 1.2 reward 0.0 update_actor 1.3)"
+
+RUN = """
+from lockstep.observability.display import make_display
+with make_display() as display:
+    display.start(total_steps=2, title="tiny run")
+    for step in (1, 2):
+        display.stage("gen")
+        display.step(step, {"critic/score/mean": step / 4, "timing_s/step": 0.5})
+    display.message("saved")
+print("end")
+"""
+
+strange = st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 1.7e308, -1.7e308, 5e-324, -0.0])
+
+
+def without_codes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def plain(total_steps: int = 60) -> tuple[PlainDisplay, io.StringIO]:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.start(total_steps)
+    return display, stream
+
+
+# -- plain lines -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_step_is_exactly_one_flushed_line(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as stream:
+        display = PlainDisplay(stream)
+        display.start(60)
+        display.stage("gen")
+        display.step(12, METRICS)
+        assert (tmp_path / "log").read_text() == LINE + "\n"
+
+
+@pytest.mark.parametrize(
+    ("present", "shown"),
+    [
+        (["actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"], "0.0012"),
+        (["actor/kl_loss", "actor/ppo_kl"], "0.2500"),
+        (["actor/ppo_kl"], "0.5000"),
+        ([], "-"),
+    ],
+)
+def test_kl_is_that_to_the_reference_where_there_is_one(present: list[str], shown: str) -> None:
+    display, stream = plain()
+    display.step(1, {name: METRICS[name] for name in present})
+    assert stream.getvalue() == f"step 1/60  reward -  kl {shown}  entropy -  length -  - s\n"
+
+
+def test_strange_numbers_are_shown_short() -> None:
+    display, stream = plain()
+    numbers = {"critic/score/mean": math.nan, "actor/ppo_kl": -math.inf, "actor/entropy": 1e300}
+    display.step(1, numbers | {"response_length/mean": -0.001, "timing_s/step": 3})
+    assert stream.getvalue() == "step 1/60  reward nan  kl -inf  entropy 1.00e+300  length 0.0  3.0 s\n"
+
+
+def test_validation_has_its_own_lines_and_alone_makes_no_step_line() -> None:
+    display, stream = plain()
+    validation = {"val-core/x/acc/mean@1": 0.7312, "val-aux/x/acc/std": 0.1, "val-core/y/acc/mean@1": 0.5}
+    lines = ["validation at step {}: val-core/x/acc/mean@1 0.731", "validation at step {}: val-core/y/acc/mean@1 0.500"]
+    display.step(0, validation)
+    assert stream.getvalue().splitlines() == [line.format(0) for line in lines]
+    display.step(12, METRICS | validation)
+    assert stream.getvalue().splitlines()[2:] == [LINE] + [line.format(12) for line in lines]
+
+
+# -- the live view ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def screen() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def live(screen: io.StringIO) -> Iterator[LiveDisplay]:
+    with LiveDisplay(Console(file=screen, force_terminal=True, width=100, height=40, color_system=None)) as display:
+        yield display
+
+
+def final_frame(screen: io.StringIO, live: LiveDisplay) -> str:
+    screen.seek(0)
+    screen.truncate()
+    live.close()
+    return without_codes(screen.getvalue())
+
+
+def test_live_shows_progress_recent_steps_stage_times_and_the_reward_curve(
+    live: LiveDisplay, screen: io.StringIO
+) -> None:
+    live.start(total_steps=60, first_step=2, title="tiny [bold]run")
+    for step in range(3, 13):
+        live.step(step, METRICS | {"critic/score/mean": step / 10, "timing_s/step": step})
+    frame = final_frame(screen, live)
+    assert "tiny [bold]run" in frame, "a title is text, not markup"
+    assert re.search(r"━+ +12/60 steps +ETA 0:00:0\d", frame)
+    rows = [line.split() for line in frame.splitlines() if re.match(r" *\d+ +", line)]
+    assert rows == [[str(n), f"{n / 10:.3f}", "0.0012", "1.23", "7.4", f"{n:.1f}"] for n in range(5, 13)]
+    assert "step  reward      kl  entropy  length  seconds" in frame
+    assert "gen 1.2 reward 0.0 update_actor 1.3" in frame
+    assert "reward  ▁▂▃▃▄▅▆▆▇█  0.300 to 1.200" in frame
+
+
+def test_live_shows_the_running_stage_and_how_long_it_has_run(
+    live: LiveDisplay, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.start(total_steps=60)
+    live.stage("update_actor")
+    started = time.monotonic()
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: started + 75))
+    for _ in range(100):  # it is redrawn by itself
+        time.sleep(0.05)
+        if "update_actor  75 s" in without_codes(screen.getvalue()):
+            break
+    else:
+        pytest.fail(screen.getvalue())
+    assert "update_actor" not in final_frame(screen, live), "nothing runs once the display is closed"
+
+
+def test_time_left_follows_the_pace_of_the_last_steps(
+    live: LiveDisplay, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    live.start(total_steps=100)
+    assert "0/100 steps  ETA -" in without_codes(screen.getvalue())
+    for step, seconds in enumerate([500.0] + [10.0] * 9, start=1):
+        now[0] += seconds
+        live.step(step, {})
+    now[0] += 4
+    assert "10/100 steps  ETA 0:14:56" in final_frame(screen, live)
+
+
+def test_messages_prints_and_validation_stay_above_the_live_area(live: LiveDisplay, screen: io.StringIO) -> None:
+    live.start(total_steps=60)
+    live.message("saved [step 1] " + "x" * 120)
+    print("from a reward function")
+    live.step(1, {"val-core/x/acc/mean@1": 0.7312})
+    text = without_codes(screen.getvalue())
+    assert "saved [step 1] " + "x" * 120 + "\n" in text
+    assert "from a reward function" in text
+    assert "validation at step 1: val-core/x/acc/mean@1 0.731" in text
+    assert "1/60 steps" not in text, "a validation is not a step"
+
+
+def test_an_exception_leaves_the_terminal_in_order(screen: io.StringIO) -> None:
+    before = sys.stdout, sys.stderr, sys.breakpointhook
+    display = LiveDisplay(Console(file=screen, force_terminal=True))
+
+    def run_that_fails() -> None:
+        with display:
+            display.start(total_steps=60)
+            assert screen.getvalue().startswith("\x1b[?25l"), "the cursor is hidden while the area is live"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_that_fails()
+    assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
+    assert (sys.stdout, sys.stderr, sys.breakpointhook) == before
+    display.close()
+
+
+def test_breakpoint_gets_the_terminal_and_the_live_area_returns(
+    live: LiveDisplay, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_stdout, seen = sys.stdout, []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append(sys.stdout))
+    live.start(total_steps=60)
+    assert sys.stdout is not real_stdout
+    monkeypatch.setattr(display_module, "_is_under_debugger", lambda: True)
+    breakpoint()
+    assert seen == [real_stdout]
+    live.step(12, METRICS)
+    assert without_codes(screen.getvalue()).endswith(LINE + "\n"), "plain lines while the debugger is at work"
+    monkeypatch.setattr(display_module, "_is_under_debugger", lambda: False)
+    screen.truncate(0)
+    live.stage("gen")
+    assert sys.stdout is not real_stdout
+    assert "\x1b[2K" not in screen.getvalue(), "what the debugger wrote is not erased"
+    live.close()
+    assert sys.stdout is real_stdout
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys([*METRICS, "val-core/x"], strange)), max_size=12))
+def test_no_number_makes_a_display_raise(metrics_of_steps: list[dict[str, float]]) -> None:
+    live = LiveDisplay(Console(file=io.StringIO(), force_terminal=True, width=80, height=30))
+    for display in (PlainDisplay(io.StringIO()), live):
+        with display:
+            display.start(total_steps=0)
+            for step, metrics in enumerate(metrics_of_steps):
+                display.step(step, metrics)
+
+
+@given(st.lists(strange, max_size=200), st.integers(1, 50))
+@example([-1.7e308, 1.7e308], 2)
+@example([1.7e308, 1.7e308], 1)
+def test_a_sparkline_has_at_most_its_width_and_spans_its_bars(numbers: list[float], width: int) -> None:
+    line = sparkline(numbers, width, bars="01234567")
+    if not any(map(math.isfinite, numbers)):
+        assert line == ""
+        return
+    curve = re.sub(r"  \S+ to \S+$", "", line)
+    assert len(curve) == min(len(numbers), width)
+    assert "0" in curve
+    assert set(curve) <= set("01234567 ")
+
+
+def test_a_sparkline_averages_groups_and_leaves_gaps() -> None:
+    assert sparkline([0, 2, math.nan, math.inf, 7, 9], 3, bars="01234567") == "0 7  1.000 to 8.000"
+
+
+def test_live_needs_no_unicode() -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), force_terminal=True, width=80)
+    with LiveDisplay(console) as display:
+        display.start(total_steps=2)
+        for reward in (0.0, 1.0):
+            display.step(1, {"critic/score/mean": reward})
+    assert b"reward  _@  0.000 to 1.000" in raw.getvalue()
+
+
+# -- choosing --------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_live_unless_it_is_dumb_or_a_debugger_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(make_display(io.StringIO()), PlainDisplay)
+    assert isinstance(make_display(Terminal()), LiveDisplay)
+    monkeypatch.setattr(sys, "gettrace", lambda: print)
+    assert isinstance(make_display(Terminal()), PlainDisplay)
+    monkeypatch.undo()
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_display(Terminal()), PlainDisplay)
+
+
+def run_on_terminal(*arguments: str, keys: bytes = b"") -> str:
+    """What a Python process writes to a real (pseudo) terminal."""
+    terminal, its_end = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "PYTHONUTF8": "1"}
+    command = [sys.executable, *arguments]
+    process = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=its_end, env=environment)
+    os.close(its_end)
+    os.write(terminal, keys)
+    output = b""
+    try:
+        while chunk := os.read(terminal, 65536):
+            output += chunk
+    except OSError:
+        pass  # how Linux says that the other end is closed
+    finally:
+        os.close(terminal)
+    assert process.wait(timeout=20) == 0, output.decode()
+    return output.decode().replace("\r\n", "\n")
+
+
+def test_a_process_on_a_terminal_is_live() -> None:
+    output = run_on_terminal("-c", RUN)
+    assert "\x1b[?25l" in output, "the cursor is hidden"
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "and shown again"
+    assert "2/2 steps" in output
+    assert "saved\n" in without_codes(output)
+    assert without_codes(output).endswith("end\n")
+
+
+def test_a_piped_process_prints_plain_lines() -> None:
+    result = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [
+        "tiny run",
+        "step 1/2  reward 0.250  kl -  entropy -  length -  0.5 s",
+        "step 2/2  reward 0.500  kl -  entropy -  length -  0.5 s",
+        "saved",
+        "end",
+    ]
+
+
+def test_a_process_under_pdb_is_plain_even_without_breakpoints(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    output = run_on_terminal("-m", "pdb", "-c", "continue", str(script), keys=b"q\n")
+    assert "step 2/2  reward 0.500" in output
+    assert "\x1b[?25l" not in output
+
+
+FORK = """
+import os, sys
+from lockstep.observability.display import make_display
+with make_display() as display:
+    display.start(total_steps=2)
+    print("parent", type(sys.stdout).__name__)
+    child = os.fork()
+    if child == 0:
+        print("child", type(sys.stdout).__name__, sys.breakpointhook is sys.__breakpointhook__, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_child_prints_past_the_live_area() -> None:
+    output = without_codes(run_on_terminal("-c", FORK))
+    assert "parent FileProxy" in output
+    assert "child TextIOWrapper True" in output

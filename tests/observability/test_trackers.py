@@ -1,0 +1,247 @@
+import json
+import math
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError, MissingExtra
+from lockstep.observability import trackers
+from lockstep.observability.trackers import Tracking
+
+
+def make(run_dir: Path, *names: str, **options: Any) -> Tracking:
+    return Tracking(
+        names, project_name="project", experiment_name="name", run_dir=run_dir, config={"lr": 1e-6}, **options
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not strict JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in read(path)]
+
+
+def write_steps(run_dir: Path, *numbers: int) -> Path:
+    with make(run_dir, "file") as tracking:
+        for n in numbers:
+            tracking.log({"critic/score/mean": n / 10}, step=n)
+    return run_dir / "metrics.jsonl"
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    tracking = make(tmp_path / "new" / "run", "console")
+    path = tmp_path / "new" / "run" / "metrics.jsonl"
+    for n in (1, 2):
+        tracking.log({"a/b": 0.5}, step=n)
+        assert steps(path) == list(range(1, n + 1)), "written although only the console was asked for"
+    record = read(path)[0]
+    assert abs(record["time"] - path.stat().st_mtime) < 60
+    assert record["a/b"] == 0.5
+    tracking.finish()
+
+
+def test_numbers_that_are_not_finite_stay_readable_as_strict_json(tmp_path: Path) -> None:
+    with make(tmp_path) as tracking:
+        tracking.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 3}, step=1)
+    record = read(tmp_path / "metrics.jsonl")[0]
+    assert [record[k] for k in "abcd"] == ["nan", "inf", "-inf", 3]
+
+
+def test_resume_drops_later_steps_and_appends(tmp_path: Path) -> None:
+    path = write_steps(tmp_path, 0, 1, 2, 3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracking = make(tmp_path, "file", resume_step=2)
+    assert steps(path) == [0, 1, 2]
+    tracking.log({}, step=3)
+    tracking.finish()
+    assert steps(path) == [0, 1, 2, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
+    with make(tmp_path, resume_step=7) as tracking:
+        tracking.log({}, step=8)
+    assert steps(tmp_path / "metrics.jsonl") == [8]
+
+
+@pytest.mark.parametrize("keep", [1, 20, -1])
+def test_resume_drops_a_line_that_a_crash_cut_short_and_says_so(tmp_path: Path, keep: int) -> None:
+    path = write_steps(tmp_path, 1, 2, 3)
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[:2]) + whole[2].rstrip("\n")[:keep])
+    with pytest.warns(UserWarning, match=r"metrics.jsonl: dropped lines \[3\]"):
+        tracking = make(tmp_path, resume_step=9)
+    tracking.log({}, step=3)
+    tracking.finish()
+    assert steps(path) == [1, 2, 3]
+
+
+def test_resume_keeps_a_last_line_that_only_misses_its_newline(tmp_path: Path) -> None:
+    path = write_steps(tmp_path, 1, 2)
+    path.write_text(path.read_text().rstrip("\n"))
+    with make(tmp_path, resume_step=2) as tracking:
+        tracking.log({}, step=3)
+    assert steps(path) == [1, 2, 3]
+
+
+def test_a_failing_rewrite_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_steps(tmp_path, 1, 2, 3)
+
+    def fail(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(trackers.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        make(tmp_path, resume_step=1)
+    assert steps(path) == [1, 2, 3]
+
+
+def test_a_new_run_in_the_same_folder_never_overwrites(tmp_path: Path) -> None:
+    for n in (1, 2, 3):
+        write_steps(tmp_path, n)
+    kept = {p.name: steps(p) for p in tmp_path.iterdir()}
+    assert kept == {"metrics.1.jsonl": [1], "metrics.2.jsonl": [2], "metrics.jsonl": [3]}
+
+
+# -- starting and failing --------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'wandbb'.*console, file, tensorboard, wandb"):
+        make(tmp_path, "console", "wandbb")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_ends_the_start_and_touches_no_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_steps(tmp_path, 1)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=rf"'{name}'.*lockstep-rl\[logging\]"):
+        make(tmp_path, name)
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_folder_called_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    with pytest.raises(MissingExtra, match="wandb"):
+        make(tmp_path, "wandb")
+
+
+def test_log_after_finish_is_an_error(tmp_path: Path) -> None:
+    tracking = make(tmp_path)
+    tracking.finish()
+    tracking.finish()
+    with pytest.raises(RuntimeError, match="after finish"):
+        tracking.log({}, step=1)
+
+
+# -- wandb -----------------------------------------------------------------------------------------------------------
+
+
+class FakeWandb(types.ModuleType):
+    """Stands in for the package and for the run that its init() returns."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.failing_step: int | None = None
+        self.id = "run1"
+
+    def init(self, **kwargs: Any) -> "FakeWandb":
+        self.calls.append(("init", kwargs))
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append(("log", {"metrics": metrics, "step": step}))
+        if step == self.failing_step:
+            raise ConnectionError("server is gone")
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(("finish", {"exit_code": exit_code}))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_gets_the_run_its_metrics_and_its_end(tmp_path: Path, wandb: FakeWandb) -> None:
+    with make(tmp_path, "wandb") as tracking:
+        tracking.log({"a": 1.0}, step=1)
+    init, log, finish = wandb.calls
+    assert init[1]["project"] == "project"
+    assert init[1]["name"] == "name"
+    assert init[1]["config"] == {"lr": 1e-6}
+    assert init[1]["id"] is None
+    assert log == ("log", {"metrics": {"a": 1.0}, "step": 1})
+    assert finish == ("finish", {"exit_code": 0})
+
+
+def test_a_resumed_run_continues_its_wandb_run_and_a_new_one_does_not(tmp_path: Path, wandb: FakeWandb) -> None:
+    make(tmp_path, "wandb").finish()
+    make(tmp_path, "wandb", resume_step=3).finish()
+    make(tmp_path, "wandb").finish()
+    assert [kwargs["id"] for call, kwargs in wandb.calls if call == "init"] == [None, "run1", None]
+
+
+def test_a_run_that_raises_is_reported_as_failed(tmp_path: Path, wandb: FakeWandb) -> None:
+    with pytest.raises(ZeroDivisionError), make(tmp_path, "wandb"):
+        raise ZeroDivisionError
+    assert wandb.calls[-1] == ("finish", {"exit_code": 1})
+
+
+def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.failing_step = 2
+    tracking = make(tmp_path, "wandb")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in (1, 2, 3):
+            tracking.log({}, step=n)
+        tracking.finish()
+    assert [str(w.message) for w in caught] == [
+        "tracker 'wandb' failed at step 2 and is dropped, the run goes on: ConnectionError('server is gone')"
+    ]
+    assert [kwargs["step"] for call, kwargs in wandb.calls if call == "log"] == [1, 2]
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_start_that_fails_closes_what_had_started(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError):
+        make(tmp_path, "wandb", resume_step=1)
+    assert wandb.calls[-1] == ("finish", {"exit_code": 1})
+
+
+# -- tensorboard -----------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, numbers in ((None, (1, 2, 3)), (1, (2, 3, 4))):
+        with make(tmp_path, "tensorboard", resume_step=resume_step) as tracking:
+            for n in numbers:
+                tracking.log({"critic/score/mean": n / 2, "broken": math.nan}, step=n)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(n, n / 2) for n in (1, 2, 3, 4)]
+    assert "config/text_summary" in events.Tags()["tensors"]

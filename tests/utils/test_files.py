@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from lockstep.errors import DataError
+from lockstep.utils.files import load_object
+
+
+def test_an_object_is_loaded_from_a_file_and_can_be_pickled(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(x):\n    return x + 1\n")
+    function = load_object(str(path), "compute_score")
+    assert function(1) == 2
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(f"name = {folder!r}\n")
+    assert [load_object(str(tmp_path / folder / "reward.py"), "name") for folder in ("a", "b", "a")] == ["a", "b", "a"]
+
+
+def test_an_object_is_loaded_from_a_module():
+    assert load_object("lockstep.errors", "DataError") is DataError
+
+
+def test_a_missing_file_module_or_name_is_named(tmp_path):
+    (tmp_path / "reward.py").write_text("def score():\n    pass\n")
+    with pytest.raises(DataError, match=r"absent\.py does not exist"):
+        load_object(str(tmp_path / "absent.py"), "score")
+    with pytest.raises(DataError, match=r"reward\.py has no 'compute_score'; it defines \['score'\]"):
+        load_object(str(tmp_path / "reward.py"), "compute_score")
+    for name in ("no_such_package", "lockstep.no_such_module"):
+        with pytest.raises(DataError, match=f"no module '{name}'"):
+            load_object(name, "score")
+
+
+def test_a_file_that_cannot_be_imported_shows_its_own_traceback(tmp_path, monkeypatch):
+    path = tmp_path / "broken_reward.py"
+    path.write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (str(path), "broken_reward"):
+        with pytest.raises(DataError, match=r"importing .* failed(.|\n)*line 1(.|\n)*a_package_that_is_not_there"):
+            load_object(name, "score")
