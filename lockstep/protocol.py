@@ -39,6 +39,7 @@ input_ids, attention_mask, position_ids             derived from prompts and res
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,9 @@ class Ragged:
         """Join one vector a row. `dtype` decides the type when every row is empty."""
         tensors = [torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows]
         lengths = torch.tensor([len(t) for t in tensors], dtype=torch.int64)
-        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+        # An empty list is float32 to torch, and would turn the ids of the other rows into floats.
+        filled = [t for t in tensors if len(t)] or tensors
+        values = torch.cat(filled) if filled else torch.empty(0, dtype=dtype)
         return cls(values, lengths)
 
     @classmethod
@@ -84,13 +87,17 @@ class Ragged:
 
     def pad(self, value: float = 0, side: str = "right", width: int | None = None) -> Tensor:
         """The column as [rows, width], filled with `value` on the given side; width is the longest row unless given."""
-        longest = int(self.lengths.max()) if len(self) else 0
-        width = longest if width is None else width
-        if width < longest:
-            raise ValueError(f"width {width} is smaller than the longest row, {longest}")
+        width = self.width if width is None else width
+        if width < self.width:
+            raise ValueError(f"width {width} is smaller than the longest row, {self.width}")
         out = torch.full((len(self), width), value, dtype=self.values.dtype, device=self.values.device)
         out[_padding_mask(self.lengths, width, side).to(out.device)] = self.values
         return out
+
+    @property
+    def width(self) -> int:
+        """The longest row."""
+        return int(self.lengths.max()) if len(self) else 0
 
     def rows(self) -> tuple[Tensor, ...]:
         """One view a row."""
@@ -140,8 +147,8 @@ class BatchView(Mapping[str, Tensor]):
     """The tensors of a DataProto as padded tensors: prompts padded on the left, everything else on the right.
 
     Reading pads a ragged column (ids with `meta_info["pad_token_id"]`, numbers with 0) and derives `input_ids`, `attention_mask` and
-    `position_ids` from prompts and responses. Writing a tensor of the responses' padded shape stores it ragged, without the padding;
-    any other tensor is stored as it is.
+    `position_ids` from prompts and responses where both are ragged. Writing a tensor of the responses' padded shape (for "prompts": of
+    the prompts') stores it ragged, without the padding; any other tensor is stored as it is.
     """
 
     def __init__(self, data: DataProto) -> None:
@@ -154,8 +161,8 @@ class BatchView(Mapping[str, Tensor]):
             if isinstance(column, Tensor):
                 return column
             pad = data.meta_info.get("pad_token_id", 0) if name in _TOKEN_COLUMNS else 0
-            return column.pad(pad, side="left" if name == "prompts" else "right")
-        if name in _DERIVED and all(c in data.columns for c in _TOKEN_COLUMNS):
+            return column.pad(pad, side=_side(name))
+        if name in self:
             return self._derive(name)
         raise KeyError(f"no tensor column {name!r}; there are {sorted(self)}")
 
@@ -163,24 +170,25 @@ class BatchView(Mapping[str, Tensor]):
         if name == "input_ids":
             return torch.cat([self["prompts"], self["responses"]], dim=1)
         prompts, responses = self._data.ragged("prompts"), self._data.ragged("responses")
-        masks = [
-            _padding_mask(column.lengths, int(column.lengths.max()) if len(column) else 0, side)
-            for column, side in ((prompts, "left"), (responses, "right"))
-        ]
+        masks = [_padding_mask(column.lengths, column.width, side) for column, side in ((prompts, "left"), (responses, "right"))]
         attention_mask = torch.cat(masks, dim=1).long().to(responses.values.device)
         return attention_mask if name == "attention_mask" else (attention_mask.cumsum(1) - 1).clamp(min=0)
 
     def __setitem__(self, name: str, value: Column) -> None:
-        if isinstance(value, Tensor) and value.dim() == 2 and "responses" in self._data.columns:
-            lengths = self._data.ragged("responses").lengths
-            if tuple(value.shape) == (len(lengths), int(lengths.max()) if len(lengths) else 0):
-                value = Ragged.from_padded(value, lengths)
+        shaped = self._data.columns.get("prompts" if name == "prompts" else "responses")
+        if isinstance(value, Tensor) and isinstance(shaped, Ragged) and tuple(value.shape) == (len(shaped), shaped.width):
+            value = Ragged.from_padded(value, shaped.lengths, _side(name))
         self._data.set(name, value)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._data.columns
-        if all(c in self._data.columns for c in _TOKEN_COLUMNS):
-            yield from (name for name in _DERIVED if name not in self._data.columns)
+        columns = self._data.columns
+        yield from columns
+        if all(isinstance(columns.get(name), Ragged) for name in _TOKEN_COLUMNS):
+            yield from (name for name in _DERIVED if name not in columns)
+
+    def __contains__(self, name: object) -> bool:
+        # Mapping's own asks __getitem__, which would pad the column.
+        return any(name == other for other in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -289,15 +297,11 @@ class DataProto:
 
     # -- choosing columns --------------------------------------------------------------------------------------------------
 
-    def select(
-        self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
-    ) -> DataProto:
+    def select(self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None) -> DataProto:
         """Only these columns; None keeps all of that kind. A name that is not there raises KeyError."""
         tensors = self.columns if batch_keys is None else {k: self.columns[k] for k in batch_keys}
         objects = (
-            self.non_tensor_batch
-            if non_tensor_batch_keys is None
-            else {k: self.non_tensor_batch[k] for k in non_tensor_batch_keys}
+            self.non_tensor_batch if non_tensor_batch_keys is None else {k: self.non_tensor_batch[k] for k in non_tensor_batch_keys}
         )
         return DataProto(dict(tensors), dict(objects), dict(self.meta_info))
 
@@ -314,18 +318,18 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the other's columns, in place. A column in both must have equal values, else ValueError."""
-        if len(self) and len(other) and len(self) != len(other):
+        """Add the other's columns, in place. A column in both must have equal values, else ValueError and nothing is added."""
+        if self._has_columns_besides(None) and other._has_columns_besides(None) and len(self) != len(other):
             raise ValueError(f"cannot join a batch of {len(self)} rows with one of {len(other)}")
-        for name, column in other.columns.items():
-            if name in self.columns and not _columns_equal(self.columns[name], column):
-                raise ValueError(f"column {name!r} is in both batches with different values")
-            self.columns[name] = column
+        differ = [n for n, column in other.columns.items() if n in self.columns and not _columns_equal(self.columns[n], column)]
         for name, values in other.non_tensor_batch.items():
-            mine = self.non_tensor_batch.get(name)
-            if mine is not None and not all(_objects_equal(a, b) for a, b in zip(mine, values, strict=True)):
-                raise ValueError(f"column {name!r} is in both batches with different values")
-            self.non_tensor_batch[name] = values
+            mine = self.non_tensor_batch.get(name, values)
+            if not all(_objects_equal(a, b) for a, b in zip(mine, values, strict=True)):
+                differ.append(name)
+        if differ:
+            raise ValueError(f"columns {differ} are in both batches with different values")
+        self.columns |= other.columns
+        self.non_tensor_batch |= other.non_tensor_batch
         self.meta_info |= other.meta_info
         return self
 
@@ -357,12 +361,12 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Sequence[int]) -> DataProto:
         """Row i `repeat_times[i]` times."""
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(torch.as_tensor(repeat_times)))
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(torch.as_tensor(repeat_times, dtype=torch.int64)))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` runs of neighbouring rows whose sizes differ by at most one; some are empty when there are too few rows."""
         bounds = [len(self) * i // chunks for i in range(chunks + 1)]
-        return [self.slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [self.slice(a, b) for a, b in itertools.pairwise(bounds)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Runs of `split_size` rows; the last may be shorter."""
@@ -408,7 +412,7 @@ class DataProto:
         """Read what `save_to_disk` wrote. The file is unpickled: read only files you trust."""
         return DataProto(*torch.load(path, weights_only=False))
 
-    def _has_columns_besides(self, name: str) -> bool:
+    def _has_columns_besides(self, name: str | None) -> bool:
         return any(other != name for other in (*self.columns, *self.non_tensor_batch))
 
 
@@ -424,6 +428,11 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drop the last `pad_size` rows."""
     return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def _side(name: str) -> str:
+    """Where a column is padded."""
+    return "left" if name == "prompts" else "right"
 
 
 def _padding_mask(lengths: Tensor, width: int, side: str) -> Tensor:
@@ -476,6 +485,10 @@ def _columns_equal(a: Column, b: Column) -> bool:
 def _objects_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.array_equal(np.asarray(a), np.asarray(b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_objects_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_objects_equal, a, b))
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
         return True
     return bool(a == b)

@@ -33,10 +33,10 @@ def publishing(run_dir: Path, step: int) -> Iterator[Path]:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     yield draft
-    for path in (*(p for p in draft.rglob("*") if p.is_file()), draft):
+    for path in (*draft.rglob("*"), draft):
         _sync(path)
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     draft.rename(final)
     tracker = run_dir / f"{TRACKER}.incomplete"
     tracker.write_text(str(step))
@@ -55,7 +55,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder} is not a checkpoint: {STATE} cannot be read ({error}); expected a global_step_N folder") from error
+        raise DataError(
+            f"{folder} is not a checkpoint: {STATE} cannot be read ({error}); expected a global_step_N folder"
+        ) from error
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -67,7 +69,15 @@ def newest(run_dir: Path) -> Path | None:
 def prune(run_dir: Path, keep: int | None) -> None:
     """Delete the oldest checkpoints beyond `keep`; None keeps all."""
     for folder in _complete(run_dir)[: -keep if keep else 0]:
-        shutil.rmtree(folder)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Take the name away first: a crash in the middle must not leave half a checkpoint under it."""
+    aside = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def _complete(run_dir: Path) -> list[Path]:

@@ -79,6 +79,10 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int | None = None
     """Tokens computed at once; null means the actor's budget."""
 
+    def __post_init__(self) -> None:
+        for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"):
+            at_least(f"actor_rollout_ref.ref.{name}", getattr(self, name), 1)
+
 
 @dataclass
 class SamplingConfig:
@@ -112,7 +116,7 @@ class RolloutConfig:
     max_num_seqs: int = 256
     """Sequences decoded at once on one device."""
     exactness_bound: float = 1e-4
-    """While the sampler's log-probs are this close to the trainer's, they serve as old log-probs and that pass is skipped; 0 never skips it."""
+    """While the sampler's log-probs are this close to the trainer's, they serve as old log-probs and that pass is skipped; 0: never."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:

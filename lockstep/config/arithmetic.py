@@ -21,8 +21,10 @@ def describe(config: PPOConfig, num_prompts: int, total_steps: int, device: str)
         if actor.ppo_micro_batch_size_per_gpu
         else f"{actor.ppo_max_token_len_per_gpu} tokens"
     )
-    where = {"cuda": "GPU", "cpu": "CPU process"}[device] + ("s" if processes > 1 else "")
-    lines.append(f"on {processes} {where}, at most {cut} at once on each (this bounds memory, not the result)")
+    one, several = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}[device]
+    lines.append(
+        f"on {processes} {several if processes > 1 else one}, at most {cut} at once on each (this bounds memory, not the result)"
+    )
     lines.append(f"the run's folder: {trainer.run_dir}")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.check import at_least, in_range, one_of
+from lockstep.errors import ConfigError
 
 STRATEGIES = ("fsdp", "fsdp2")
 """Training engines that can be named in actor.strategy, critic.strategy and reward_model.strategy."""
@@ -57,3 +58,5 @@ class OptimConfig:
         in_range("optim.min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
         at_least("optim.lr", self.lr, 0.0)
         at_least("optim.clip_grad", self.clip_grad, 0.0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas={self.betas} must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]")

@@ -62,10 +62,12 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
     """A PPOConfig from what a program passes: one already, or a (nested) mapping over the defaults."""
     if isinstance(config, PPOConfig):
         return config
-    given = OmegaConf.create(config)  # type: ignore[call-overload]
-    for key in _leaf_keys(given):
-        check_key(key)
     try:
+        given = OmegaConf.create(config)  # type: ignore[arg-type]
+        if not isinstance(given, DictConfig):
+            raise ConfigError(f"a configuration must be a PPOConfig or a mapping of sections, not {type(config).__name__}")
+        for key in _leaf_keys(given):
+            check_key(key)
         return _to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig), given))
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
@@ -77,16 +79,18 @@ def to_yaml(config: PPOConfig) -> str:
 
 
 def check_key(key: str) -> None:
-    """Raise ConfigError unless `key` is in the schema; the message names the nearest valid key."""
+    """Raise ConfigError unless `key` is a value in the schema; the message names the nearest valid key."""
     section: Any = PPOConfig
     for part in key.split("."):
-        if not dataclasses.is_dataclass(section):
-            return  # inside a free-form dict
-        hints = typing.get_type_hints(section)
+        if typing.get_origin(section) is dict:
+            return  # free-form: the schema cannot know its keys
+        hints = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
         if part not in hints:
             raise ConfigError(_unknown_key(key))
         section = _section_type(hints[part])
-    return
+    if dataclasses.is_dataclass(section):
+        first = next(valid_keys(section, f"{key}."))
+        raise ConfigError(f"'{key}' is a section, not a value; set the keys in it, such as '{first}'")
 
 
 def valid_keys(section: Any = PPOConfig, prefix: str = "") -> Iterator[str]:
@@ -118,7 +122,7 @@ def _unknown_key(key: str) -> str:
 
 
 def _override_keys(overrides: Sequence[str]) -> list[str]:
-    keys = []
+    keys: list[str] = []
     for text in overrides:
         try:
             parsed = OverridesParser.create().parse_override(text)
@@ -128,14 +132,18 @@ def _override_keys(overrides: Sequence[str]) -> list[str]:
             raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {parsed.key_or_group}=null")
         if parsed.is_sweep_override():
             raise ConfigError(f"'{text}' names several values; start one run for each")
-        keys.append(parsed.key_or_group)
+        value = parsed.value()
+        if isinstance(value, dict):
+            keys += _leaf_keys(OmegaConf.create(value), f"{parsed.key_or_group}.")
+        else:
+            keys.append(parsed.key_or_group)
     return keys
 
 
 def _leaf_keys(node: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in node.items() if node is not None else ():
+    for name, value in node.items():
         key = f"{prefix}{name}"
-        if isinstance(value, DictConfig) and len(value):
+        if isinstance(value, DictConfig):
             yield from _leaf_keys(value, f"{key}.")
         else:
             yield key

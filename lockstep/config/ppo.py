@@ -87,10 +87,9 @@ class PPOConfig:
 
     def _check_batches(self) -> None:
         batch = self.data.train_batch_size
-        sizes = {
-            "actor_rollout_ref.actor.ppo_mini_batch_size": self.actor_mini_batch_prompts,
-            "critic.ppo_mini_batch_size": self.critic_mini_batch_prompts,
-        }
+        sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": self.actor_mini_batch_prompts}
+        if self.use_critic:
+            sizes["critic.ppo_mini_batch_size"] = self.critic_mini_batch_prompts
         for key, size in sizes.items():
             if batch % size:
                 raise ConfigError(
@@ -100,9 +99,10 @@ class PPOConfig:
         longest = self.data.max_prompt_length + self.data.max_response_length
         budgets = {
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": self.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
-            "critic.ppo_max_token_len_per_gpu": self.critic.ppo_max_token_len_per_gpu,
             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": self.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
         }
+        if self.use_critic:
+            budgets["critic.ppo_max_token_len_per_gpu"] = self.critic.ppo_max_token_len_per_gpu
         for key, budget in budgets.items():
             if budget is not None and budget < longest:
                 raise ConfigError(
@@ -126,6 +126,13 @@ class PPOConfig:
             raise ConfigError(
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true count the same KL twice; "
                 "turn one of them off"
+            )
+        rows, control = self.data.train_batch_size * self.actor_rollout_ref.rollout.n, self.algorithm.kl_ctrl
+        # The controller changes its weight by at most 0.2 * rows / horizon a step; at 1 the weight could reach zero.
+        if self.algorithm.use_kl_in_reward and control.type == "adaptive" and 0.2 * rows >= control.horizon:
+            raise ConfigError(
+                f"algorithm.kl_ctrl.horizon={control.horizon} is too short for data.train_batch_size * actor_rollout_ref.rollout.n = "
+                f"{rows} rows a step: one step could take the adaptive KL weight to zero; set it above {0.2 * rows:g}"
             )
         if self.actor_rollout_ref.rollout.temperature == 0:
             raise ConfigError(

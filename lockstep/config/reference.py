@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -65,10 +66,10 @@ def _meanings(section: type) -> dict[str, str]:
     """The string under each field."""
     (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(section))).body if isinstance(node, ast.ClassDef))
     meanings = {}
-    for field, text in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                meanings[field.target.id] = str(text.value.value)
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            meanings[field.target.id] = str(text.value.value)
     return meanings
 
 

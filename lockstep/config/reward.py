@@ -48,5 +48,5 @@ class RewardModelConfig:
 
     def __post_init__(self) -> None:
         one_of("reward_model.strategy", self.strategy, STRATEGIES)
-        for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+        for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu", "n_gpus_per_node", "nnodes"):
             at_least(f"reward_model.{name}", getattr(self, name), 1)

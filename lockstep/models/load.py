@@ -6,6 +6,7 @@ import copy
 from enum import Enum
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -34,7 +35,8 @@ class Head(Enum):
 def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None) -> PreTrainedModel:
     """The model in float32 on the CPU, without dropout, in training mode, with our packed attention (a score head pads instead).
 
-    A head that the folder does not have (a value head on a language model) is drawn from `seed`, so that every rank has the same one.
+    A value head that the folder does not have is drawn from `seed`, so that every rank has the same one. Any other weight that is missing
+    or of another shape raises DataError, as does a folder that is not a model or has no such head in transformers.
     """
     assert config.path is not None, "the composition root fills in a path"
     overrides = dict(config.override_config)
@@ -46,16 +48,24 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = head.value.from_pretrained(
+            model, report = head.value.from_pretrained(
                 config.path,
                 config=hf_config,
                 dtype=torch.float32,
                 attn_implementation="sdpa" if head is Head.SCORE else PACKED,
                 trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             first = str(error).strip().splitlines()[0]
             raise DataError(f"the weights of {config.path} cannot be loaded as {head.name.lower()}: {first}") from error
+    # transformers draws what it does not find; only a new value head is meant to be drawn.
+    missing = [n for n in report["missing_keys"] if head is not Head.VALUE or n.startswith(f"{model.base_model_prefix}.")]
+    if missing:
+        raise DataError(
+            f"the weights of {config.path} are incomplete for {head.name.lower()}: {len(missing)} missing, first {sorted(missing)[:3]}; "
+            "is it the right kind of model?"
+        )
     _disable_dropout(model)
     if config.enable_gradient_checkpointing:
         if not model.supports_gradient_checkpointing:

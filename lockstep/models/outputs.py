@@ -35,9 +35,9 @@ def token_log_probs(
     log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         probs = torch.exp(logits - log_normaliser[:, None])
-        # 0 * -inf at a forbidden token would be NaN; such a token adds nothing to the entropy.
-        weighted = torch.where(probs > 0, probs * logits, torch.zeros_like(logits))
-        entropy = log_normaliser - weighted.sum(-1)
+        # 0 * -inf at a forbidden token would be NaN, in the value and in the gradient; such a token adds nothing to the entropy.
+        finite = logits.masked_fill(logits == -torch.inf, 0.0)
+        entropy = log_normaliser - (probs * finite).sum(-1)
     return log_probs, entropy
 
 

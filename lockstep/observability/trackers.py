@@ -22,6 +22,15 @@ from lockstep.errors import ConfigError, MissingExtra
 KNOWN_TRACKERS = ("console", "file", "tensorboard", "wandb")
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for an unknown name and MissingExtra for a package that is not installed, without starting anything."""
+    for name in names:
+        if name not in KNOWN_TRACKERS:
+            raise ConfigError(f"trainer.logger names {name!r}, which is not known; choose some of: {', '.join(KNOWN_TRACKERS)}")
+        if name in _PACKAGES:
+            _PACKAGES[name]()
+
+
 class Tracker(Protocol):
     """One destination of metrics. Both methods may raise; `Tracking` reports it."""
 
@@ -61,9 +70,7 @@ class Tracking:
         config: Mapping[str, Any],
         resume_step: int | None = None,
     ) -> None:
-        unknown = [name for name in names if name not in KNOWN_TRACKERS]
-        if unknown:
-            raise ConfigError(f"unknown logger {unknown[0]!r}: expected some of {', '.join(KNOWN_TRACKERS)}")
+        check_trackers(names)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._finished = False
         self._trackers: dict[str, Tracker] = {}
@@ -136,14 +143,9 @@ class _JsonLines:
 
 class _TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        try:
-            import tensorboard  # noqa: F401  (torch's module is there without it)
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra("the tensorboard logger", "tensorboard", "logging") from error
         # Older event files in the folder: TensorBoard hides their points from this step on.
         first_step = 0 if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        self._writer = _summary_writer()(str(folder), purge_step=first_step)
         self._writer.add_text(
             "config", f"<pre>{json.dumps(dict(config), indent=2, default=str)}</pre>", resume_step or 0
         )
@@ -161,15 +163,10 @@ class _Wandb:
     def __init__(
         self, project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any], resume_step: int | None
     ) -> None:
-        try:
-            # `import wandb` would also accept a folder of that name, as wandb itself leaves behind.
-            from wandb import init
-        except ImportError as error:
-            raise MissingExtra("the wandb logger", "wandb", "logging") from error
         # A resumed run continues the same curve. Steps it repeats are there already: wandb ignores them.
         id_file = run_dir / "wandb_run_id.txt"
         run_id = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
-        self._run = init(
+        self._run = _wandb_init()(
             project=project_name, name=experiment_name, dir=str(run_dir), config=dict(config), id=run_id, resume="allow"
         )
         id_file.write_text(f"{self._run.id}\n")
@@ -179,6 +176,27 @@ class _Wandb:
 
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
+
+
+def _summary_writer() -> Any:
+    try:
+        import tensorboard  # noqa: F401  (torch's module is there without it)
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra("the tensorboard logger", "tensorboard", "logging") from error
+    return SummaryWriter
+
+
+def _wandb_init() -> Any:
+    try:
+        # `import wandb` would also accept a folder of that name, as wandb itself leaves behind.
+        from wandb import init
+    except ImportError as error:
+        raise MissingExtra("the wandb logger", "wandb", "logging") from error
+    return init
+
+
+_PACKAGES = {"tensorboard": _summary_writer, "wandb": _wandb_init}
 
 
 def _strict(value: float) -> float | str:

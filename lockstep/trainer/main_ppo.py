@@ -63,11 +63,13 @@ def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]  
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
+    from lockstep.utils.hf_config import read_model_config
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
     from lockstep.workers.reward_manager import RewardManager
 
     model = config.actor_rollout_ref.model
+    read_model_config(str(model.path), model.trust_remote_code)
     tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
     ray_worker_group_cls = RayWorkerGroup if uses_ray else LocalWorkerGroup

@@ -6,7 +6,7 @@ from lockstep.errors import ResourceError
 
 
 def resolve_device(name: str) -> str:
-    """"cpu" or "cuda" for trainer.device. Raises ResourceError when cuda is asked for and there is none."""
+    """ "cpu" or "cuda" for trainer.device. Raises ResourceError when cuda is asked for and there is none."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ResourceError(

@@ -5,22 +5,34 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 
 
 def read_model_config(path: str, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
-    """The model's config.json with some entries replaced. Raises DataError when `path` is not a model."""
+    """The model's config.json with some entries replaced.
+
+    Raises DataError when `path` is not a model, ConfigError for an override that the model's config does not have.
+    """
     folder = Path(path)
     if folder.is_file() or (folder.is_dir() and not (folder / "config.json").is_file()):
-        raise DataError(f"{path} is not a Hugging Face model: there is no config.json in it")
+        raise DataError(f"{path} is not a Hugging Face model folder: there is no config.json in it")
+    if not folder.exists() and (path.startswith((".", "~", "/")) or path.count("/") > 1):
+        raise DataError(f"{path} does not exist; expected a Hugging Face model folder, or a hub id such as Qwen/Qwen3-0.6B")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
+        config, unknown = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
+        )
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise DataError(
             f"{path} is not a Hugging Face model folder, and it could not be read from the hub either ({first}); "
             "pass the path of a folder with config.json and the weights"
         ) from error
+    if unknown:
+        raise ConfigError(
+            f"model.override_config names {', '.join(unknown)}, which {type(config).__name__} of {path} does not have"
+        )
+    return config
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:

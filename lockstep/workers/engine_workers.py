@@ -146,7 +146,8 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         """Replace the weights of a rollout that does not share an actor's."""
-        assert self.rollout is not None and self.shared is None, f"a worker of role {self.role} shares the actor's weights"
+        assert self.rollout is not None, f"a worker of role {self.role} does not generate"
+        assert self.shared is None, f"a worker of role {self.role} shares the actor's weights"
         copy_weights(self.rollout.module, weights)
         self.rollout.version += 1
 

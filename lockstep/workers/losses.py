@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.kl import kl_penalty
-from lockstep.algorithms.masked import masked_sum
+from lockstep.algorithms.masked import masked_sum, zero_outside
 from lockstep.algorithms.policy_losses import get_policy_loss
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
@@ -25,7 +25,8 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
     policy_loss = get_policy_loss(config.policy_loss.loss_mode)
 
     def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric]]:
-        assert outputs.log_probs is not None and outputs.entropy is not None
+        assert outputs.log_probs is not None
+        assert outputs.entropy is not None
         mask, old_log_probs = rows.batch["response_mask"].bool(), rows.batch["old_log_probs"]
 
         def aggregate(loss_mat: Tensor) -> Tensor:
@@ -47,7 +48,8 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
             loss = loss - config.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = Sum(entropy_loss.item())
         if config.use_kl_loss:
-            kl_loss = aggregate(kl_penalty(outputs.log_probs, rows.batch["ref_log_prob"], config.kl_loss_type))
+            log_probs, ref_log_probs = (zero_outside(x, mask) for x in (outputs.log_probs, rows.batch["ref_log_prob"]))
+            kl_loss = aggregate(kl_penalty(log_probs, ref_log_probs, config.kl_loss_type))
             loss = loss + config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = Sum(kl_loss.item())
             metrics["actor/kl_coef"] = Mean(config.kl_loss_coef)

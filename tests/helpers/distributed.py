@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import torch.multiprocessing as mp
 def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """`function(*args)` on every rank of a new gloo group; returns what each rank returned, in order.
 
-    Ranks are forked, so the imports are paid once; the function may be a closure. Results travel by pickle through a queue.
+    Ranks are forked, so the imports are paid once; the function may be a closure. Results travel as pickled bytes: torch's own way
+    to send a tensor through a queue needs the sender to be alive when it is read.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -31,7 +33,7 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
         while len(results) < world_size:
             rank, error, value = queue.get(timeout=timeout_s)
             assert error is None, f"rank {rank} failed:\n{error}"
-            results[rank] = value
+            results[rank] = pickle.loads(value)
         return [results[rank] for rank in range(world_size)]
     finally:
         for process in ranks:
@@ -44,7 +46,7 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, q
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
-        queue.put((rank, None, function(*args)))
+        queue.put((rank, None, pickle.dumps(function(*args))))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

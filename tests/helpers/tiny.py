@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from lockstep.embedded.task import make_tokenizer
 
@@ -22,10 +28,15 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **_SHAPE | extra | changes)
 
 
-def tiny_model(model_type: str = "llama", seed: int = 0, score_head: bool = False, **changes: Any) -> PreTrainedModel:
+def tiny_model(
+    model_type: str = "llama", seed: int = 0, score_head: bool = False, value_head: bool = False, **changes: Any
+) -> PreTrainedModel:
     """Random float32 weights from `seed`, larger than the default ones, so that outputs differ visibly."""
-    factory = AutoModelForSequenceClassification if score_head else AutoModelForCausalLM
-    config = tiny_config(model_type, **changes, **({"num_labels": 1} if score_head else {}))
+    factory = AutoModelForCausalLM
+    if score_head or value_head:
+        factory = AutoModelForSequenceClassification if score_head else AutoModelForTokenClassification
+        changes["num_labels"] = 1
+    config = tiny_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = factory.from_config(config)
@@ -35,8 +46,8 @@ def tiny_model(model_type: str = "llama", seed: int = 0, score_head: bool = Fals
     return model.eval()
 
 
-def save_tiny_model(folder: Path, model_type: str = "llama", seed: int = 0, score_head: bool = False, **changes: Any) -> str:
+def save_tiny_model(folder: Path, model_type: str = "llama", seed: int = 0, **changes: Any) -> str:
     """Write a tiny model with the embedded task's tokenizer; returns the path."""
-    tiny_model(model_type, seed, score_head, **changes).save_pretrained(folder)
+    tiny_model(model_type, seed, **changes).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)

@@ -61,9 +61,7 @@ def _planner(mode: Dispatch | str) -> Planner:
         return _PLANNERS[mode]
     except KeyError:
         names = [m if isinstance(m, str) else f"Dispatch.{m.name}" for m in _PLANNERS]
-        raise ValueError(
-            f"unknown dispatch mode {mode!r}; there are {names}; add one with register_dispatch_mode"
-        ) from None
+        raise ValueError(f"unknown dispatch mode {mode!r}; there are {names}; add one with register_dispatch_mode") from None
 
 
 def _rank_zero(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
@@ -77,14 +75,11 @@ def _one_to_all(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) 
 def _one_entry_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
     for name, value in _named(args, kwargs):
         if not isinstance(value, list | tuple):
-            raise ValueError(
-                f"{name} must be a list with one entry for each of {world_size} ranks, got {type(value).__name__}"
-            )
+            raise ValueError(f"{name} must be a list with one entry for each of {world_size} ranks, got {type(value).__name__}")
         if len(value) != world_size:
             raise ValueError(f"{name} has {len(value)} entries, but there are {world_size} ranks")
     return [
-        (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()})
-        for rank in range(world_size)
+        (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()}) for rank in range(world_size)
     ], list
 
 
@@ -119,9 +114,7 @@ def _share_rows(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) 
     """Which rows each rank gets: balanced by tokens where rows have tokens, else runs of neighbouring rows."""
     batches = {name: value for name, value in _named(args, kwargs) if isinstance(value, DataProto)}
     if not batches:
-        raise ValueError(
-            f"this method shares out rows, but none of its {len(args) + len(kwargs)} arguments is a DataProto"
-        )
+        raise ValueError(f"this method shares out rows, but none of its {len(args) + len(kwargs)} arguments is a DataProto")
     sizes = {name: len(batch) for name, batch in batches.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"all DataProto arguments must have the same number of rows, got {sizes}")
@@ -179,6 +172,4 @@ def _copies(results: list[DataProto], shares: list[list[int]]) -> int:
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(f"argument {i}", value) for i, value in enumerate(args)] + [
-        (f"argument {k!r}", v) for k, v in kwargs.items()
-    ]
+    return [(f"argument {i}", value) for i, value in enumerate(args)] + [(f"argument {k!r}", v) for k, v in kwargs.items()]

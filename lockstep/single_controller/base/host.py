@@ -39,9 +39,7 @@ class WorkerHost:
 
     def open_rendezvous(self, address: str, timeout_s: float) -> Rendezvous:
         """Open, in the process of rank 0, the store where the other ranks meet it, at a port the system picks."""
-        self._store = dist.TCPStore(
-            address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         return address, self._store.port
 
     def setup(
@@ -59,7 +57,8 @@ class WorkerHost:
         the meeting. A process group that this process already has is used as it is. Raises ResourceError when the
         device is not there, and when an existing process group has another rank or size.
         """
-        faulthandler.enable(file=_STDERR)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=_STDERR)
         self._environment = environment
         if num_threads is not None:
             torch.set_num_threads(max(1, min(num_threads, os.cpu_count() or 1)))

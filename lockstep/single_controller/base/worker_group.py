@@ -46,8 +46,7 @@ class WorkerGroup(ABC):
             raise ConfigError("a worker group needs at least one class, got an empty dict")
         if placement is not None and len(placement) != resource_pool.world_size:
             raise ConfigError(
-                f"placement names {len(placement)} nodes, but pool {resource_pool.name!r} has "
-                f"{resource_pool.world_size} processes"
+                f"placement names {len(placement)} nodes, but pool {resource_pool.name!r} has {resource_pool.world_size} processes"
             )
         self.device, self.timeout_s, self.start_timeout_s = device, timeout_s, start_timeout_s
         self._placement = placement
@@ -159,9 +158,7 @@ class RoleGroup:
         taken = set(dir(WorkerGroup)) | set(dir(RoleGroup))
         for method, registration in self._registered.items():
             if method in taken:
-                raise ConfigError(
-                    f"{cls.__name__}.{method} cannot be registered: groups have a {method!r} of their own; rename it"
-                )
+                raise ConfigError(f"{cls.__name__}.{method} cannot be registered: groups have a {method!r} of their own; rename it")
             check_mode(registration.dispatch_mode)
             setattr(self, method, self._bind(getattr(cls, method), registration))
 

@@ -40,9 +40,7 @@ def connect(**ray_init_kwargs: Any) -> bool:
     try:
         ray.init(**{"include_dashboard": False, "log_to_driver": True} | ray_init_kwargs)
     except (OSError, TimeoutError, ray.exceptions.RayError) as error:
-        raise ResourceError(
-            f"no Ray cluster was reached: {error}\nSee ray_kwargs.ray_init.address (now {address!r})"
-        ) from None
+        raise ResourceError(f"no Ray cluster was reached: {error}\nSee ray_kwargs.ray_init.address (now {address!r})") from None
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"ray.init refused ray_kwargs.ray_init={ray_init_kwargs}: {error}") from error
     return True

@@ -49,37 +49,27 @@ class RayWorkerGroup(WorkerGroup):
     def _prepare(self) -> None:
         self._ray = import_ray()
         if torch.device(self.device).type == "cuda" and not self.resource_pool.use_gpu:
-            raise ConfigError(
-                f"device {self.device!r} needs GPUs, but pool {self.resource_pool.name!r} has use_gpu=False"
-            )
+            raise ConfigError(f"device {self.device!r} needs GPUs, but pool {self.resource_pool.name!r} has use_gpu=False")
         self._actors: list[Any] = []
         self._labels: list[str] = []
 
     @classmethod
     def nodes(cls) -> list[NodeResources]:
         """The alive nodes of the cluster, by Ray's node id, with what is free on them."""
-        ray = _running_ray()
+        _running_ray()
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
-        nodes = []
-        for node in ray.nodes():
-            if node["Alive"]:
-                room = free.get(node["NodeID"], {})
-                amounts = (room.get(kind, 0.0) for kind in ("CPU", "GPU", "memory"))
-                nodes.append(NodeResources(node["NodeID"], *amounts))
-        return nodes
+        return [_node(name, free.get(name, {})) for name in _alive_nodes()]
 
     def _start(self) -> None:
         _running_ray()
         deadline = time.monotonic() + self.start_timeout_s
         placement = self._placement or self._place()
-        nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+        nodes = _alive_nodes()
         unknown = sorted(set(placement) - set(nodes))
         if unknown:
-            raise ResourceError(
-                f"placement names nodes that are not alive in this cluster: {unknown}; alive: {sorted(nodes)}"
-            )
+            raise ResourceError(f"placement names nodes that are not alive in this cluster: {unknown}; alive: {sorted(nodes)}")
         threads = [max(1, int(nodes[node]["Resources"].get("CPU", 1)) // placement.count(node)) for node in placement]
         role = "+".join(self._classes)
         self._labels = [f"{role} rank {rank} (node {node})" for rank, node in enumerate(placement)]
@@ -111,7 +101,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _place(self) -> list[str]:
         """Nodes for this pool alone. Ray's view of what is free lags behind actors that just ended, so a refusal is
-        tried again."""
+        tried again, unless the pool would not fit on an empty cluster either."""
+        place([self.resource_pool], [_node(name, node["Resources"]) for name, node in _alive_nodes().items()])
         until = time.monotonic() + _PLACEMENT_PATIENCE_S
         while True:
             try:
@@ -192,10 +183,17 @@ class RayWorkerGroup(WorkerGroup):
 def _running_ray() -> Any:
     ray = import_ray()
     if not ray.is_initialized():
-        raise ResourceError(
-            "Ray is not running in this process: call ray.init() first, or start with lockstep.trainer.main_ppo"
-        )
+        raise ResourceError("Ray is not running in this process: call ray.init() first, or start with lockstep.trainer.main_ppo")
     return ray
+
+
+def _alive_nodes() -> dict[str, dict[str, Any]]:
+    """Ray's description of each alive node, by node id."""
+    return {node["NodeID"]: node for node in import_ray().nodes() if node["Alive"]}
+
+
+def _node(name: str, resources: dict[str, float]) -> NodeResources:
+    return NodeResources(name, *(resources.get(kind, 0.0) for kind in ("CPU", "GPU", "memory")))
 
 
 def _lead(timeout_s: float) -> float:

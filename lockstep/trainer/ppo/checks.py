@@ -12,6 +12,7 @@ from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.kl import KL_KINDS
 from lockstep.algorithms.policy_losses import get_policy_loss
 from lockstep.config.check import one_of
+from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.utils.hf_config import read_model_config
@@ -48,7 +49,9 @@ def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[
             f"role_worker_mapping has {names}"
         )
     if config.use_critic and "Critic" not in names:
-        raise ConfigError("the config trains a critic, but role_worker_mapping has no Role.Critic; add it, or set critic.enable=false")
+        raise ConfigError(
+            "the config trains a critic, but role_worker_mapping has no Role.Critic; add it, or set critic.enable=false"
+        )
     if config.use_reference and "RefPolicy" not in names and actors != ["ActorRolloutRef"]:
         raise ConfigError(
             "a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss), but role_worker_mapping has neither Role.RefPolicy "
@@ -62,25 +65,30 @@ def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[
 
 
 def check_models(config: PPOConfig, tokenizer: Any) -> None:
-    """The model folders are models, they hold the longest sequence, and the tokenizer fits the policy."""
-    policy = config.actor_rollout_ref.model
-    hf_config = read_model_config(str(policy.path), policy.trust_remote_code)
-    for section, path in (("critic", config.critic.model), ("reward_model", config.reward_model.model)):
-        if path.path and (config.use_critic if section == "critic" else config.reward_model.enable):
-            read_model_config(path.path, path.trust_remote_code)
+    """The model folders are models; policy and critic hold the longest sequence and know the tokenizer's tokens."""
+    _check_model(config.actor_rollout_ref.model, config, tokenizer)
+    if config.use_critic and config.critic.model.path:
+        _check_model(config.critic.model, config, tokenizer)
+    if config.reward_model.enable:
+        judge = config.reward_model.model  # it has a tokenizer of its own
+        read_model_config(str(judge.path), judge.trust_remote_code, **judge.override_config)
+    if tokenizer.pad_token_id is None:
+        raise DataError("the tokenizer has no pad token; load it with lockstep.utils.tokenizer.hf_tokenizer")
+
+
+def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
+    hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     context = getattr(hf_config, "max_position_embeddings", None)
     if context is not None and longest > context:
         raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {policy.path} holds {context}; lower one of them"
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {model.path} holds {context}; lower one of them"
         )
     vocabulary = getattr(hf_config, "vocab_size", None)
     if vocabulary is not None and len(tokenizer) > vocabulary:
         raise DataError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {policy.path} only {vocabulary}: they do not belong together"
+            f"the tokenizer has {len(tokenizer)} tokens, the model {model.path} only {vocabulary}: they do not belong together"
         )
-    if tokenizer.pad_token_id is None:
-        raise DataError("the tokenizer has no pad token; load it with lockstep.utils.tokenizer.hf_tokenizer")
 
 
 def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_dataset: Any, val_dataset: Any) -> None:

@@ -18,10 +18,10 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
     metrics |= _spread("critic/advantages", batch.ragged("advantages").values[mask])
     metrics |= _spread("critic/returns", batch.ragged("returns").values[mask])
     if "values" in batch:
-        values, returns = batch.ragged("values").values[mask], batch.ragged("returns").values[mask]
+        # In float64 equal returns have a variance of exactly 0: there is nothing to explain.
+        values, returns = (batch.ragged(name).values[mask].double() for name in ("values", "returns"))
         metrics |= _spread("critic/values", values)
-        variance = returns.var(correction=0)
-        if variance > 0:
+        if len(returns) and (variance := returns.var(correction=0)) > 0:
             metrics["critic/vf_explained_var"] = (1 - (returns - values).var(correction=0) / variance).item()
     for name, column, limit in (
         ("response_length", "responses", max_response_length),

@@ -24,7 +24,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.observability.display import Display, make_display
 from lockstep.observability.spans import StageTimer
-from lockstep.observability.trackers import Tracking
+from lockstep.observability.trackers import Tracking, check_trackers
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
 from lockstep.single_controller.base.partition import balanced_partition
@@ -91,6 +91,7 @@ class RayPPOTrainer:
         self.ray_worker_group_cls = ray_worker_group_cls
         self.device = resolve_device(config.trainer.device)
 
+        check_trackers(config.trainer.logger)
         checks.check_algorithm(config)
         checks.check_roles(config, self.role_worker_mapping, resource_pool_manager.mapping)
         checks.check_models(config, tokenizer)

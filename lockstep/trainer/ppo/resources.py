@@ -31,7 +31,9 @@ class ResourcePoolManager:
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
-                raise ConfigError(f"{role} is mapped to pool {pool!r}, which is not in resource_pool_spec ({list(self.resource_pool_spec)})")
+                raise ConfigError(
+                    f"{role} is mapped to pool {pool!r}, which is not in resource_pool_spec ({list(self.resource_pool_spec)})"
+                )
 
     def create_resource_pool(
         self, nodes: Sequence[NodeResources], use_gpu: bool = False, memory: Mapping[str, int] | None = None

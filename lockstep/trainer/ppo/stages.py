@@ -65,11 +65,21 @@ def score(reward_fn: Callable[..., Any], batch: DataProto) -> dict[str, list[Any
     responses = batch.ragged("responses")
     expected = tuple(batch.batch["responses"].shape)
     if not isinstance(rewards, Tensor) or tuple(rewards.shape) != expected:
-        raise RewardError(f"the reward function must return a tensor of shape {expected}, like the responses; got {_describe(rewards)}")
+        raise RewardError(
+            f"the reward function must return a tensor of shape {expected}, like the responses; got {_describe(rewards)}"
+        )
     if not torch.isfinite(rewards).all():
         rows = (~torch.isfinite(rewards)).any(1).nonzero().flatten().tolist()
         raise RewardError(f"the reward function returned numbers that are not finite, in rows {rows}")
-    batch.set("token_level_scores", Ragged.from_padded(rewards.float().cpu(), responses.lengths))
+    rewards = rewards.float().cpu()
+    scores = Ragged.from_padded(rewards, responses.lengths)
+    if not torch.equal(scores.pad(), rewards):
+        rows = (scores.pad() != rewards).any(1).nonzero().flatten().tolist()
+        raise RewardError(
+            f"the reward function put rewards after the end of the response, in rows {rows}: the last token of row i is at "
+            "data.ragged('responses').lengths[i] - 1"
+        )
+    batch.set("token_level_scores", scores)
     return extra
 
 
@@ -79,9 +89,10 @@ def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
     _check_finite(batch, "old_log_probs")
     mask = batch.ragged("response_mask").values.bool()
     new, old = (batch.ragged(name).values[mask] for name in ("old_log_probs", "rollout_log_probs"))
-    metrics = {"actor/entropy": batch.ragged("entropys").values[mask].mean().item()}
+    metrics = {}
     if len(new):
         difference = (new.exp() - old.exp()).abs()
+        metrics["actor/entropy"] = batch.ragged("entropys").values[mask].mean().item()
         metrics["training/rollout_log_probs_diff_max"] = (new - old).abs().max().item()
         metrics["training/rollout_probs_diff_max"] = difference.max().item()
         metrics["training/rollout_probs_diff_mean"] = difference.mean().item()

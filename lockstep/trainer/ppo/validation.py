@@ -10,28 +10,32 @@ from typing import Any
 import numpy as np
 
 
-def validation_metrics(
-    data_sources: Sequence[str], prompts: Sequence[int], infos: dict[str, list[Any]]
-) -> dict[str, float]:
+def validation_metrics(data_sources: Sequence[str], prompts: Sequence[int], infos: dict[str, list[Any]]) -> dict[str, float]:
     """`val-core/{source}/{acc or reward}/{mean@N, best@N/mean, maj@N/mean}`, and everything else under `val-aux/`.
 
-    `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever numbers the
-    reward function returned, one entry a row. The core variable is "acc" where the reward function gives one, else "reward". best@k is
-    the exact mean of the best of k over all ways to choose k of the N samples. maj@N takes the most frequent "pred" (ties: the first)
-    and exists only where the reward function returns "pred".
+    `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever the reward
+    function returned, one entry a row (None where it said nothing of a row). A variable is summarised for the sources that have a number
+    in every row; the core variable of a source is "acc" where it has one, else "reward". best@k is the exact mean of the best of k over
+    all ways to choose k of the N samples. maj@N takes the most frequent "pred" (ties: the first) and needs one in every row.
     """
     metrics: dict[str, float] = {}
     sources = np.array(list(data_sources), dtype=object)
     for source in dict.fromkeys(data_sources):
-        rows = np.flatnonzero(sources == source)
+        rows = np.flatnonzero(sources == source).tolist()
         groups: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             groups[prompts[row]].append(row)
-        core = "acc" if "acc" in infos else "reward"
-        for variable, entries in infos.items():
-            if not all(isinstance(entries[row], int | float | bool | np.number) for row in rows):
-                continue
-            for name, value in _summary(groups, entries, infos.get("pred")).items():
+        numeric = {
+            variable: entries
+            for variable, entries in infos.items()
+            if all(isinstance(entries[row], int | float | np.number | np.bool_) for row in rows)
+        }
+        core = "acc" if "acc" in numeric else "reward"
+        preds = infos.get("pred")
+        if preds is not None and any(preds[row] is None for row in rows):
+            preds = None
+        for variable, entries in numeric.items():
+            for name, value in _summary(groups, entries, preds).items():
                 is_core = variable == core and name.startswith(("mean@", "best@", "maj@")) and not name.endswith("/std")
                 metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
     return metrics

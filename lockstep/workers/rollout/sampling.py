@@ -34,6 +34,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int = -1,
 
     The token is where the cumulative probability passes `uniform` [rows], among the tokens that top-k and top-p keep. The log-prob is
     that of the whole distribution at `temperature`, which is what the trainer computes; at temperature 0 (greedy) it is taken at 1.
+    A row with NaN or +inf among its logits gets a log-prob that is not finite, and a token without meaning.
     """
     logits = logits.float() / (temperature or 1.0)
     log_normaliser = torch.logsumexp(logits, dim=-1)
@@ -46,6 +47,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int = -1,
         # Below the total even after rounding, so that the search never passes the last token with any probability.
         threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a search among NaN ends past the last token
     return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - log_normaliser
 
 

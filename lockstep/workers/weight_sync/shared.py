@@ -42,8 +42,9 @@ class SharedWeights:
             self._drop()
 
     def _assign(self, name: str, tensor: Tensor) -> None:
+        parameter = nn.Parameter(tensor, requires_grad=False)
         for module, attribute in self._slots.get(name, ()):
-            module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+            module._parameters[attribute] = parameter
 
     def _drop(self) -> None:
         for name, places in self._slots.items():

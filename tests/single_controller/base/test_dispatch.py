@@ -18,9 +18,7 @@ prompt_lengths = st.lists(st.integers(0, 9), max_size=20)
 def tokens(lengths: list[int]) -> DataProto:
     """A batch whose row i has `lengths[i]` prompt tokens, all of them i."""
     prompts = Ragged.from_rows([[i] * n for i, n in enumerate(lengths)], dtype=torch.int64)
-    return DataProto.from_dict(
-        {"prompts": prompts, "row": torch.arange(len(lengths))}, {"tag": list(range(len(lengths)))}
-    )
+    return DataProto.from_dict({"prompts": prompts, "row": torch.arange(len(lengths))}, {"tag": list(range(len(lengths)))})
 
 
 def run(mode: Dispatch | str, method: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Any:
@@ -30,9 +28,7 @@ def run(mode: Dispatch | str, method: Callable[..., Any], world_size: int, *args
 
 
 @given(prompt_lengths, world_sizes, st.integers(1, 3))
-def test_rows_come_back_in_the_order_of_the_input_however_they_were_cut(
-    lengths: list[int], world_size: int, copies: int
-) -> None:
+def test_rows_come_back_in_the_order_of_the_input_however_they_were_cut(lengths: list[int], world_size: int, copies: int) -> None:
     data = tokens(lengths)
 
     def generate(part: DataProto) -> DataProto:

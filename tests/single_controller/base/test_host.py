@@ -70,9 +70,7 @@ def test_a_process_group_made_by_someone_else_is_used_and_left_alone() -> None:
         host.setup(WorkerEnvironment())
         host.close()
         assert dist.is_initialized()
-        with pytest.raises(
-            ResourceError, match=r"rank 1 of 2, but torch\.distributed in this process is already rank 0 of 1"
-        ):
+        with pytest.raises(ResourceError, match=r"rank 1 of 2, but torch\.distributed in this process is already rank 0 of 1"):
             WorkerHost().setup(WorkerEnvironment(rank=1, world_size=2))
     finally:
         dist.destroy_process_group()

@@ -102,9 +102,7 @@ def test_a_large_full_cluster_is_placed() -> None:
 def test_what_is_short_is_said_in_numbers_per_pool_and_in_total() -> None:
     nodes = [NodeResources("a", 8, 4, 32 * GIB)]
     with pytest.raises(ResourceError) as caught:
-        place(
-            [ResourcePool([8, 8], "global_pool", use_gpu=True, memory_per_process=GIB), ResourcePool([1], "rm")], nodes
-        )
+        place([ResourcePool([8, 8], "global_pool", use_gpu=True, memory_per_process=GIB), ResourcePool([1], "rm")], nodes)
     text = str(caught.value)
     assert "pool 'global_pool' [8, 8] needs 16 CPUs, 16 GPUs, 16.0 GiB on 2 node(s)" in text
     assert "pool 'rm' [1] needs 1 CPUs, 0 GPUs, 0.0 GiB on 1 node(s)" in text

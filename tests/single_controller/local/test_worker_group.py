@@ -79,9 +79,7 @@ def test_any_method_can_be_executed_by_name(group: LocalWorkerGroup) -> None:
 
 
 def test_an_unregistered_method_is_an_attribute_error_that_lists_the_registered_ones(group: LocalWorkerGroup) -> None:
-    with pytest.raises(
-        AttributeError, match=r"no registered method 'helper'.*'echo', 'fail', 'later', 'saved', 'score'"
-    ):
+    with pytest.raises(AttributeError, match=r"no registered method 'helper'.*'echo', 'fail', 'later', 'saved', 'score'"):
         group.helper(1)
 
 
@@ -124,9 +122,7 @@ def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_more_than_one_process_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"runs one process, but pool 'pool' asks for 4 \(\[2, 2\]\).*trainer.worker_group=ray"
-    ):
+    with pytest.raises(ConfigError, match=r"runs one process, but pool 'pool' asks for 4 \(\[2, 2\]\).*trainer.worker_group=ray"):
         LocalWorkerGroup(ResourcePool([2, 2]), ClassWithInitArgs(Actor))
 
 

@@ -46,9 +46,7 @@ def test_a_port_that_is_not_ray_is_given_up_at_the_deadline(monkeypatch: pytest.
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         start = time.monotonic()
-        with pytest.raises(
-            ResourceError, match=rf"{address}.*did not answer there in 3 s.*ray_kwargs\.ray_init\.address"
-        ):
+        with pytest.raises(ResourceError, match=rf"{address}.*did not answer there in 3 s.*ray_kwargs\.ray_init\.address"):
             cluster.connect()
     assert time.monotonic() - start < 10
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -61,7 +62,7 @@ class FSDPEngine(TrainEngine):
         self.hf_config.architectures = [type(module).__name__]
         if optim is None:
             module.requires_grad_(False)
-        self._tied = {key: source for key, source in (module.all_tied_weights_keys or {}).items()}
+        self._tied: dict[str, str] = dict(module.all_tied_weights_keys or {})
         dtype = compute_dtype(config.dtype, device)
         self.module = sharding.shard(module, version, dtype, config.reshard_after_forward, device)
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
@@ -77,9 +78,11 @@ class FSDPEngine(TrainEngine):
         return sharding.gradient_sync(self.module, enabled)
 
     def optim_step(self) -> OptimResult:
-        assert self._optimizer is not None and self._optim is not None, "a frozen engine cannot learn"
+        assert self._optimizer is not None, "a frozen engine cannot learn"
+        assert self._optim is not None
         norm = sharding.clip_grad_norm(self.module, self._optim.clip_grad or math.inf)
         if not math.isfinite(norm):
+            self._optimizer.zero_grad()
             raise NumericalError(f"the gradient norm is {norm} at update {self._updates}; no weight was changed")
         lr = learning_rate(self._updates, self._total_updates, self._optim)
         for group in self._optimizer.param_groups:
@@ -115,7 +118,9 @@ class FSDPEngine(TrainEngine):
         if self._optimizer is None:
             return
         state = {"optim": get_optimizer_state_dict(self.module, self._optimizer)}
-        dcp.load(state, checkpoint_id=path / OPTIMIZER)
+        # Flattening sharded tensors (the planner's default, for FSDP over tensor parallelism) drops, on the ranks that hold nothing of
+        # it, a tensor with fewer rows than there are ranks: FSDP1 could not load a value head.
+        dcp.load(state, checkpoint_id=path / OPTIMIZER, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_optimizer_state_dict(self.module, self._optimizer, state["optim"])
         self._updates = json.loads((path / PROGRESS).read_text())["updates"]
 

@@ -2,7 +2,8 @@
 
 Traps that are handled here, all seen on CPU with torch 2.13: FSDP1's `sync_module_states` raises (every rank loads the same weights
 instead); its FULL_SHARD on one rank warns and falls back (NO_SHARD is asked for outright); a full state dict with CPU offload of a CPU
-model is a segmentation fault (offload is asked for on GPUs only, by the caller).
+model is a segmentation fault (offload is asked for on GPUs only, by the caller). FSDP2 hangs its pre-backward hook on the model's
+outputs and warns about one that is a view, which a head with a bias returns (`_own_logits` makes it a tensor of its own).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,13 @@ def shard(
     for module in model.modules():
         if type(module) in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    model.register_forward_hook(_own_logits)  # before FSDP's own hook, which looks at the output
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+
+
+def _own_logits(module: nn.Module, args: Any, output: Any) -> None:
+    if output.logits.requires_grad and output.logits._is_view():
+        output.logits = output.logits.clone()
 
 
 @contextmanager
@@ -82,4 +90,4 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".replace("_fsdp_wrapped_module.", ""), buffer
+                yield f"{prefix}.{name}".removeprefix(".").replace("_fsdp_wrapped_module.", ""), buffer

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import NumericalError
@@ -17,6 +19,11 @@ class HFRollout(RolloutEngine):
     """See RolloutEngine. Randomness is seeded for each padded batch by its first request, so it depends on how requests are batched."""
 
     attention = "sdpa"
+
+    def __init__(self, module: PreTrainedModel, max_num_seqs: int, pad_token_id: int) -> None:
+        super().__init__(module, max_num_seqs, pad_token_id)
+        # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
+        module.generation_config = GenerationConfig()
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
@@ -44,19 +51,29 @@ class HFRollout(RolloutEngine):
                 pad_token_id=self.pad_token_id,
                 return_dict_in_generate=True,
                 output_logits=True,
+                logits_processor=LogitsProcessorList([_CheckFinite(requests)]),
                 **options,
             )
         tokens = out.sequences[:, mask.shape[1] :]
         logits = torch.stack(out.logits, dim=1).float() / (sampling.temperature or 1.0)
         log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-        rows = zip(requests, tokens.cpu(), log_probs.cpu(), strict=True)
-        return [self._completion(request, ids, values, sampling) for request, ids, values in rows]
+        return [self._completion(*row, sampling) for row in zip(tokens.cpu(), log_probs.cpu(), strict=True)]
 
-    def _completion(
-        self, request: Request, ids: torch.Tensor, log_probs: torch.Tensor, sampling: SamplingParams
-    ) -> Completion:
+    def _completion(self, ids: Tensor, log_probs: Tensor, sampling: SamplingParams) -> Completion:
         stops = torch.isin(ids, torch.tensor(sampling.stop_token_ids, dtype=ids.dtype)).nonzero().flatten()
         length = int(stops[0]) + 1 if len(stops) else len(ids)
-        if not torch.isfinite(log_probs[:length]).all():
-            raise NumericalError(f"the model's logits are not finite for request {request.key} (step, prompt, sample)")
         return Completion(ids[:length], log_probs[:length], "stop" if len(stops) else "length", self.version)
+
+
+class _CheckFinite(LogitsProcessor):
+    """Looks at the logits before generate draws from them, which would fail without saying where."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        bad = (~torch.isfinite(scores.float().logsumexp(-1))).nonzero().flatten().tolist()
+        if bad:
+            key = self._requests[bad[0]].key
+            raise NumericalError(f"the model's logits are not finite for request {key} (step, prompt, sample)")
+        return scores

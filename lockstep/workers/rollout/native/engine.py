@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -105,7 +106,7 @@ class _Batch:
         uniform = uniforms(self.keys[rows], positions).to(self.device)
         tokens, log_probs = sample(logits, uniform, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
         for (row, slot), token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
-            if log_prob != log_prob:
+            if not math.isfinite(log_prob):
                 raise NumericalError(f"the model's logits are not finite for request {self.requests[row].key} (step, prompt, sample)")
             self.tokens[row].append(token)
             self.log_probs[row].append(log_prob)

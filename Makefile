@@ -1,0 +1,39 @@
+# `make demo` and `make test` do all set-up themselves: a virtual environment in .venv, nothing outside this folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format docs clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -r constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Train on the embedded task: a few minutes on two CPU cores.
+demo: $(READY)
+	$(BIN)/lockstep ppo
+
+# Everything that CI runs.
+test: check
+	$(BIN)/python -m pytest
+
+# Style, types, and documentation that is generated.
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m lockstep.config.reference | diff -u docs/config.md - || (echo 'docs/config.md is old: run make docs'; exit 1)
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)
+	$(BIN)/python -m lockstep.config.reference > docs/config.md
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

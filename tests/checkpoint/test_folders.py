@@ -1,0 +1,128 @@
+import json
+import shutil
+
+import pytest
+
+from lockstep.checkpoint.folders import STATE, TRACKER, newest, prune, publishing, read_state, write_state
+from lockstep.errors import DataError
+
+
+def save(run_dir, step, weights="weights"):
+    with publishing(run_dir, step) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "model.safetensors").write_text(weights)
+        write_state(folder, {"global_steps": step})
+
+
+def names(run_dir):
+    return sorted(p.name for p in run_dir.iterdir() if p.is_dir())
+
+
+class Crash(BaseException):
+    """Ends a block as a killed process would: nothing but the code under test may run after it."""
+
+
+def test_a_published_checkpoint_is_found_read_and_named_by_the_tracker(tmp_path):
+    run_dir = tmp_path / "runs" / "new"
+    save(run_dir, 20)
+    assert newest(run_dir) == run_dir / "global_step_20"
+    assert read_state(newest(run_dir)) == {"global_steps": 20}
+    assert (run_dir / TRACKER).read_text() == "20"
+    assert names(run_dir) == ["global_step_20"]
+    assert (run_dir / "global_step_20" / "actor" / "model.safetensors").read_text() == "weights"
+
+
+def test_there_is_no_newest_in_an_empty_or_missing_folder(tmp_path):
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Crash])
+def test_an_error_while_writing_publishes_nothing_and_leaves_the_old_one(tmp_path, error):
+    save(tmp_path, 10)
+    with pytest.raises(error), publishing(tmp_path, 20) as folder:
+        write_state(folder, {"global_steps": 20})
+        raise error
+    assert newest(tmp_path) == tmp_path / "global_step_10"
+    assert not (tmp_path / "global_step_20").exists()
+    assert (tmp_path / TRACKER).read_text() == "10"
+
+
+def test_what_a_crash_left_behind_is_ignored_and_replaced(tmp_path):
+    leftover = tmp_path / "global_step_20.incomplete"
+    leftover.mkdir()
+    (leftover / "half.bin").write_text("half")
+    write_state(leftover, {"global_steps": 20})
+    assert newest(tmp_path) is None
+    save(tmp_path, 20)
+    assert names(tmp_path) == ["global_step_20"]
+    assert not (tmp_path / "global_step_20" / "half.bin").exists()
+
+
+def test_a_crash_between_the_name_and_the_tracker_still_finds_the_newest(tmp_path):
+    save(tmp_path, 10)
+    tracker = (tmp_path / TRACKER).read_text()
+    save(tmp_path, 20)
+    (tmp_path / TRACKER).write_text(tracker)  # as if the process had ended before the tracker was renamed
+    assert newest(tmp_path) == tmp_path / "global_step_20"
+
+
+def test_publishing_a_step_again_replaces_it_whole(tmp_path):
+    save(tmp_path, 20, weights="old")
+    (tmp_path / "global_step_20" / "extra").write_text("old")
+    save(tmp_path, 20, weights="new")
+    assert (tmp_path / "global_step_20" / "actor" / "model.safetensors").read_text() == "new"
+    assert not (tmp_path / "global_step_20" / "extra").exists()
+    assert names(tmp_path) == ["global_step_20"]
+
+
+@pytest.mark.parametrize("remove", [lambda run_dir: save(run_dir, 10), lambda run_dir: prune(run_dir, 1)])
+def test_a_crash_while_deleting_leaves_no_half_checkpoint_under_a_checkpoint_name(tmp_path, monkeypatch, remove):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    whole = shutil.rmtree
+
+    def crash(path, **kwargs):
+        if path.exists():
+            (path / "actor" / "model.safetensors").unlink()
+            raise Crash
+        whole(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", crash)
+    with pytest.raises(Crash):
+        remove(tmp_path)
+    monkeypatch.undo()
+    assert all((folder / "actor" / "model.safetensors").exists() for folder in tmp_path.glob("global_step_*[0-9]"))
+    assert newest(tmp_path) == tmp_path / "global_step_20"
+    save(tmp_path, 10)  # and what was left does not stand in the way
+    prune(tmp_path, 1)
+    assert newest(tmp_path) == tmp_path / "global_step_20"
+
+
+def test_the_newest_is_the_highest_number_not_the_last_name(tmp_path):
+    for step in (10, 9, 100, 20):
+        save(tmp_path, step)
+    assert newest(tmp_path) == tmp_path / "global_step_100"
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [9, 10, 20]), (1, [20]), (2, [10, 20]), (5, [9, 10, 20])])
+def test_pruning_keeps_the_newest(tmp_path, keep, left):
+    for step in (20, 9, 10):
+        save(tmp_path, step)
+    (tmp_path / "global_step_best").mkdir()
+    prune(tmp_path, keep)
+    assert names(tmp_path) == sorted(["global_step_best", *(f"global_step_{step}" for step in left)])
+
+
+@pytest.mark.parametrize("content", [None, "", "{"])
+def test_a_folder_without_a_readable_state_is_not_a_checkpoint(tmp_path, content):
+    if content is not None:
+        (tmp_path / STATE).write_text(content)
+    with pytest.raises(DataError, match=f"{tmp_path} is not a checkpoint: {STATE} cannot be read.*expected a global_step_N folder"):
+        read_state(tmp_path)
+
+
+def test_state_is_json_that_a_person_can_read(tmp_path):
+    state = {"global_steps": 3, "kl_control": {"value": 0.1}, "sampler_drift": None}
+    write_state(tmp_path, state)
+    assert json.loads((tmp_path / STATE).read_text()) == state == read_state(tmp_path)

@@ -1,0 +1,225 @@
+import subprocess
+import sys
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from lockstep.config.load import as_config, check_key, load_config, to_yaml
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.presets import EMBEDDED_PRESET
+from lockstep.errors import ConfigError
+
+NAMED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+# -- unknown keys ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("data.train_batchsize", "data.train_batch_size"),
+        ("trainr.nnodes", "trainer.nnodes"),
+        ("actor_rollout_ref.actor.optim.learning_rate", "actor_rollout_ref.actor.optim"),
+        ("actor_rollout.rollout.n", "actor_rollout_ref.rollout.n"),
+        ("critic.strateg", "critic.strategy"),
+        ("algorithm.kl_ctrl.horizn", "algorithm.kl_ctrl.horizon"),
+        ("gamma", "algorithm.gamma"),
+        ("data.train_batch_size.more", "data.train_batch_size"),
+        ("data.train_files.first", "data.train_files"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest_one(key, nearest, tmp_path):
+    nested = OmegaConf.create()
+    OmegaConf.update(nested, key, 1)
+    for load in (
+        lambda: load_config([f"{key}=1"]),
+        lambda: load_config([f"+{key}=1"]),
+        lambda: load_config(config_file=write(tmp_path, OmegaConf.to_yaml(nested))),
+        lambda: as_config(OmegaConf.to_container(nested)),
+        lambda: check_key(key),
+    ):
+        with pytest.raises(ConfigError, match=f"unknown key '{key}'; the nearest valid key is '{nearest}"):
+            load()
+
+
+def test_an_unknown_key_inside_a_value_that_is_a_mapping_is_found():
+    with pytest.raises(ConfigError, match=r"unknown key 'critic\.strateg'; the nearest valid key is 'critic\.strategy'"):
+        load_config(["critic={strateg: fsdp}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("actor_rollout_ref.actor.use_dynamic_bsz", "always cut by tokens"),
+        ("actor_rollout_ref.model.use_remove_padding", "always packed"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", "native engine"),
+        ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
+    ],
+)
+def test_a_key_of_other_systems_that_is_not_needed_here_is_an_error_that_says_why(key, why):
+    with pytest.raises(ConfigError, match=f"unknown key '{key}': .*{why}"):
+        load_config([f"{key}=1"])
+
+
+@pytest.mark.parametrize("value", ["5", "null", "[1]"])
+def test_a_section_is_not_a_value(value, tmp_path):
+    for load in (lambda: load_config([f"data={value}"]), lambda: load_config(config_file=write(tmp_path, f"data: {value}\n"))):
+        with pytest.raises(ConfigError, match=r"'data' is a section.*such as 'data\.train_files'"):
+            load()
+
+
+# -- values ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train_batch_size", "many"),
+        ("data.train_batch_size", "1.5"),
+        ("data.train_batch_size", "null"),
+        ("actor_rollout_ref.actor.optim.lr", "fast"),
+        ("data.shuffle", "perhaps"),
+        ("trainer.logger", "console"),
+        ("algorithm.kl_ctrl.type", "[fixed]"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(key, value, tmp_path):
+    section, leaf = key.rsplit(".", 1)
+    nested = OmegaConf.create()
+    OmegaConf.update(nested, section, OmegaConf.create(f"{leaf}: {value}"))
+    for load in (lambda: load_config([f"{key}={value}"]), lambda: as_config(nested)):
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            load()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data.seed", "cannot read 'data.seed': expected key=value"),
+        ("data.seed=[1", "cannot read"),
+        ("~data.seed", "set it instead: data.seed=null"),
+        ("data.seed=1,2", "names several values; start one run for each"),
+    ],
+)
+def test_an_override_that_is_not_one_value_for_one_key_is_an_error(text, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        load_config([text])
+
+
+def test_what_is_not_a_mapping_of_sections_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(config_file=tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="mapping of sections, not ListConfig"):
+        load_config(config_file=write(tmp_path, "- data\n"))
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(config_file=write(tmp_path, "data: {seed: ["))
+    with pytest.raises(ConfigError, match="mapping of sections, not list"):
+        as_config(["data"])
+    with pytest.raises(ConfigError, match=r"data\.train_files"):
+        as_config({"data": {"train_files": object()}})
+
+
+def test_free_form_sections_take_any_key_but_only_in_themselves(tmp_path):
+    config = load_config(
+        [
+            "actor_rollout_ref.model.override_config.rope_scaling.factor=2",
+            "data.apply_chat_template_kwargs={enable_thinking: false}",
+            "ray_kwargs.ray_init.num_cpus=4",
+        ],
+        write(tmp_path, "reward: {custom_reward_function: {reward_kwargs: {bonus: 1.5}}}\n"),
+    )
+    assert config.actor_rollout_ref.model.override_config == {"rope_scaling": {"factor": 2}}
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert config.ray_kwargs.ray_init == {"num_cpus": 4}
+    assert config.reward.custom_reward_function.reward_kwargs == {"bonus": 1.5}
+    assert isinstance(config.actor_rollout_ref.model.override_config, dict)
+
+
+# -- what lies over what ---------------------------------------------------------------------------------------------------
+
+
+def test_overrides_lie_over_the_file_over_the_preset_over_the_defaults(tmp_path):
+    file = write(tmp_path, "data: {train_batch_size: 32, seed: 5}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 16}}\n")
+    config = load_config(["data.seed=7"], file)
+    assert (config.data.seed, config.data.train_batch_size) == (7, 32)
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 16
+    assert config.actor_rollout_ref.rollout.n == EMBEDDED_PRESET["actor_rollout_ref"]["rollout"]["n"]
+    assert config.trainer.project_name == PPOConfig().trainer.project_name
+
+
+def test_without_data_and_model_the_embedded_preset_applies():
+    config = load_config()
+    assert config == as_config(EMBEDDED_PRESET)
+    assert config != PPOConfig()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        NAMED,
+        NAMED[1:],
+        ["data.train_files=embedded"],
+        ["data={train_files: train.parquet}", "actor_rollout_ref={model: {path: model}}"],
+    ],
+)
+def test_naming_data_or_a_model_leaves_the_embedded_preset_out(overrides, tmp_path):
+    config = load_config(overrides)
+    assert config.trainer == PPOConfig().trainer
+    assert config.actor_rollout_ref.rollout == PPOConfig().actor_rollout_ref.rollout
+
+
+def test_naming_them_in_a_file_leaves_the_embedded_preset_out_too(tmp_path):
+    file = write(tmp_path, "data: {train_files: [a.parquet, b.parquet]}\nactor_rollout_ref: {model: {path: model}}\n")
+    config = load_config(config_file=file)
+    assert config.data.train_files == ["a.parquet", "b.parquet"]
+    assert config.trainer == PPOConfig().trainer
+
+
+def test_the_yaml_of_a_config_reads_back_as_the_same_config(tmp_path):
+    for overrides in (
+        [],
+        [*NAMED, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.logger=[console,wandb]"],
+        [*NAMED, "data.train_files=[a,b]", "actor_rollout_ref.model.override_config.a.b=1", "data.seed=3"],
+    ):
+        config = load_config(overrides)
+        assert load_config(config_file=write(tmp_path, to_yaml(config))) == config
+
+
+def test_a_config_is_taken_as_it_is_and_a_mapping_lies_over_the_defaults():
+    config = PPOConfig()
+    assert as_config(config) is config
+    assert as_config({}) == config
+    changed = as_config({"data": {"train_batch_size": 8}})
+    assert changed.data.train_batch_size == 8
+    changed.data.train_batch_size = 64
+    assert changed == config
+
+
+# -- start-up --------------------------------------------------------------------------------------------------------------
+
+
+def test_parsing_and_help_import_no_torch_and_are_quick():
+    program = (
+        "import sys, contextlib, io\n"
+        "from lockstep.cli import main\n"
+        "from lockstep.config import load_config\n"
+        "load_config(['data.train_batch_size=32'])\n"
+        "sys.argv = ['lockstep', 'ppo', '--help']\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "    assert main() == 0\n"
+        "assert 'data.train_batch_size=64' in out.getvalue()\n"
+        "print(sorted({'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules)))\n"
+    )
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+    assert time.monotonic() - start < 5

@@ -1,0 +1,235 @@
+"""Every check that the configuration makes, and the values that it derives."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lockstep.config.load import as_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.trainer import TrainerConfig
+from lockstep.errors import ConfigError
+
+MINE = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def load(*overrides):
+    return as_config(OmegaConf.from_dotlist([*MINE, *overrides]))
+
+
+def test_the_defaults_are_a_valid_configuration():
+    assert PPOConfig().use_critic
+    assert not PPOConfig().use_reference
+    assert not PPOConfig().needs_ray
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["actor_rollout_ref.model.path=null"], ["actor_rollout_ref.model.path"]),
+        (["data.train_files=null"], ["data.train_files"]),
+        (["data.train_files=[]"], ["data.train_files"]),
+        (["actor_rollout_ref.model.path=embedded"], ["data.train_files=train.parquet", "actor_rollout_ref.model.path"]),
+        (["reward_model.enable=true"], ["reward_model.enable", "reward_model.model.path"]),
+        (["data.custom_cls.path=mine.py"], ["data.custom_cls.path", "data.custom_cls.name"]),
+        (["data.custom_cls.name=Mine"], ["data.custom_cls.path", "data.custom_cls.name"]),
+        ([f"{ACTOR}.ppo_mini_batch_size=48"], ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=48"]),
+        (["critic.ppo_mini_batch_size=128"], ["data.train_batch_size=64", "critic.ppo_mini_batch_size=128"]),
+        (
+            [f"{ACTOR}.ppo_max_token_len_per_gpu=1023"],
+            [f"{ACTOR}.ppo_max_token_len_per_gpu=1023", "data.max_prompt_length", "data.max_response_length", "1024"],
+        ),
+        (
+            ["critic.ppo_max_token_len_per_gpu=1023"],
+            ["critic.ppo_max_token_len_per_gpu=1023", "data.max_prompt_length + data.max_response_length = 1024"],
+        ),
+        (
+            ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7"],
+            ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7", "data.max_response_length"],
+        ),
+        (["critic.enable=false"], ["algorithm.adv_estimator=gae", "critic.enable"]),
+        (["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"]),
+        (
+            ["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"],
+            ["algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"],
+        ),
+        ([f"{ROLLOUT}.temperature=0"], [f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.val_kwargs.temperature"]),
+        (
+            ["trainer.critic_warmup=2", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"],
+            ["trainer.critic_warmup=2", "algorithm.adv_estimator=grpo"],
+        ),
+        (
+            ["trainer.worker_group=local", "trainer.n_gpus_per_node=2"],
+            ["trainer.worker_group=local", "trainer.n_gpus_per_node=2", "trainer.nnodes=1", "trainer.worker_group=ray"],
+        ),
+        (["trainer.worker_group=local", "critic.enable_resource_pool=true"], ["critic.enable_resource_pool=True"]),
+        (
+            ["trainer.resume_mode=resume_path"],
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path"],
+        ),
+        (["trainer.resume_from_path=x"], ["trainer.resume_from_path", "trainer.resume_mode=auto"]),
+    ],
+)
+def test_keys_that_cannot_work_together_are_an_error_that_names_them(overrides, named):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    assert [key for key in named if key not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(("horizon", "works"), [(102, False), (103, True)])
+def test_an_adaptive_kl_weight_needs_a_horizon_that_one_step_cannot_use_up(horizon, works):
+    overrides = [
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        f"algorithm.kl_ctrl.horizon={horizon}",
+        f"{ROLLOUT}.n=8",  # 0.2 * 64 prompts * 8 samples = 102.4
+    ]
+    if works:
+        load(*overrides)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    for part in ("algorithm.kl_ctrl.horizon=102", "data.train_batch_size", f"{ROLLOUT}.n", "512 rows", "above 102.4"):
+        assert part in str(caught.value)
+    load(*overrides[1:])  # the weight is not used
+    load(*(o.replace("adaptive", "fixed") for o in overrides))
+
+
+def test_what_a_run_does_not_have_is_not_checked():
+    """A critic's token budget must not stop a run without a critic."""
+    load(
+        "algorithm.adv_estimator=grpo",
+        f"{ROLLOUT}.n=2",
+        "data.max_response_length=40000",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=65536",
+        "critic.ppo_mini_batch_size=48",
+    )
+    load("trainer.worker_group=local", "reward_model.enable_resource_pool=true", "reward_model.enable=false")
+
+
+ONE_OF = {
+    "data.truncation": "error, left, right, middle",
+    f"{ACTOR}.strategy": "fsdp, fsdp2",
+    "critic.strategy": "fsdp, fsdp2",
+    "reward_model.strategy": "fsdp, fsdp2",
+    f"{ROLLOUT}.name": "native, hf",
+    "algorithm.kl_ctrl.type": "fixed, adaptive",
+    "trainer.device": "auto, cpu, cuda",
+    "trainer.worker_group": "auto, local, ray",
+    "trainer.resume_mode": "auto, disable, resume_path",
+    f"{ACTOR}.optim.lr_scheduler_type": "constant, cosine",
+    "critic.fsdp_config.dtype": "auto, float32, bfloat16",
+}
+
+
+@pytest.mark.parametrize("key", ONE_OF)
+def test_a_name_that_is_not_known_is_an_error_that_lists_the_names(key):
+    with pytest.raises(ConfigError, match=f"{_shown(key)}=nothing is not known; choose one of: {ONE_OF[key]}"):
+        load(f"{key}=nothing")
+
+
+TOO_SMALL = {
+    **dict.fromkeys(["data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.val_batch_size"], 0),
+    **dict.fromkeys(
+        [
+            f"{section}.{name}"
+            for section in (ACTOR, "critic")
+            for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs")
+        ],
+        0,
+    ),
+    **dict.fromkeys([f"{s}.{name}" for s in ("trainer", "critic", "reward_model") for name in ("n_gpus_per_node", "nnodes")], 0),
+    **dict.fromkeys([f"trainer.{name}" for name in ("total_epochs", "total_training_steps", "max_ckpt_to_keep")], 0),
+    **dict.fromkeys([f"trainer.{name}" for name in ("test_freq", "save_freq")], 0),
+    **dict.fromkeys([f"reward_model.{name}" for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")], 0),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 0,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 0,
+    f"{ACTOR}.clip_ratio_c": 0.5,
+    f"{ACTOR}.optim.lr": -1.0,
+    f"{ACTOR}.optim.clip_grad": -1.0,
+    f"{ROLLOUT}.temperature": -1.0,
+    f"{ROLLOUT}.top_k": 0,
+    f"{ROLLOUT}.n": 0,
+    f"{ROLLOUT}.max_num_seqs": 0,
+    f"{ROLLOUT}.exactness_bound": -1.0,
+    f"{ROLLOUT}.val_kwargs.temperature": -1.0,
+    f"{ROLLOUT}.val_kwargs.top_k": -2,
+    f"{ROLLOUT}.val_kwargs.n": 0,
+    "algorithm.kl_ctrl.horizon": 0,
+    "reward.timeout_s": 0.0,
+}
+
+
+@pytest.mark.parametrize("key", TOO_SMALL)
+def test_a_number_that_is_too_small_is_an_error_that_says_the_least(key):
+    with pytest.raises(ConfigError, match=rf"{_shown(key)}={TOO_SMALL[key]} is too small; it must be at least [\d.]+$"):
+        load(f"{key}={TOO_SMALL[key]}")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "algorithm.gamma",
+        "algorithm.lam",
+        f"{ROLLOUT}.top_p",
+        f"{ROLLOUT}.val_kwargs.top_p",
+        "critic.optim.min_lr_ratio",
+        "critic.optim.lr_warmup_steps_ratio",
+    ],
+)
+@pytest.mark.parametrize("value", [-0.1, 1.1, "nan"])
+def test_a_share_outside_zero_to_one_is_an_error(key, value):
+    with pytest.raises(ConfigError, match=rf"{_shown(key)}={value} is out of range; it must be between 0\.0 and 1\.0"):
+        load(f"{key}={value}")
+
+
+@pytest.mark.parametrize("betas", ["[0.9]", "[0.9,0.99,0.999]", "[0.9,1.0]"])
+def test_adamw_takes_two_betas_below_one(betas):
+    with pytest.raises(ConfigError, match=r"optim\.betas=.* must be two numbers"):
+        load(f"critic.optim.betas={betas}")
+
+
+def test_derived_values_fall_back_as_their_keys_say():
+    config = load("data.train_batch_size=32", f"{ACTOR}.ppo_epochs=3")
+    assert (config.actor_mini_batch_prompts, config.critic_mini_batch_prompts, config.critic_epochs) == (32, 32, 3)
+    assert (config.data_seed, config.actor_rollout_ref.actor.clip_low, config.actor_rollout_ref.actor.clip_high) == (0, 0.2, 0.2)
+    config = load(
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.clip_ratio_high=0.28",
+        f"{ACTOR}.clip_ratio_low=0.0",
+        "critic.ppo_epochs=2",
+        "data.seed=4",
+    )
+    assert (config.actor_mini_batch_prompts, config.critic_mini_batch_prompts, config.critic_epochs) == (16, 16, 2)
+    assert (config.data_seed, config.actor_rollout_ref.actor.clip_low, config.actor_rollout_ref.actor.clip_high) == (4, 0.0, 0.28)
+    assert load(f"{ACTOR}.ppo_mini_batch_size=16", "critic.ppo_mini_batch_size=8").critic_mini_batch_prompts == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "critic", "reference", "ray"),
+    [
+        (["algorithm.use_kl_in_reward=true"], True, True, False),
+        ([f"{ACTOR}.use_kl_loss=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"], False, True, False),
+        (["critic.enable=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"], True, False, False),
+        (["trainer.nnodes=2"], True, False, True),
+        (["critic.enable_resource_pool=true"], True, False, True),
+        (["critic.enable_resource_pool=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"], False, False, False),
+        (["reward_model.enable_resource_pool=true", "reward_model.enable=true", "reward_model.model.path=rm"], True, False, True),
+    ],
+)
+def test_what_a_run_consists_of_follows_from_the_config(overrides, critic, reference, ray):
+    config = load(*overrides)
+    assert (config.use_critic, config.use_reference, config.needs_ray) == (critic, reference, ray)
+
+
+def test_the_run_folder_is_named_after_project_and_experiment_unless_given():
+    assert TrainerConfig(project_name="p", experiment_name="e").run_dir == Path("checkpoints/p/e")
+    assert TrainerConfig(default_local_dir="elsewhere").run_dir == Path("elsewhere")
+
+
+def _shown(key):
+    """The key as an error shows it: sections that hang in several places know only their own name."""
+    shared = re.search(r"(optim|fsdp_config)\.\w+$", key)
+    return re.escape(shared.group() if shared else key)

@@ -1,0 +1,117 @@
+"""What goes wrong while a run is under way: a killed worker, a debugger, an interrupted run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.run import read_metrics, roles, train
+
+PROGRAM = [sys.executable, "-m", "lockstep.trainer.main_ppo"]
+
+
+def arguments(config):
+    """The command line that says the same as `config` where it differs from the defaults of the tests."""
+    return [
+        f"data.train_files={config.data.train_files}",
+        f"data.val_files={config.data.val_files}",
+        "data.val_max_samples=32",
+        "data.max_prompt_length=16",
+        "data.max_response_length=12",
+        "data.train_batch_size=8",
+        f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}",
+        f"trainer.default_local_dir={config.trainer.run_dir}",
+        "trainer.device=cpu",
+    ]
+
+
+@pytest.mark.ray
+def test_a_killed_worker_ends_the_driver_at_once_and_is_named(embedded_config, tmp_path):
+    config = embedded_config()
+    command = [
+        *PROGRAM, *arguments(config), "trainer.n_gpus_per_node=2", "trainer.total_training_steps=100000",
+        "trainer.val_before_train=false", "ray_kwargs.ray_init={num_cpus: 4, object_store_memory: 100000000}",
+    ]  # fmt: skip
+    with (tmp_path / "log").open("w") as log:
+        driver = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 2, 120)
+            victim = next(p for p in psutil.Process(driver.pid).children(recursive=True) if process_name(p).startswith("ray::HostActor"))
+            killed_at = time.monotonic()
+            victim.send_signal(signal.SIGKILL)
+            status = driver.wait(timeout=60)
+        finally:
+            driver.kill()
+    output = (tmp_path / "log").read_text()
+    assert time.monotonic() - killed_at < 30
+    assert status != 0
+    message = output[output.rindex("error: ") :]
+    assert f"pid {victim.pid}" in message, message
+    assert "died" in message
+    assert "rank" in message
+
+
+def process_name(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def wait_until(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.2)
+
+
+def test_pdb_stops_inside_a_worker_of_the_program(embedded_config):
+    import lockstep.workers.engine_workers as module
+
+    source = Path(module.__file__)
+    line = 1 + next(i for i, text in enumerate(source.read_text().splitlines()) if "loss_fn = make_policy_loss(" in text)
+    commands = [f"b {source}:{line}", "c", "p ('stopped in', self.role, len(mini_batch))", "clear 1", "c", "q"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pdb", *(part for c in commands for part in ("-c", c)), "-m", "lockstep.trainer.main_ppo",
+         *arguments(embedded_config()), "trainer.total_training_steps=1", "trainer.val_before_train=false"],
+        capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert "('stopped in', 'actor_rollout', 8)" in result.stdout, result.stdout + result.stderr
+    assert "step 1/1" in result.stdout
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_an_interrupted_run_goes_on_from_its_checkpoint(embedded_config, tmp_path, strategy):
+    more = [
+        "trainer.val_before_train=false",
+        "trainer.save_freq=2",
+        "algorithm.kl_ctrl.type=adaptive",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"critic.strategy={strategy}",
+    ]
+    whole = embedded_config(*more, "trainer.total_training_steps=4", f"trainer.default_local_dir={tmp_path / 'whole'}")
+    names = roles("ActorRollout", "Critic", "RefPolicy")
+    expected = train(whole, {"global_pool": [1]}, names)
+    first = embedded_config(*more, "trainer.total_training_steps=2")
+    train(first, {"global_pool": [1]}, names)
+    assert (first.trainer.run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+    resumed = train(embedded_config(*more, "trainer.total_training_steps=4"), {"global_pool": [1]}, names)
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4]
+    for name in ("critic/score/mean", "actor/grad_norm", "critic/vf_loss", "actor/reward_kl_penalty_coeff", "response_length/mean"):
+        assert [row[name] for row in resumed] == pytest.approx([row[name] for row in expected], rel=1e-5), name
+
+
+def test_a_two_rank_checkpoint_goes_on_in_one_process(ray_cluster, embedded_config):
+    from lockstep.single_controller.ray import RayWorkerGroup
+
+    more = ["trainer.val_before_train=false", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1"]
+    names = roles("ActorRolloutRef", "Critic")
+    train(embedded_config(*more, "trainer.total_training_steps=1"), {"global_pool": [2]}, names, RayWorkerGroup)
+    config = embedded_config(*more, "trainer.total_training_steps=2")
+    metrics = train(config, {"global_pool": [1]}, names)
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert [p.name for p in config.trainer.run_dir.glob("global_step_*")] == ["global_step_2"]

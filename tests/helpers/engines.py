@@ -1,0 +1,41 @@
+"""Training engines on tiny models. They need a process group, so call this inside `run_distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.config.engine import FSDPConfig, ModelConfig, OptimConfig
+from lockstep.models.load import Head
+from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.engine.registry import make_engine
+
+OPTIM = OptimConfig(lr=1e-3, clip_grad=0.5, lr_scheduler_type="cosine", lr_warmup_steps=1, min_lr_ratio=0.1)
+"""Every setting differs from what does nothing, so that one that is ignored shows."""
+
+TOTAL_UPDATES = 4
+
+
+def make_tiny_engine(
+    path: str,
+    strategy: str = "fsdp2",
+    head: Head = Head.LANGUAGE_MODEL,
+    *,
+    optim: OptimConfig | None = OPTIM,
+    dtype: str = "float32",
+    checkpointing: bool = False,
+    **options: Any,
+) -> TrainEngine:
+    """An engine on this rank's CPU; `options` go to make_engine."""
+    return make_engine(
+        strategy,
+        model=ModelConfig(path=path, enable_gradient_checkpointing=checkpointing),
+        head=head,
+        fsdp=FSDPConfig(dtype=dtype),
+        optim=optim,
+        total_updates=TOTAL_UPDATES,
+        device=torch.device("cpu"),
+        seed=7,
+        **options,
+    )

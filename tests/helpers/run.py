@@ -1,0 +1,65 @@
+"""Build and run a trainer from a config, with chosen roles, pools and worker group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from lockstep.config import PPOConfig
+from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
+from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from lockstep.workers.reward_manager import RewardManager
+
+CLASSES: dict[str, type] = {
+    "Actor": ActorRolloutRefWorker,
+    "Rollout": ActorRolloutRefWorker,
+    "ActorRollout": ActorRolloutRefWorker,
+    "RefPolicy": ActorRolloutRefWorker,
+    "ActorRolloutRef": ActorRolloutRefWorker,
+    "Critic": TrainingWorker,
+    "RewardModel": TrainingWorker,
+}
+
+
+def make_trainer(
+    config: PPOConfig, pools: Mapping[str, list[int]], mapping: Mapping[Enum, str], group: Any = LocalWorkerGroup, **more: Any
+) -> RayPPOTrainer:
+    """A trainer whose roles are the keys of `mapping`; `more` goes to its constructor."""
+    tokenizer = hf_tokenizer(str(config.actor_rollout_ref.model.path))
+    return RayPPOTrainer(
+        **dict(
+            config=config,
+            tokenizer=tokenizer,
+            role_worker_mapping={role: CLASSES.get(role.name) for role in mapping},
+            resource_pool_manager=ResourcePoolManager(resource_pool_spec=dict(pools), mapping=dict(mapping)),
+            ray_worker_group_cls=group,
+            reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
+            val_reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
+        )
+        | more
+    )
+
+
+def train(config: PPOConfig, pools: Mapping[str, list[int]], mapping: Mapping[Enum, str], group: Any = LocalWorkerGroup, **more: Any):
+    """Run to the end; returns the metrics of every logged step."""
+    trainer = make_trainer(config, pools, mapping, group, **more)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.close()
+    return read_metrics(config)
+
+
+def read_metrics(config: PPOConfig) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (config.trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def roles(*names: str, pool: str = "global_pool") -> dict[Enum, str]:
+    """Those roles, all on one pool."""
+    return {Role[name]: pool for name in names}

@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny import save_tiny_model, tiny_model
+from transformers import PreTrainedModel
+
+from lockstep.config.engine import ModelConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.attention import CACHED, PackedLayout
+from lockstep.models.load import Head, load_model, share_structure
+
+
+def load(path: str, head: Head = Head.LANGUAGE_MODEL, seed: int = 0, **options: object) -> PreTrainedModel:
+    return load_model(ModelConfig(path=path, **options), head, seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"attention_dropout": 0.5}),
+        ("qwen3", {"attention_dropout": 0.5}),
+        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}),
+    ],
+)
+def test_dropout_is_off_in_training_mode(tmp_path: Path, model_type: str, changes: dict[str, float]) -> None:
+    ids = torch.arange(2, 10)[None]
+    inputs = {"input_ids": ids, "position_ids": torch.arange(8)[None], "layout": PackedLayout(torch.tensor([8]))}
+    path = save_tiny_model(tmp_path, model_type, **changes)
+    for head in (Head.LANGUAGE_MODEL, Head.VALUE):  # transformers puts a dropout of 0.1 before a token classification head
+        model = load(path, head)
+        assert model.training
+        assert torch.equal(model(**inputs, use_cache=False).logits, model(**inputs, use_cache=False).logits)
+    model = load(path)
+    assert torch.allclose(model(**inputs, use_cache=False).logits, tiny_model(model_type, **changes)(ids).logits, atol=1e-5)
+
+
+def test_a_new_value_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    heads = []
+    for noise, seed in ((1, 5), (2, 5), (3, 6)):
+        torch.manual_seed(noise)
+        model = load(path, Head.VALUE, seed)
+        heads.append(torch.cat([parameter.detach().flatten() for parameter in model.score.parameters()]))
+        assert torch.equal(model.model.norm.weight, tiny_model().model.norm.weight)
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_loading_leaves_the_global_random_state_alone(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    before = torch.get_rng_state()
+    load(path, Head.VALUE)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_config_entries_can_be_replaced(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    assert load(path, override_config={"rms_norm_eps": 0.25}).model.norm.variance_epsilon == 0.25
+
+
+def test_a_second_structure_has_the_same_parameters_and_its_own_attention(tmp_path: Path) -> None:
+    model = load(save_tiny_model(tmp_path, tie_word_embeddings=True))
+    twin = share_structure(model, CACHED)
+    assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    assert not twin.training
+    assert not twin.is_gradient_checkpointing
+    assert model.is_gradient_checkpointing
+    assert model.config._attn_implementation != twin.config._attn_implementation == CACHED
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not a Hugging Face model: there is no config.json"):
+        load(str(tmp_path))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"weights of .* cannot be loaded as language_model: .*model.safetensors"):
+        load(path)
+
+
+def test_a_broken_weights_file_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(DataError, match="cannot be loaded as language_model"):
+        load(path)
+
+
+def test_a_family_without_token_classification_has_no_value_head(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "cohere")
+    with pytest.raises(DataError, match="cannot be loaded as value: .*CohereConfig"):
+        load(path, Head.VALUE)
+
+
+def test_a_language_model_is_not_a_reward_model(tmp_path: Path) -> None:
+    """transformers would draw the score head and go on: rewards from a random head."""
+    with pytest.raises(DataError, match=r"incomplete for score: 1 missing, first \['score.weight'\]"):
+        load(save_tiny_model(tmp_path), Head.SCORE)
+
+
+def test_missing_weights_are_not_drawn_at_random(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    for head in (Head.LANGUAGE_MODEL, Head.VALUE):
+        with pytest.raises(DataError, match="incomplete"):
+            load(path, head, override_config={"num_hidden_layers": 3})
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be loaded as language_model"):
+        load(save_tiny_model(tmp_path), override_config={"vocab_size": 40})
+
+
+def test_gradient_checkpointing_that_the_model_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path)
+    monkeypatch.setattr(type(tiny_model()), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match="enable_gradient_checkpointing=false"):
+        load(path)

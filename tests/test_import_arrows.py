@@ -1,0 +1,91 @@
+"""Who may import whom: nothing points up. The arrows are those of docs/architecture.md."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lockstep"
+
+EVERYONE = {"errors"}
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "protocol": set(),
+    "algorithms": set(),
+    "utils": set(),
+    "config": set(),
+    "observability": set(),
+    "checkpoint": set(),
+    "embedded": set(),
+    "models": {"config", "utils"},
+    "single_controller/base": {"protocol"},
+    "single_controller/local": {"single_controller/base"},
+    "single_controller/ray": {"single_controller/base", "protocol"},
+    "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/rollout": {"models", "protocol", "config", "observability", "utils"},
+    "workers/weight_sync": {"workers/engine"},
+    "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability"},
+    "workers/reward_manager": {"protocol", "config", "utils"},
+    "workers/engine_workers": {
+        "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",
+        "models", "algorithms", "protocol", "config", "observability", "utils",
+    },
+    "trainer/ppo": {"single_controller", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
+    "trainer/summary": {"trainer/ppo", "config"},
+}  # fmt: skip
+"""Room -> rooms it may import from, beside itself and `errors`."""
+COMPOSITION_ROOTS = ("trainer/main_ppo", "cli", "__init__")
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("/__init__")
+        if name not in COMPOSITION_ROOTS and name not in ("trainer", "workers", "single_controller"):
+            yield name, path
+
+
+def imported(path):
+    """Module names that a file imports anywhere in it, with dots."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: use absolute imports"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def room_of(module):
+    """The longest room that contains a module named with slashes."""
+    rooms = [room for room in ARROWS if module == room or module.startswith(room + "/")]
+    assert rooms, f"{module} is in no room of the design: give it one here and in docs/architecture.md"
+    return max(rooms, key=len)
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_module_imports_only_what_its_room_may(name, path):
+    room = room_of(name)
+    allowed = ARROWS[room] | EVERYONE | {room}
+    for target in imported(path):
+        if target.startswith("lockstep."):
+            inner = target.removeprefix("lockstep.").replace(".", "/")
+            assert any(inner == r or inner.startswith(r + "/") for r in allowed), f"{name} ({room}) must not import {target}"
+
+
+def test_ray_is_written_in_one_folder_only():
+    for name, path in modules():
+        if not name.startswith("single_controller/ray"):
+            assert not any(target.split(".")[0] == "ray" for target in imported(path)), f"{name} imports ray"
+
+
+def test_the_configuration_and_the_algorithms_import_nothing_heavy():
+    for name, path in modules():
+        heads = {target.split(".")[0] for target in imported(path)}
+        if name.startswith("config"):
+            assert not heads & {"torch", "transformers", "ray"}, name
+        if name.startswith("algorithms"):
+            assert not heads & {"transformers", "ray", "numpy", "omegaconf"}, name
+
+
+def test_rows_are_packed_in_one_file():
+    users = [name for name, path in modules() if "PackedLayout(" in path.read_text()]
+    assert users == ["workers/engine/packing", "workers/rollout/native/engine"]

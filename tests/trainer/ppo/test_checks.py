@@ -1,0 +1,212 @@
+import dataclasses
+from enum import Enum
+
+import pytest
+from helpers.tiny import save_tiny_model
+
+from lockstep.algorithms.advantages import ADV_ESTIMATORS, register_adv_est
+from lockstep.config.load import as_config
+from lockstep.embedded.task import make_tokenizer
+from lockstep.errors import ConfigError, DataError, MissingReward
+from lockstep.trainer.ppo.checks import check_algorithm, check_models, check_rewards, check_roles
+from lockstep.trainer.ppo.role import Role
+
+GRPO = {"algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": {"rollout": {"n": 2}}}
+
+
+class Worker:
+    pass
+
+
+class OtherRole(Enum):
+    ActorRollout = 0
+    Teacher = 1
+
+
+def roles(*names):
+    return dict.fromkeys(names, Worker), dict.fromkeys(names, "pool")
+
+
+# -- algorithms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanila"}}}}, "'vanila'; did you mean 'vanilla'"),
+        ({"actor_rollout_ref": {"actor": {"loss_agg_mode": "mean"}}}, r"actor_rollout_ref\.actor\.loss_agg_mode=mean.*token-mean"),
+        ({"critic": {"loss_agg_mode": "seq-mean-token-sum-norm"}}, r"critic\.loss_agg_mode=seq-mean-token-sum-norm.*token-mean"),
+        ({"actor_rollout_ref": {"actor": {"kl_loss_type": "k9"}}}, r"actor_rollout_ref\.actor\.kl_loss_type=k9.*low_var_kl"),
+        ({"algorithm": {"kl_penalty": "k9"}}, r"algorithm\.kl_penalty=k9.*low_var_kl"),
+        ({"algorithm": {"adv_estimator": "gea"}}, "'gea'; did you mean 'gae'"),
+    ],
+)
+def test_an_algorithm_that_does_not_exist_is_an_error_that_names_the_choices(config, message):
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(as_config(config))
+
+
+def test_an_estimator_of_ones_own_that_needs_values_needs_a_critic(monkeypatch):
+    monkeypatch.setattr("lockstep.algorithms.advantages.ADV_ESTIMATORS", dict(ADV_ESTIMATORS))
+    register_adv_est("mine")(lambda *, values, response_mask: (values, values))
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator=mine needs values.*set critic\.enable=true"):
+        check_algorithm(as_config({"algorithm": {"adv_estimator": "mine"}}))
+    check_algorithm(as_config({"algorithm": {"adv_estimator": "mine"}, "critic": {"enable": True}}))
+
+
+def test_the_defaults_and_grpo_pass():
+    check_algorithm(as_config({}))
+    check_algorithm(as_config(GRPO))
+
+
+# -- roles -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({}, [Role.ActorRollout, Role.Critic]),
+        (GRPO, [Role.ActorRollout]),
+        (GRPO, [Role.Actor, Role.Rollout]),
+        (GRPO, [OtherRole.ActorRollout, OtherRole.Teacher]),
+        ({"algorithm": {"use_kl_in_reward": True}}, [Role.ActorRolloutRef, Role.Critic]),
+        ({"algorithm": {"use_kl_in_reward": True}}, [Role.ActorRollout, Role.RefPolicy, Role.Critic]),
+        (GRPO | {"reward_model": {"enable": True, "model": {"path": "rm"}}}, [Role.ActorRollout, Role.RewardModel]),
+    ],
+)
+def test_roles_that_can_do_the_run_pass(config, names):
+    check_roles(as_config(config), *roles(*names))
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "message"),
+    [
+        (GRPO, [], "exactly one of Actor, ActorRollout, ActorRolloutRef; it has none"),
+        (GRPO, [Role.ActorRollout, Role.ActorRolloutRef], "exactly one of .* it has .*'ActorRollout', 'ActorRolloutRef'"),
+        (GRPO, [Role.Actor], "an Actor alone cannot generate"),
+        (GRPO, [Role.ActorRollout, Role.Rollout], "ActorRollout has its own rollout"),
+        ({}, [Role.ActorRollout], r"no Role\.Critic; add it, or set critic\.enable=false"),
+        (
+            {"algorithm": {"use_kl_in_reward": True}},
+            [Role.ActorRollout, Role.Critic],
+            r"algorithm\.use_kl_in_reward.*Role\.RefPolicy",
+        ),
+        (
+            {"reward_model": {"enable": True, "model": {"path": "rm"}}},
+            [Role.ActorRollout, Role.Critic],
+            r"reward_model\.enable=True, but Role\.RewardModel is not in",
+        ),
+        (GRPO, [Role.ActorRollout, Role.RewardModel], r"reward_model\.enable=False, but Role\.RewardModel is in"),
+    ],
+)
+def test_roles_that_cannot_do_the_run_are_an_error(config, names, message):
+    with pytest.raises(ConfigError, match=message):
+        check_roles(as_config(config), *roles(*names))
+
+
+def test_a_role_without_a_pool_is_an_error():
+    workers, _ = roles(Role.ActorRollout, OtherRole.Teacher)
+    with pytest.raises(ConfigError, match=r"OtherRole\.Teacher .* has no pool"):
+        check_roles(as_config(GRPO), workers, {Role.ActorRollout: "pool"})
+
+
+# -- models ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """32 tokens, 64 positions."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("small"), vocab_size=8)
+
+
+def model_config(path, critic=None, reward_model=None, length=16, **model):
+    return as_config(
+        {
+            "data": {"train_files": "train.parquet", "max_prompt_length": length, "max_response_length": length},
+            "actor_rollout_ref": {"model": {"path": path, **model}},
+            "critic": {"model": {"path": critic}},
+            "reward_model": {"enable": reward_model is not None, "model": {"path": reward_model}},
+        }
+    )
+
+
+def test_models_that_fit_pass(model):
+    check_models(model_config(model, critic=model, reward_model=model, length=32), make_tokenizer())
+
+
+@pytest.mark.parametrize("place", ["path", "critic", "reward_model"])
+def test_a_folder_that_is_not_a_model_is_an_error_wherever_it_is_named(model, tmp_path, place):
+    with pytest.raises(DataError, match=r"no config\.json"):
+        check_models(model_config(**{"path": model, place: str(tmp_path)}), make_tokenizer())
+
+
+def test_a_model_that_the_run_does_not_use_is_not_looked_at(model, tmp_path):
+    config = model_config(model, critic=str(tmp_path))
+    algorithm = dataclasses.replace(config.algorithm, adv_estimator="grpo")
+    rollout = dataclasses.replace(config.actor_rollout_ref.rollout, n=2)
+    arr = dataclasses.replace(config.actor_rollout_ref, rollout=rollout)
+    check_models(dataclasses.replace(config, algorithm=algorithm, actor_rollout_ref=arr), make_tokenizer())
+
+
+def test_the_longest_row_must_fit_into_the_models_context_as_it_is_overridden(model):
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_length \+ data\.max_response_length = 66 tokens, but .* holds 64"):
+        check_models(model_config(model, length=33), make_tokenizer())
+    check_models(model_config(model, length=33, override_config={"max_position_embeddings": 66}), make_tokenizer())
+
+
+@pytest.mark.parametrize("place", ["path", "critic"])
+def test_policy_and_critic_must_know_every_token(model, small_vocabulary, place):
+    with pytest.raises(DataError, match=r"the tokenizer has 14 tokens, the model .* only 8"):
+        check_models(model_config(**{"path": model, place: small_vocabulary}), make_tokenizer())
+
+
+def test_a_tokenizer_without_a_pad_token_is_an_error(model):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    with pytest.raises(DataError, match="no pad token; load it with"):
+        check_models(model_config(model), tokenizer)
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------------
+
+
+class Rewards:
+    def __init__(self, known):
+        self.known = known
+
+    def check(self, sources):
+        for source in sources:
+            if source not in self.known:
+                raise MissingReward(source)
+
+
+class Dataset:
+    def __init__(self, *sources):
+        self.sources = sources
+
+    def data_sources(self):
+        return self.sources
+
+
+def test_a_missing_reward_function_is_an_error():
+    with pytest.raises(ConfigError, match="reward_fn is missing"):
+        check_rewards(as_config({}), None, None, Dataset("a"), None)
+    with pytest.raises(ConfigError, match="no val_reward_fn"):
+        check_rewards(as_config({}), Rewards("a"), None, Dataset("a"), Dataset("a"))
+
+
+def test_every_data_source_must_have_its_reward_before_the_run():
+    good, config = Rewards("ab"), as_config({})
+    check_rewards(config, good, None, Dataset("a", "b"), None)
+    with pytest.raises(MissingReward):
+        check_rewards(config, good, good, Dataset("a", "c"), None)
+    with pytest.raises(MissingReward):
+        check_rewards(config, good, good, Dataset("a"), Dataset("c"))
+    judged = as_config({"reward_model": {"enable": True, "model": {"path": "rm"}}})
+    check_rewards(judged, good, good, Dataset("c"), None)  # the reward model judges them
+    check_rewards(config, lambda data: None, None, [1, 2], None)  # a plain function and a plain list have nothing to check

@@ -1,0 +1,103 @@
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.protocol import DataProto, Ragged
+from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
+
+COLUMNS = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
+
+shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=5)
+"""(prompt tokens, response tokens) of each row."""
+
+
+def make_batch(shape, seed=0, with_values=True):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([t for _, t in shape])
+
+    def column(kind):
+        total = int(lengths.sum())
+        values = torch.randint(0, 2, (total,), generator=generator) if kind == "mask" else torch.randn(total, generator=generator)
+        return Ragged(values, lengths)
+
+    columns = {
+        "prompts": Ragged.from_rows([[1] * p for p, _ in shape], dtype=torch.int64),
+        "responses": Ragged.from_rows([[1] * t for _, t in shape], dtype=torch.int64),
+        "response_mask": column("mask"),
+        **{name: column("numbers") for name in COLUMNS if with_values or name != "values"},
+    }
+    return DataProto.from_dict(columns)
+
+
+def spread(name, numbers):
+    numbers = list(numbers)
+    return {f"{name}/mean": statistics.fmean(numbers), f"{name}/max": max(numbers), f"{name}/min": min(numbers)} if numbers else {}
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 99), with_values=st.booleans())
+def test_data_metrics_equal_a_plain_loop(shape, seed, with_values):
+    batch = make_batch(shape, seed, with_values)
+    rows = {name: [row.tolist() for row in batch.ragged(name).rows()] for name in batch.columns}
+    kept = {
+        name: [x for row, mask in zip(rows[name], rows["response_mask"], strict=True) for x, m in zip(row, mask, strict=True) if m]
+        for name in COLUMNS
+        if name in rows
+    }
+    expected = spread("critic/score", [sum(row) for row in rows["token_level_scores"]])
+    expected |= spread("critic/rewards", [sum(row) for row in rows["token_level_rewards"]])
+    expected |= spread("critic/advantages", kept["advantages"]) | spread("critic/returns", kept["returns"])
+    if with_values:
+        expected |= spread("critic/values", kept["values"])
+        if len(kept["returns"]) > 1:
+            errors = [r - v for r, v in zip(kept["returns"], kept["values"], strict=True)]
+            expected["critic/vf_explained_var"] = 1 - statistics.pvariance(errors) / statistics.pvariance(kept["returns"])
+    expected |= spread("prompt_length", [p for p, _ in shape]) | spread("response_length", [t for _, t in shape])
+    expected["prompt_length/clip_ratio"] = sum(p >= 4 for p, _ in shape) / len(shape)
+    expected["response_length/clip_ratio"] = sum(t >= 3 for _, t in shape) / len(shape)
+    expected["response/aborted_ratio"] = sum(t == 0 for _, t in shape) / len(shape)
+    assert data_metrics(batch, max_response_length=3, max_prompt_length=4) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_equal_returns_have_no_variance_to_explain():
+    batch = make_batch([(1, 7)])
+    batch.set("response_mask", Ragged.from_rows([[1] * 7]))
+    batch.set("returns", Ragged.from_rows([[0.1] * 7]))
+    assert "critic/vf_explained_var" not in data_metrics(batch, 3, 3)
+
+
+def test_balance_compares_rows_cut_in_order_with_rows_shared_out():
+    batch = make_batch([(4, 4), (3, 3), (1, 1), (1, 0)])  # 8, 6, 2 and 1 tokens
+    assert balance_metrics(batch, [[0], [1, 2, 3]]) == {
+        "global_seqlen/min": 3,
+        "global_seqlen/max": 14,
+        "global_seqlen/minmax_diff": 11,
+        "global_seqlen/balanced_min": 8,
+        "global_seqlen/balanced_max": 9,
+        "global_seqlen/mean": 8.5,
+    }
+
+
+def test_timing_divides_by_the_tokens_each_stage_works_on():
+    batch = make_batch([(2, 3), (1, 2)])  # 5 response tokens, 8 in all
+    seconds = {"step": 4.0, "gen": 1.0, "update_actor": 2.0, "reward": 0.5}
+    assert timing_metrics(batch, seconds, num_devices=2) == pytest.approx(
+        {
+            **{f"timing_s/{name}": value for name, value in seconds.items()},
+            "timing_per_token_ms/gen": 200.0,
+            "timing_per_token_ms/update_actor": 250.0,
+            "perf/total_num_tokens": 8,
+            "perf/time_per_step": 4.0,
+            "perf/throughput": 1.0,
+        }
+    )
+
+
+def test_no_metric_is_nan_when_every_response_is_empty():
+    batch = make_batch([(1, 0), (2, 0)])
+    metrics = data_metrics(batch, 3, 3) | timing_metrics(batch, {"step": 1.0, "gen": 1.0}, 1)
+    assert [name for name, value in metrics.items() if not math.isfinite(value)] == []

@@ -1,0 +1,74 @@
+import itertools
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.trainer.ppo.validation import expected_best, validation_metrics
+
+scores = st.lists(st.floats(-5, 5), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(scores=scores, data=st.data())
+def test_the_expected_best_is_the_mean_over_all_choices(scores, data):
+    k = data.draw(st.integers(1, len(scores)))
+    every = [max(chosen) for chosen in itertools.combinations(scores, k)]
+    assert expected_best(scores, k) == pytest.approx(statistics.fmean(every), abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 5), num_prompts=st.integers(1, 3), data=st.data())
+def test_every_number_equals_a_loop_over_prompts_and_choices(n, num_prompts, data):
+    rewards = data.draw(st.lists(st.floats(-5, 5), min_size=n * num_prompts, max_size=n * num_prompts))
+    groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
+    expected = {f"val-core/s/reward/mean@{n}": statistics.fmean(map(statistics.fmean, groups))}
+    if n > 1:
+        expected[f"val-aux/s/reward/std@{n}"] = statistics.fmean(statistics.stdev(group) for group in groups)
+        for k in {k for k in (2, 4) if k < n} | {n}:
+            chosen = [list(itertools.combinations(group, k)) for group in groups]
+            expected[f"val-core/s/reward/best@{k}/mean"] = statistics.fmean(statistics.fmean(map(max, c)) for c in chosen)
+            expected[f"val-aux/s/reward/worst@{k}/mean"] = statistics.fmean(statistics.fmean(map(min, c)) for c in chosen)
+    prompts = [row // n for row in range(len(rewards))]
+    assert validation_metrics(["s"] * len(rewards), prompts, {"reward": rewards}) == pytest.approx(expected, abs=1e-9)
+
+
+def test_sources_are_summarised_apart_each_with_its_own_core_variable():
+    metrics = validation_metrics(
+        ["math", "code", "math"], [0, 1, 2], {"reward": [1.0, 5.0, 0.0], "acc": [True, None, False], "note": ["a", "b", "c"]}
+    )
+    assert metrics == {
+        "val-core/math/acc/mean@1": 0.5,
+        "val-aux/math/reward/mean@1": 0.5,
+        "val-core/code/reward/mean@1": 5.0,
+    }
+
+
+def test_the_majority_is_the_most_frequent_prediction_and_the_first_of_equals():
+    metrics = validation_metrics(
+        ["s"] * 6,
+        [0, 0, 0, 1, 1, 1],
+        {"reward": [0.0, 1.0, 1.0, 0.25, 1.0, 0.0], "pred": ["4", "7", "7", "a", "b", "c"]},
+    )
+    assert metrics["val-core/s/reward/maj@3/mean"] == pytest.approx((1.0 + 0.25) / 2)
+
+
+@pytest.mark.parametrize("preds", [None, ["1", None]])
+def test_there_is_no_majority_without_a_prediction_in_every_row(preds):
+    infos = {"reward": [0.0, 1.0]} | ({"pred": preds} if preds else {})
+    metrics = validation_metrics(["s", "s"], [0, 0], infos)
+    assert not any("maj@" in name for name in metrics)
+
+
+def test_two_prompts_with_one_text_are_two_prompts():
+    rewards = [1.0, 0.0]
+    assert validation_metrics(["s", "s"], [0, 1], {"reward": rewards}) == {"val-core/s/reward/mean@1": 0.5}
+    assert "val-core/s/reward/best@2/mean" in validation_metrics(["s", "s"], [0, 0], {"reward": rewards})
+
+
+def test_numpy_numbers_count_as_numbers():
+    metrics = validation_metrics(np.array(["s"], dtype=object), [0], {"reward": [np.float32(0.5)], "acc": [np.bool_(True)]})
+    assert metrics["val-aux/s/reward/mean@1"] == 0.5
+    assert metrics["val-core/s/acc/mean@1"] == 1.0

@@ -1,0 +1,158 @@
+"""The program: bad input ends with one clear message and a non-zero exit, before a model is loaded."""
+
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers.tiny import save_tiny_model
+
+from lockstep.config import load_config
+from lockstep.trainer import main_ppo
+
+
+@pytest.fixture
+def good(embedded_task, tmp_path):
+    """Arguments that would train."""
+    return {
+        "data.train_files": embedded_task.train_file,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 12,
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.model.path": embedded_task.model,
+        "trainer.default_local_dir": tmp_path / "run",
+        "trainer.total_training_steps": 1,
+    }
+
+
+@pytest.fixture
+def no_model_is_loaded(monkeypatch):
+    """Fail the test when a model is loaded."""
+
+    def loaded(*args, **kwargs):
+        pytest.fail("a model was loaded before the input was checked")
+
+    monkeypatch.setattr("lockstep.workers.engine.registry.load_model", loaded)
+    monkeypatch.setattr("lockstep.workers.engine_workers.load_model", loaded)
+
+
+def write_rows(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def write_empty(path):
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    return path
+
+
+def broken(path):
+    path.write_bytes(b"not a parquet file")
+    return path
+
+
+CASES = {
+    "a missing file": (lambda t: {"data.train_files": t / "none.parquet"}, ["none.parquet"]),
+    "an unreadable file": (lambda t: {"data.train_files": broken(t / "bad.parquet")}, ["bad.parquet"]),
+    "an unknown format": (lambda t: {"data.train_files": broken(t / "rows.csv")}, ["rows.csv", "parquet"]),
+    "a missing validation file": (lambda t: {"data.val_files": t / "none.parquet"}, ["none.parquet"]),
+    "no prompt column": (lambda t: {"data.train_files": write_rows(t / "a.parquet", [{"question": "x"}])}, ["'prompt'", "question", "data.prompt_key"]),
+    "no rows": (lambda t: {"data.train_files": write_empty(t / "empty.parquet")}, ["no rows", "empty.parquet"]),
+    "a batch larger than the data": (lambda t: {"data.train_batch_size": 4096}, ["data.train_batch_size", "4096", "2048"]),
+    "an unknown strategy": (lambda t: {"actor_rollout_ref.actor.strategy": "deepspeed"}, ["deepspeed", "fsdp2"]),
+    "an unknown critic strategy": (lambda t: {"critic.strategy": "zero"}, ["critic.strategy", "zero", "fsdp"]),
+    "an unknown estimator": (lambda t: {"algorithm.adv_estimator": "gea"}, ["gea", "gae"]),
+    "an unknown loss": (lambda t: {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanila"}, ["vanila", "vanilla"]),
+    "an unknown key": (lambda t: {"data.train_batchsize": 4}, ["data.train_batchsize", "data.train_batch_size"]),
+    "an empty folder as model": (lambda t: {"actor_rollout_ref.model.path": t}, ["config.json"]),
+    "a model that does not exist": (lambda t: {"actor_rollout_ref.model.path": t / "nothing"}, ["nothing"]),
+    "a file as model": (lambda t: {"actor_rollout_ref.model.path": broken(t / "model.bin")}, ["model.bin"]),
+    "a critic that is not a model": (lambda t: {"critic.model.path": t}, ["config.json"]),
+    "a reward model that is not one": (lambda t: {"reward_model.enable": "true", "reward_model.model.path": t}, ["config.json"]),
+    "a prompt and response too long for the model": (lambda t: {"data.max_response_length": 60}, ["data.max_response_length", "76", "64"]),
+    "a data source without a reward": (
+        lambda t: {"data.train_files": write_rows(t / "s.parquet", [{"prompt": "ab", "data_source": "my/data"}] * 8)},
+        ["my/data", "reward.custom_reward_function.path"],
+    ),
+    "rows without a data source": (lambda t: {"data.train_files": write_rows(t / "s.parquet", [{"prompt": "ab"}] * 8)}, ["data_source"]),
+    "a reward file that does not exist": (lambda t: {"reward.custom_reward_function.path": t / "reward.py"}, ["reward.py"]),
+    "a config file that does not exist": (lambda t: {"--config": t / "none.yaml"}, ["none.yaml"]),
+    "more processes than one without Ray": (lambda t: {"trainer.worker_group": "local", "trainer.n_gpus_per_node": 2}, ["trainer.worker_group"]),
+    "an unknown logger": (lambda t: {"trainer.logger": "[console,wanbd]"}, ["wanbd", "wandb"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_clear_error_before_any_model_is_loaded(case, good, tmp_path, capsys, no_model_is_loaded):
+    changes, expected = CASES[case]
+    values = good | changes(tmp_path)
+    config_file = values.pop("--config", None)
+    arguments = [f"{key}={value}" for key, value in values.items()] + (["--config", str(config_file)] if config_file else [])
+    assert main_ppo.main(arguments) == 1
+    error = capsys.readouterr().err
+    message = error[error.rindex("error: ") :]
+    assert "Traceback" not in error
+    assert len(message) < 700
+    for part in expected:
+        assert part in message, message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_an_error(good, capsys, no_model_is_loaded):
+    assert main_ppo.main([f"{key}={value}" for key, value in (good | {"trainer.device": "cuda"}).items()]) == 1
+    assert "trainer.device=cuda" in capsys.readouterr().err
+
+
+def test_asking_for_ray_without_it_names_the_extra(good, capsys, monkeypatch, no_model_is_loaded):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main_ppo.main([f"{key}={value}" for key, value in (good | {"trainer.worker_group": "ray"}).items()]) == 1
+    assert "pip install 'lockstep-rl[ray]'" in capsys.readouterr().err
+
+
+def test_everything_local_runs_without_ray(good, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main_ppo.main([f"{key}={value}" for key, value in good.items()]) == 0
+    assert "done: 1 steps" in capsys.readouterr().out
+
+
+def test_a_reward_function_and_a_dataset_class_of_the_users_own(good, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from lockstep.utils.dataset.rl_dataset import RLHFDataset\n"
+        "async def judge(data_source, solution_str, ground_truth, extra_info, bonus):\n"
+        "    return {'score': bonus, 'length': len(solution_str)}\n"
+        "class Short(RLHFDataset):\n"
+        "    def __len__(self):\n"
+        "        return 16\n"
+    )
+    good |= {
+        "reward.custom_reward_function.path": tmp_path / "mine.py",
+        "reward.custom_reward_function.name": "judge",
+        "reward.custom_reward_function.reward_kwargs": "{bonus: 0.25}",
+        "data.custom_cls.path": tmp_path / "mine.py",
+        "data.custom_cls.name": "Short",
+        "trainer.rollout_data_dir": tmp_path / "samples",
+    }
+    assert main_ppo.main([f"{key}={value}" for key, value in good.items()]) == 0
+    assert "16 training prompts" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert all(row["score"] == 0.25 and row["length"] == len(row["output"]) for row in rows)
+
+
+def test_prompts_alone_are_enough_with_a_reward_model(good, tmp_path, capsys):
+    good |= {
+        "data.train_files": write_rows(tmp_path / "p.parquet", [{"prompt": "abc"}, {"prompt": "dd"}] * 4),
+        "reward_model.enable": "true",
+        "reward_model.model.path": save_tiny_model(tmp_path / "rm", score_head=True),
+    }
+    assert main_ppo.main([f"{key}={value}" for key, value in good.items()]) == 0
+
+
+def test_the_run_folder_says_what_was_run(good, tmp_path, capsys):
+    assert main_ppo.main([f"{key}={value}" for key, value in (good | {"trainer.seed": 7}).items()]) == 0
+    again = load_config(config_file=tmp_path / "run" / "config.yaml")
+    assert again.trainer.seed == 7
+    assert again.data.train_batch_size == 8
+    assert "8 prompts x 1 samples = 8 responses" in capsys.readouterr().out

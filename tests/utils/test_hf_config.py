@@ -1,0 +1,61 @@
+import json
+
+import pytest
+from helpers.tiny import save_tiny_model
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.utils.hf_config import read_model_config, stop_token_ids
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_entries_of_the_config_can_be_replaced(model):
+    assert read_model_config(model).max_position_embeddings == 64
+    assert read_model_config(model, max_position_embeddings=128, num_labels=1).max_position_embeddings == 128
+    assert read_model_config(model, num_labels=1).num_labels == 1
+
+
+def test_an_entry_that_the_config_does_not_have_is_an_error(model):
+    with pytest.raises(ConfigError, match=r"model\.override_config names max_positions, .*LlamaConfig"):
+        read_model_config(model, max_positions=128)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.mkdir(), r"no config\.json"),
+        (lambda path: path.write_text("weights"), r"no config\.json"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("{")), "is not a Hugging Face model"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text('{"model_type": "none"}')), "is not a Hugging Face model"),
+    ],
+)
+def test_what_is_not_a_model_is_an_error_that_names_it(tmp_path, make, message):
+    path = tmp_path / "thing"
+    make(path)
+    with pytest.raises(DataError, match=f"{path}.*{message}"):
+        read_model_config(str(path))
+
+
+def test_a_path_that_does_not_exist_is_an_error_that_says_what_to_pass(tmp_path):
+    with pytest.raises(DataError, match="missing does not exist; expected a Hugging Face model folder, or a hub id"):
+        read_model_config(str(tmp_path / "missing"))
+
+
+class Tokenizer:
+    eos_token_id = 1
+
+
+@pytest.mark.parametrize(("listed", "expected"), [(None, (1,)), (5, (1, 5)), ([7, 1, 3], (1, 3, 7)), ("no file", (1,))])
+def test_a_response_ends_at_the_tokenizers_end_and_at_those_the_model_lists(tmp_path, listed, expected):
+    if listed != "no file":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    assert stop_token_ids(str(tmp_path), Tokenizer()) == expected
+
+
+def test_without_any_end_token_there_is_none(tmp_path):
+    tokenizer = Tokenizer()
+    tokenizer.eos_token_id = None
+    assert stop_token_ids(str(tmp_path), tokenizer) == ()

@@ -1,0 +1,456 @@
+"""Every engine, at one and two ranks, against plain PyTorch: the Hugging Face model with its own attention, one row at a time, torch's
+AdamW and gradient clipping, and the PPO losses written out token by token.
+
+Everything is float32 on a CPU. What differs is only the order of additions, which bounds how far results may differ; AdamW divides a
+gradient by its own size, so that weights differ by more than gradients do.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.distributed import run_distributed
+from helpers.engines import OPTIM, TOTAL_UPDATES, make_tiny_engine
+from helpers.tiny import save_tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.config.engine import OptimConfig
+from lockstep.errors import DataError, NumericalError
+from lockstep.models.load import Head
+from lockstep.observability.metrics import merge_metrics, values
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.base import LossFn, TokenOutputs, TrainEngine
+from lockstep.workers.engine.optim import learning_rate
+from lockstep.workers.engine.packing import Budget
+from lockstep.workers.losses import make_policy_loss, make_value_loss
+
+COLUMN_ATOL = 1e-5
+"""Log-probs, entropies, values, scores."""
+METRIC_ATOL = 1e-5
+"""Losses and other metrics."""
+GRAD_NORM_RTOL = 1e-4
+WEIGHT_ATOL = 2e-5
+"""After two steps at a learning rate of up to 1e-3."""
+
+TEMPERATURE = 0.7
+ACTOR = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5)
+CRITIC = CriticConfig(cliprange_value=0.2)
+STRATEGIES = ("fsdp", "fsdp2")
+WORLDS = (1, 2)
+
+CASES = {
+    "llama": ("llama", Head.LANGUAGE_MODEL, {"checkpointing": True}, {}),
+    "llama tied": ("llama", Head.LANGUAGE_MODEL, {}, {"tie_word_embeddings": True}),
+    "qwen2 tied": ("qwen2", Head.LANGUAGE_MODEL, {"checkpointing": True}, {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", Head.LANGUAGE_MODEL, {}, {}),
+    "llama value": ("llama", Head.VALUE, {"checkpointing": True}, {}),
+    "qwen2 value": ("qwen2", Head.VALUE, {}, {}),
+    "qwen3 value tied": ("qwen3", Head.VALUE, {}, {"tie_word_embeddings": True}),
+}
+
+
+# -- the data --------------------------------------------------------------------------------------------------------------
+
+
+def make_rows(count: int = 6, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Rows of different lengths, one of them with an empty response; some response tokens are not the policy's."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(count):
+        prompt_length, length = 1 + (3 * number) % 5, (2 + (5 * number) % 7) if number != 1 else 0
+        mask = torch.rand(length, generator=generator) > 0.2
+        mask[:1] = True
+
+        def normal(scale: float, length: int = length) -> Tensor:
+            return scale * torch.randn(length, generator=generator)
+
+        rows.append(
+            {
+                "prompts": torch.randint(2, 32, (prompt_length,), generator=generator),
+                "responses": torch.randint(2, 32, (length,), generator=generator),
+                "response_mask": mask.long(),
+                "old_log_probs": normal(0.5) - 3.5,
+                "ref_log_prob": normal(0.5) - 3.5,
+                "advantages": normal(1.0),
+                "values": normal(0.5),
+                "returns": normal(1.0),
+            }
+        )
+    return rows
+
+
+def batch_of(rows: list[dict[str, Tensor]]) -> DataProto:
+    empty = make_rows(1)[0]
+    columns = {
+        name: Ragged.from_rows([row[name] for row in rows], dtype=empty[name].dtype if not rows else None) for name in empty
+    }
+    return DataProto.from_dict(columns)
+
+
+def denominators_of(rows: list[dict[str, Tensor]]) -> Denominators:
+    counts = [int(row["response_mask"].sum()) for row in rows]
+    return Denominators(tokens=sum(counts), sequences=sum(count > 0 for count in counts))
+
+
+# -- the reference ---------------------------------------------------------------------------------------------------------
+
+
+def reference_model(path: str, head: Head) -> Any:
+    classes = {
+        Head.LANGUAGE_MODEL: AutoModelForCausalLM,
+        Head.VALUE: AutoModelForTokenClassification,
+        Head.SCORE: AutoModelForSequenceClassification,
+    }
+    return classes[head].from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+
+def reference_columns(model: Any, head: Head, row: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = torch.cat([row["prompts"], row["responses"]])
+    before = slice(len(row["prompts"]) - 1, len(ids) - 1)
+    logits = model(input_ids=ids[None]).logits[0, before]
+    if head is Head.VALUE:
+        return {"values": logits[:, 0]}
+    log_probs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    own = log_probs[torch.arange(len(log_probs)), row["responses"]]
+    return {"log_probs": own, "entropys": -(log_probs.exp() * log_probs).sum(-1)}
+
+
+def reference_policy_terms(columns: dict[str, Tensor], row: dict[str, Tensor], t: int) -> dict[str, Tensor]:
+    """One token of PPO's dual-clip loss, its entropy, and the k3 estimate of the KL to the reference."""
+    advantage, log_prob = row["advantages"][t], columns["log_probs"][t]
+    ratio = torch.exp(log_prob - row["old_log_probs"][t])
+    clipped_ratio = torch.clamp(ratio, 0.9, 1.3)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio)
+    clipfrac = torch.tensor(float(-advantage * clipped_ratio > -advantage * ratio))
+    if advantage < 0:
+        loss = torch.minimum(loss, -advantage * 1.5)
+    log_r = row["ref_log_prob"][t] - log_prob
+    return {
+        "actor/pg_loss": loss,
+        "actor/entropy_loss": columns["entropys"][t],
+        "actor/kl_loss": torch.exp(log_r) - log_r - 1,
+        "actor/pg_clipfrac": clipfrac,
+        "actor/ppo_kl": row["old_log_probs"][t] - log_prob,
+    }
+
+
+def reference_value_terms(columns: dict[str, Tensor], row: dict[str, Tensor], t: int) -> dict[str, Tensor]:
+    value, old, target = columns["values"][t], row["values"][t], row["returns"][t]
+    near = torch.clamp(value, old - 0.2, old + 0.2)
+    return {
+        "critic/vf_loss": 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2),
+        "critic/vpred_mean": value,
+        "critic/vf_clipfrac": torch.tensor(float((near - target) ** 2 > (value - target) ** 2)),
+    }
+
+
+def reference_step(model: Any, head: Head, optimizer: Any, rows: list[dict[str, Tensor]], update: int) -> dict[str, float]:
+    """One optimizer step on the token mean over all rows; returns metrics, gradient norm and learning rate."""
+    terms_of = reference_value_terms if head is Head.VALUE else reference_policy_terms
+    totals: dict[str, Tensor] = {}
+    tokens = 0
+    for row in rows:
+        columns = reference_columns(model, head, row)
+        for t in row["response_mask"].nonzero().flatten().tolist():
+            tokens += 1
+            for name, term in terms_of(columns, row, t).items():
+                totals[name] = totals.get(name, torch.zeros(())) + term
+    means = {name: total / tokens for name, total in totals.items()}
+    if head is Head.VALUE:
+        loss = means["critic/vf_loss"]
+    else:
+        loss = means["actor/pg_loss"] - 0.01 * means["actor/entropy_loss"] + 0.1 * means["actor/kl_loss"]
+        means["actor/loss"] = loss
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    lr = 1e-3 if update == 0 else 1e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (update - 1) / (TOTAL_UPDATES - 2))))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return {name: mean.item() for name, mean in means.items()} | {"grad_norm": float(grad_norm), "lr": lr}
+
+
+def reference_run(path: str, head: Head, steps: list[list[dict[str, Tensor]]]) -> tuple[Any, list[dict[str, float]]]:
+    model = reference_model(path, head)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    return model, [reference_step(model, head, optimizer, rows, update) for update, rows in enumerate(steps)]
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------------
+
+
+def share(rows: list[dict[str, Tensor]], update: int, rank: int, world: int) -> list[dict[str, Tensor]]:
+    """This rank's rows: all of them; at two ranks 4 and 2 of 6 in even updates, 6 and none in odd ones."""
+    if world == 1:
+        return rows
+    first = len(rows) if update % 2 else 2 * len(rows) // 3
+    return rows[:first] if rank == 0 else rows[first:]
+
+
+def engine_step(
+    engine: TrainEngine, rows: list[dict[str, Tensor]], update: int, budget: Budget
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """One optimizer step; returns this rank's metrics and what the optimizer said."""
+    mine = batch_of(share(rows, update, engine.rank, engine.world_size))
+    loss_fn: LossFn
+    if engine.head is Head.VALUE:
+        loss_fn = make_value_loss(CRITIC, denominators_of(rows))
+    else:
+        loss_fn = make_policy_loss(ACTOR, denominators_of(rows), 1.0)
+    metrics = engine.forward_backward(mine, loss_fn, budget, TEMPERATURE, entropy_grad=True)
+    result = engine.optim_step()
+    return metrics, {"grad_norm": result.grad_norm, "lr": result.lr}
+
+
+def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.export_weights()}
+
+
+def engine_run(
+    path: str, strategy: str, head: Head, steps: list[list[dict[str, Tensor]]], budget: Budget, options: dict[str, Any]
+) -> tuple[DataProto, list[tuple[dict[str, Any], dict[str, float]]], dict[str, Tensor]]:
+    """On one rank: the forward columns of its share of the first rows, the steps, the weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        engine = make_tiny_engine(path, strategy, head, **options)
+        mine = batch_of(share(steps[0], 0, engine.rank, engine.world_size))
+        columns = engine.forward(mine, budget, TEMPERATURE)
+        results = [engine_step(engine, rows, update, budget) for update, rows in enumerate(steps)]
+        return columns, results, weights_of(engine)
+
+
+def assert_weights_close(weights: dict[str, Tensor], model: Any, atol: float = WEIGHT_ATOL) -> None:
+    expected = dict(model.named_parameters())
+    assert set(weights) == set(expected)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name].detach(), atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+STEPS = [make_rows(6, seed=1), make_rows(6, seed=2)]
+TWO_MICRO_BATCHES = Budget(max_tokens=10_000, max_rows=3)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", CASES)
+def test_two_updates_equal_plain_pytorch(tmp_path: Path, case: str, strategy: str, world: int) -> None:
+    model_type, head, options, changes = CASES[case]
+    path = save_tiny_model(tmp_path, model_type, value_head=head is Head.VALUE, **changes)
+    start = reference_model(path, head)
+    expected_columns = [reference_columns(start, head, row) for row in STEPS[0]]
+    model, expected = reference_run(path, head, STEPS)
+
+    ranks = run_distributed(engine_run, world, path, strategy, head, STEPS, TWO_MICRO_BATCHES, options)
+
+    columns = DataProto.concat([columns for columns, _, _ in ranks])
+    for name in expected_columns[0]:
+        for row, want in zip(columns.ragged(name).rows(), expected_columns, strict=True):
+            torch.testing.assert_close(row, want[name].detach(), atol=COLUMN_ATOL, rtol=0)
+    for update, want in enumerate(expected):
+        metrics = values(merge_metrics([results[update][0] for _, results, _ in ranks]))
+        for name, number in want.items():
+            if name not in ("grad_norm", "lr"):
+                assert metrics[name] == pytest.approx(number, abs=METRIC_ATOL), name
+        for _, results, _ in ranks:
+            assert results[update][1]["grad_norm"] == pytest.approx(want["grad_norm"], rel=GRAD_NORM_RTOL)
+            assert results[update][1]["lr"] == pytest.approx(want["lr"], rel=1e-12)
+    for _, _, weights in ranks:
+        assert_weights_close(weights, model)
+    moved = max((a - b).abs().max().item() for a, b in zip(model.parameters(), start.parameters(), strict=True))
+    assert moved > 10 * WEIGHT_ATOL, "the weights hardly moved, so their comparison says nothing"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_micro_batch_budget_never_changes_an_update(tmp_path: Path, strategy: str, world: int) -> None:
+    path = save_tiny_model(tmp_path)
+    model, expected = reference_run(path, Head.LANGUAGE_MODEL, STEPS)
+    for budget in (Budget(10_000, 1), Budget(10_000), Budget(14)):
+        for _, results, weights in run_distributed(engine_run, world, path, strategy, Head.LANGUAGE_MODEL, STEPS, budget, {}):
+            assert_weights_close(weights, model)
+            assert [r["grad_norm"] for _, r in results] == pytest.approx([e["grad_norm"] for e in expected], rel=GRAD_NORM_RTOL)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_scores_equal_sequence_classification_one_row_at_a_time(
+    tmp_path: Path, model_type: str, strategy: str, world: int
+) -> None:
+    path = save_tiny_model(tmp_path, model_type, score_head=True)
+    sequences = [torch.cat([row["prompts"], row["responses"]]) for row in make_rows(5)]
+    sequences += [torch.tensor([5, 0, 9]), torch.tensor([5, 9, 0])]  # with the padding token inside and at the end
+
+    def score() -> Tensor:
+        engine = make_tiny_engine(path, strategy, Head.SCORE, optim=None, pad_token_id=0)
+        mine = sequences if world == 1 else (sequences[:1] if engine.rank == 0 else sequences[1:])
+        nothing = engine.score(Ragged.from_rows([], dtype=torch.int64), Budget(20), pad_token_id=0)
+        assert nothing.shape == (0,)
+        return engine.score(Ragged.from_rows(mine), Budget(20), pad_token_id=0)
+
+    scores = torch.cat(run_distributed(score, world))
+    model = reference_model(path, Head.SCORE)
+    with torch.no_grad():
+        expected = torch.stack([model(input_ids=ids[None]).logits[0, 0] for ids in sequences])
+    torch.testing.assert_close(scores, expected, atol=COLUMN_ATOL, rtol=0)
+
+
+def _train_and_save(path: str, strategy: str, head: Head, before: int, folder: Path) -> dict[str, Tensor]:
+    """`before` updates, a checkpoint, one more update; the weights after it."""
+    engine = make_tiny_engine(path, strategy, head)
+    for update in range(before):
+        engine_step(engine, STEPS[update], update, TWO_MICRO_BATCHES)
+    engine.save(folder)
+    engine_step(engine, STEPS[before], before, TWO_MICRO_BATCHES)
+    return weights_of(engine)
+
+
+def _load_and_train(path: str, strategy: str, head: Head, update: int, folder: Path, again: Path) -> dict[str, Tensor]:
+    """The checkpoint in an engine that starts elsewhere, saved once more, and one update; the weights after it."""
+    engine = make_tiny_engine(path, strategy, head)
+    engine_step(engine, make_rows(6, seed=9), 0, TWO_MICRO_BATCHES)
+    engine.load(folder)
+    engine.save(again)
+    engine_step(engine, STEPS[update], update, TWO_MICRO_BATCHES)
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "other"), [("fsdp", "fsdp"), ("fsdp2", "fsdp2"), ("fsdp", "fsdp2")], ids=["fsdp", "fsdp2", "fsdp to fsdp2"]
+)
+@pytest.mark.parametrize(("head", "tied"), [(Head.LANGUAGE_MODEL, True), (Head.VALUE, False)], ids=["tied lm", "value"])
+def test_a_checkpoint_of_two_ranks_continues_on_one_and_back(
+    tmp_path: Path, strategy: str, other: str, head: Head, tied: bool
+) -> None:
+    path = save_tiny_model(tmp_path / "model", value_head=head is Head.VALUE, tie_word_embeddings=tied)
+    two, one, back = tmp_path / "two", tmp_path / "one", tmp_path / "back"
+    expected = run_distributed(_train_and_save, 2, path, strategy, head, 1, two)[0]
+    on_one = run_distributed(_load_and_train, 1, path, other, head, 1, two, one)[0]
+    on_two = run_distributed(_load_and_train, 2, path, strategy, head, 1, one, back)[0]
+    for weights in (on_one, on_two):
+        assert set(weights) == set(expected)
+        for name in expected:
+            torch.testing.assert_close(weights[name], expected[name], atol=WEIGHT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("head", [Head.LANGUAGE_MODEL, Head.VALUE])
+def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path, head: Head, strategy: str, world: int) -> None:
+    path = save_tiny_model(tmp_path / "model", "qwen2", value_head=head is Head.VALUE, tie_word_embeddings=head is Head.LANGUAGE_MODEL)
+    row = make_rows(1)[0]
+
+    def train() -> DataProto:
+        engine = make_tiny_engine(path, strategy, head)
+        engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
+        engine.save(tmp_path / "saved")
+        return engine.forward(batch_of([row]), TWO_MICRO_BATCHES, TEMPERATURE)
+
+    columns = run_distributed(train, world)[0]
+    expected = reference_columns(reference_model(str(tmp_path / "saved"), head), head, row)
+    for name, values_of_row in expected.items():
+        torch.testing.assert_close(columns.ragged(name)[0], values_of_row.detach(), atol=COLUMN_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_computes_near_fp32_and_keeps_fp32_weights(tmp_path: Path, strategy: str, world: int) -> None:
+    """bfloat16 has 8 significant bits: log-probs of this model move by up to a few hundredths, the gradient's norm by a few percent."""
+    path = save_tiny_model(tmp_path)
+    model = reference_model(path, Head.LANGUAGE_MODEL)
+    expected_columns = [reference_columns(model, Head.LANGUAGE_MODEL, row) for row in STEPS[0]]
+    _, expected = reference_run(path, Head.LANGUAGE_MODEL, STEPS)
+    ranks = run_distributed(
+        engine_run, world, path, strategy, Head.LANGUAGE_MODEL, STEPS, TWO_MICRO_BATCHES, {"dtype": "bfloat16"}
+    )
+    columns = DataProto.concat([columns for columns, _, _ in ranks]).ragged("log_probs")
+    differences = columns.values - torch.cat([want["log_probs"].detach() for want in expected_columns])
+    assert 1e-4 < differences.abs().max() < 0.1
+    for _, results, weights in ranks:
+        assert results[0][1]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.05)
+        assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_leaves_no_gradient(tmp_path: Path, strategy: str, world: int) -> None:
+    """The failed step is as if it had never been: the next one equals the reference's first."""
+    path = save_tiny_model(tmp_path)
+    model, _ = reference_run(path, Head.LANGUAGE_MODEL, STEPS[:1])
+
+    def poisoned(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Any]]:
+        # sqrt has a finite value and an infinite derivative at 0; the product with 0 is a NaN gradient of a finite loss.
+        return torch.sqrt(outputs.log_probs.sum() * 0.0), {}
+
+    def train() -> tuple[str, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        engine = make_tiny_engine(path, strategy)
+        before = weights_of(engine)
+        engine.forward_backward(batch_of(STEPS[0]), poisoned, TWO_MICRO_BATCHES)
+        with pytest.raises(NumericalError) as error:
+            engine.optim_step()
+        after = weights_of(engine)
+        engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
+        return str(error.value), before, after, weights_of(engine)
+
+    for message, before, after, trained in run_distributed(train, world):
+        assert "gradient norm is nan at update 0" in message
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert_weights_close(trained, model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_is_not_finite_names_its_rows_and_changes_no_weight(tmp_path: Path, strategy: str) -> None:
+    path = save_tiny_model(tmp_path)
+
+    def train() -> tuple[str, bool]:
+        engine = make_tiny_engine(path, strategy)
+        before = weights_of(engine)
+        rows = make_rows(6)
+        rows[4]["advantages"][0] = math.nan
+        data = batch_of(rows).union(DataProto.from_dict(non_tensors={"index": list(range(100, 106))}))
+        with pytest.raises(NumericalError) as error:
+            engine.forward_backward(data, make_policy_loss(ACTOR, denominators_of(rows), 1.0), Budget(10_000, 2))
+        after = weights_of(engine)
+        return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
+
+    ((message, unchanged),) = run_distributed(train, 1)
+    assert "[104, 105]" in message
+    assert unchanged
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_frozen_engine_has_no_optimizer_and_saves_and_loads_without_one(tmp_path: Path, strategy: str) -> None:
+    path = save_tiny_model(tmp_path / "model")
+
+    def use() -> bool:
+        engine = make_tiny_engine(path, strategy, optim=None)
+        assert not any(parameter.requires_grad for parameter in engine.module.parameters())
+        with pytest.raises(AssertionError, match="frozen"):
+            engine.optim_step()
+        engine.save(tmp_path / "saved")
+        engine.load(tmp_path / "saved")
+        return engine.forward(batch_of(STEPS[0]), TWO_MICRO_BATCHES).ragged("log_probs").values.requires_grad
+
+    assert run_distributed(use, 1) == [False]
+    assert not (tmp_path / "saved" / "optimizer").exists()
+
+
+def test_a_folder_without_weights_is_not_a_checkpoint(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+
+    def load() -> None:
+        with pytest.raises(DataError, match=r"model.safetensors is missing"):
+            make_tiny_engine(path).load(tmp_path)
+
+    run_distributed(load, 1)

@@ -1,0 +1,127 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
+
+LAST_UNIFORM = 1.0 - 2.0**-24
+"""The largest number that `uniforms` returns."""
+
+
+def draw(logits: Tensor, count: int, **options: float) -> Tensor:
+    """`count` tokens from one row of logits, with the uniforms of `count` different requests."""
+    keys = request_keys(11, [(0, i, 0) for i in range(count)])
+    uniform = uniforms(keys, torch.zeros(count, dtype=torch.int64))
+    return sample(logits.expand(count, -1), uniform, **{"temperature": 1.0} | options)[0]  # type: ignore[arg-type]
+
+
+def test_tokens_follow_the_distribution() -> None:
+    """Chi-square over 7 tokens, one of them impossible: 5 degrees of freedom, whose 99.9 % quantile is 20.5. The seed is fixed."""
+    logits = torch.tensor([2.0, -1.0, 0.5, -torch.inf, 1.0, -3.0, 0.0])
+    count, temperature = 40_000, 0.8
+    counts = torch.bincount(draw(logits, count, temperature=temperature), minlength=7).double()
+    expected = count * torch.softmax(logits.double() / temperature, -1)
+    possible = expected > 0
+    assert counts[3] == 0
+    assert (((counts - expected) ** 2)[possible] / expected[possible]).sum() < 20.5
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    top_k=st.sampled_from([-1, 1, 3, 9, 20]),
+    top_p=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+)
+def test_top_k_and_top_p_keep_exactly_the_right_tokens(seed: int, top_k: int, top_p: float) -> None:
+    """A fine comb of uniforms finds every token that can be drawn; a loop over the sorted tokens says which those are."""
+    logits = torch.randn(9, generator=torch.Generator().manual_seed(seed))
+    comb = torch.linspace(0, LAST_UNIFORM, 4001)
+    tokens, log_probs = sample(logits.expand(len(comb), -1), comb, 1.0, top_k, top_p)
+
+    order = logits.sort(descending=True).indices.tolist()[: top_k if top_k > 0 else None]
+    among = torch.softmax(logits[order].double(), -1).tolist()
+    kept, held = set(), 0.0
+    for token, prob in zip(order, among, strict=True):
+        if not kept or held < top_p:
+            kept.add(token)
+        held += prob
+    share = torch.zeros(9, dtype=torch.float64)
+    share[list(kept)] = torch.softmax(logits[list(kept)].double(), -1)
+    counted = torch.bincount(tokens, minlength=9).double() / len(comb)
+    assert set(tokens.tolist()) <= kept
+    torch.testing.assert_close(counted, share, atol=1e-3, rtol=0)
+    # The log-prob is that of the whole distribution, whatever was kept.
+    torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1)[tokens], atol=1e-6, rtol=0)
+
+
+def test_a_token_without_probability_is_never_drawn_at_either_end() -> None:
+    low = -torch.inf
+    logits = torch.tensor([[low, 0.0, low, 0.1, low], [0.3, low, low, low, low], [low, low, low, low, 0.0]])
+    for u in (0.0, 2.0**-24, 0.5, LAST_UNIFORM):
+        tokens, log_probs = sample(logits, torch.full((3,), u), 1.0)
+        assert torch.isfinite(log_probs).all()
+        assert tokens[1:].tolist() == [0, 4]
+        assert tokens[0] in (1, 3)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.999])
+def test_a_long_tail_of_impossible_tokens_is_never_reached(top_p: float) -> None:
+    """Rounding in a sum over many tokens must not push the threshold past the last possible one."""
+    logits = torch.full((1, 50_000), -torch.inf)
+    logits[0, :30_000] = torch.randn(30_000, generator=torch.Generator().manual_seed(0))
+    tokens, log_probs = sample(logits, torch.tensor([LAST_UNIFORM]), 1.0, -1, top_p)
+    assert tokens.item() < 30_000
+    assert torch.isfinite(log_probs).all()
+
+
+def test_temperature_zero_takes_the_most_likely_token_with_its_log_prob_at_one() -> None:
+    logits = torch.randn(20, 13, generator=torch.Generator().manual_seed(1))
+    tokens, log_probs = sample(logits, torch.full((20,), 0.99), 0.0)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1).max(-1).values)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_give_no_finite_log_prob(bad: float, temperature: float) -> None:
+    """So the caller can tell; the other rows are not touched."""
+    logits = torch.zeros(2, 5)
+    logits[0, 2] = bad
+    tokens, log_probs = sample(logits, torch.tensor([0.7, 0.7]), temperature)
+    assert not torch.isfinite(log_probs[0])
+    assert torch.isfinite(log_probs[1])
+    assert (tokens < 5).all()
+
+
+def test_uniforms_look_independent_and_uniform() -> None:
+    """4-sigma bounds for 400 requests of 100 positions, over prompts, samples, steps, seeds and positions alike."""
+    n = 40_000
+    for keys in (
+        [(0, i, 0) for i in range(400)],
+        [(0, 0, i) for i in range(400)],
+        [(i, 3, 1) for i in range(400)],
+    ):
+        grid = torch.stack([uniforms(request_keys(1, keys), torch.full((400,), t)) for t in range(100)], 1).double()
+        assert grid.min() >= 0
+        assert grid.max() < 1
+        assert abs(grid.mean() - 0.5) < 4 * (1 / 12 / n) ** 0.5
+        assert abs(grid.var() - 1 / 12) < 4 * (1 / 180 / n) ** 0.5
+        centred = (grid - 0.5) * 12**0.5
+        for neighbours in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
+            assert abs(neighbours.mean()) < 4 / neighbours.numel() ** 0.5
+        other_seed = torch.stack([uniforms(request_keys(2, keys), torch.full((400,), t)) for t in range(100)], 1).double()
+        assert abs((centred * (other_seed - 0.5) * 12**0.5).mean()) < 4 / n**0.5
+        assert len(grid.unique()) > 0.99 * n
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**31)] * 3), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_a_uniform_does_not_depend_on_the_batch(keys: list[tuple[int, int, int]], rng: object) -> None:
+    positions = torch.arange(len(keys))
+    together = uniforms(request_keys(5, keys), positions)
+    order = list(range(len(keys)))
+    rng.shuffle(order)  # type: ignore[attr-defined]
+    shuffled = uniforms(request_keys(5, [keys[i] for i in order]), positions[order])
+    assert torch.equal(shuffled, together[order])
+    assert torch.equal(uniforms(request_keys(5, keys[:1]), positions[:1]), together[:1])

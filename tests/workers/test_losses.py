@@ -1,0 +1,172 @@
+"""The losses as engines call them: what a mini-batch gives does not depend on how its rows are cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators
+from lockstep.algorithms.kl import KL_KINDS
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.observability.metrics import merge_metrics, values
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.base import LossFn, TokenOutputs
+from lockstep.workers.losses import make_policy_loss, make_value_loss
+
+SCALE = 10.0
+LOW, HIGH, C = 0.1, 0.3, 1.5
+ENTROPY_COEFF, KL_COEF, VALUE_CLIP = 0.02, 0.1, 0.2
+NAMES = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
+
+
+def actor_config(mode: str) -> ActorConfig:
+    return ActorConfig(
+        loss_agg_mode=mode,
+        clip_ratio_low=LOW,
+        clip_ratio_high=HIGH,
+        clip_ratio_c=C,
+        entropy_coeff=ENTROPY_COEFF,
+        use_kl_loss=True,
+        kl_loss_coef=KL_COEF,
+    )
+
+
+def make_batch(lengths: list[int], seed: int) -> tuple[DataProto, list[Tensor]]:
+    """Rows and, for each, the three outputs [3, T] of a model: log-probs, entropies, values. Masked numbers are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = [torch.rand(length, generator=generator) > 0.3 for length in lengths]
+    columns = {
+        name: Ragged.from_rows([torch.randn(len(m), generator=generator).where(m, math.nan) for m in masks]) for name in NAMES
+    }
+    columns["response_mask"] = columns["responses"] = Ragged.from_rows([mask.long() for mask in masks])
+    outputs = [torch.randn(3, length, generator=generator) for length in lengths]
+    return DataProto.from_dict(columns), outputs
+
+
+def denominators_of(data: DataProto) -> Denominators:
+    return Denominators.of(data.batch["response_mask"])
+
+
+def evaluate(loss_fn: LossFn, data: DataProto, outputs: list[Tensor], parts: list[list[int]]) -> tuple[float, Tensor, dict[str, float]]:
+    """Loss, gradient [3, all tokens] and metrics, with the rows cut into `parts`."""
+    leaves = [output.clone().requires_grad_() for output in outputs]
+    total, metrics = 0.0, []
+    for part in parts:
+        log_probs, entropy, predicted = (
+            Ragged.from_rows([leaves[row][i] for row in part]).pad() for i in range(3)
+        )
+        loss, found = loss_fn(TokenOutputs(log_probs, entropy, predicted), data.select_idxs(part))
+        loss.backward()
+        total += loss.item()
+        metrics.append(found)
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return total, torch.cat(gradients, dim=1), values(merge_metrics(metrics))
+
+
+def policy_token(row: dict[str, Tensor], t: int, output: Tensor) -> Tensor:
+    """PPO with dual clip, minus the entropy bonus, plus the k3 estimate of the KL, for one token."""
+    log_prob, entropy, advantage = output[0, t], output[1, t], row["advantages"][t]
+    ratio = torch.exp(log_prob - row["old_log_probs"][t])
+    loss = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1 - LOW, 1 + HIGH))
+    if advantage < 0:
+        loss = torch.minimum(loss, -advantage * C)
+    log_r = row["ref_log_prob"][t] - log_prob
+    return loss - ENTROPY_COEFF * entropy + KL_COEF * (torch.exp(log_r) - log_r - 1).clamp(max=10.0)
+
+
+def value_token(row: dict[str, Tensor], t: int, output: Tensor) -> Tensor:
+    predicted, old, target = output[2, t], row["values"][t], row["returns"][t]
+    near = torch.clamp(predicted, old - VALUE_CLIP, old + VALUE_CLIP)
+    return 0.5 * torch.maximum((predicted - target) ** 2, (near - target) ** 2)
+
+
+def by_hand(token, data: DataProto, outputs: list[Tensor], mode: str) -> tuple[float, Tensor]:  # noqa: ANN001
+    """The whole mini-batch in a loop over rows and tokens."""
+    counts = [int(data.ragged("response_mask")[row].sum()) for row in range(len(data))]
+    tokens, sequences = max(sum(counts), 1), max(sum(count > 0 for count in counts), 1)
+    leaves = [output.clone().requires_grad_() for output in outputs]
+    loss = torch.zeros(())
+    for number, leaf in enumerate(leaves):
+        row = {name: data.ragged(name)[number] for name in (*NAMES, "response_mask")}
+        divisor = {
+            "token-mean": tokens,
+            "token-sum": 1,
+            "seq-mean-token-sum": sequences,
+            "seq-mean-token-mean": sequences * max(counts[number], 1),
+            "seq-mean-token-sum-norm": sequences * SCALE,
+        }[mode]
+        for t in row["response_mask"].nonzero().flatten().tolist():
+            loss = loss + token(row, t, leaf) / divisor
+    if loss.requires_grad:
+        loss.backward()
+    return loss.item(), torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves], dim=1)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Response lengths, and a way to deal the rows out."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    places = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+    return lengths, [part for place in range(3) if (part := [i for i, p in enumerate(places) if p == place])]
+
+
+@settings(max_examples=25, deadline=None)
+@given(cut=cuts(), seed=st.integers(0, 1000))
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_policy_loss_equals_a_loop_however_the_rows_are_cut(
+    mode: str, cut: tuple[list[int], list[list[int]]], seed: int
+) -> None:
+    """Value, gradient and every metric; numbers under the mask, NaN here, reach none of them."""
+    lengths, parts = cut
+    data, outputs = make_batch(lengths, seed)
+    loss_fn = make_policy_loss(actor_config(mode), denominators_of(data), SCALE)
+    whole = evaluate(loss_fn, data, outputs, [list(range(len(lengths)))])
+    split = evaluate(loss_fn, data, outputs, parts)
+    expected_loss, expected_gradient = by_hand(policy_token, data, outputs, mode)
+    for loss, gradient, metrics in (whole, split):
+        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
+        assert metrics["actor/loss"] == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+        assert metrics == pytest.approx(whole[2], rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cut=cuts(), seed=st.integers(0, 1000))
+@pytest.mark.parametrize("mode", [mode for mode in LOSS_AGG_MODES if mode != "seq-mean-token-sum-norm"])
+def test_the_value_loss_equals_a_loop_however_the_rows_are_cut(
+    mode: str, cut: tuple[list[int], list[list[int]]], seed: int
+) -> None:
+    lengths, parts = cut
+    data, outputs = make_batch(lengths, seed)
+    loss_fn = make_value_loss(CriticConfig(loss_agg_mode=mode, cliprange_value=VALUE_CLIP), denominators_of(data))
+    expected_loss, expected_gradient = by_hand(value_token, data, outputs, mode)
+    for part in ([list(range(len(lengths)))], parts):
+        loss, gradient, metrics = evaluate(loss_fn, data, outputs, part)
+        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
+        assert metrics["critic/vf_loss"] == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_terms_that_are_off_are_neither_computed_nor_reported() -> None:
+    data, outputs = make_batch([3, 2], 0)
+    data.pop(["ref_log_prob"])
+    _, gradient, metrics = evaluate(make_policy_loss(ActorConfig(), denominators_of(data), SCALE), data, outputs, [[0, 1]])
+    assert not {"actor/kl_loss", "actor/kl_coef", "actor/entropy_loss"} & set(metrics)
+    assert metrics["actor/loss"] == metrics["actor/pg_loss"]
+    assert gradient[1].abs().sum() == 0
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_numbers_under_the_mask_do_not_reach_the_gradient_of_any_kl(kind: str) -> None:
+    data, outputs = make_batch([4, 5], 1)
+    assert torch.isnan(data.ragged("ref_log_prob").values).any()
+    config = ActorConfig(use_kl_loss=True, kl_loss_type=kind)
+    loss, gradient, _ = evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])
+    assert math.isfinite(loss)
+    assert torch.isfinite(gradient).all()
