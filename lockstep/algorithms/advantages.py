@@ -93,9 +93,7 @@ def compute_advantage(name: str, available: Mapping[str, Any]) -> tuple[Tensor, 
 
 
 @register_adv_est("gae")
-def gae(
-    *, token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(*, token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al., arXiv 1506.02438), whitened over the mask of the batch.
 
     ```text

@@ -91,9 +91,7 @@ class AdaptiveKLController:
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
         if not (target_kl > 0 and horizon > 0):
-            raise ConfigError(
-                f"an adaptive KL weight needs target_kl and horizon above 0, not {target_kl} and {horizon}"
-            )
+            raise ConfigError(f"an adaptive KL weight needs target_kl and horizon above 0, not {target_kl} and {horizon}")
         self.value = init_kl_coef
         self.target_kl = target_kl
         self.horizon = horizon
@@ -123,9 +121,7 @@ class AdaptiveKLController:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from the weight in `state`. Raises ConfigError when it has none, as a fixed controller's has not."""
         if "value" not in state:
-            raise ConfigError(
-                "the saved state has no adaptive KL weight: it is from a fixed one, resume with kl_ctrl.type=fixed"
-            )
+            raise ConfigError("the saved state has no adaptive KL weight: it is from a fixed one, resume with kl_ctrl.type=fixed")
         self.value = state["value"]
 
 

@@ -6,18 +6,23 @@ They suit a model of a few hundred thousand parameters, where the defaults of th
 from typing import Any
 
 EMBEDDED_PRESET: dict[str, Any] = {
-    "data": {"train_batch_size": 64, "max_prompt_length": 16, "max_response_length": 12},
+    "data": {"train_batch_size": 64, "max_prompt_length": 8, "max_response_length": 8},
     "actor_rollout_ref": {
         "model": {"enable_gradient_checkpointing": False},
-        "actor": {"ppo_mini_batch_size": 32, "ppo_epochs": 1, "entropy_coeff": 0.0, "optim": {"lr": 3e-4}},
-        "rollout": {"n": 4},
+        "actor": {
+            "ppo_mini_batch_size": 32,
+            "entropy_coeff": 0.005,
+            "optim": {"lr": 5e-4, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.1},
+        },
+        "rollout": {"n": 8},
     },
     "critic": {"model": {"enable_gradient_checkpointing": False}, "optim": {"lr": 1e-3}},
-    "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.001}, "lam": 0.95},
+    "algorithm": {"use_kl_in_reward": True},
     "trainer": {
-        "total_training_steps": 60,
-        "test_freq": 10,
-        "save_freq": 60,
+        "total_training_steps": 120,
+        "critic_warmup": 5,
+        "test_freq": 20,
+        "save_freq": 120,
         "experiment_name": "embedded",
         "resume_mode": "disable",
     },

@@ -41,9 +41,7 @@ def token_log_probs(
     return log_probs, entropy
 
 
-def token_values(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout, predict_at: Tensor
-) -> Tensor:
+def token_values(model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout, predict_at: Tensor) -> Tensor:
     """The value [M] before each response token, read at the packed positions `predict_at` [M]."""
     out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
     return out.logits[0, predict_at, 0].float()

@@ -35,9 +35,7 @@ class StageTimer:
         `name` is already open, since its time would be counted twice.
         """
         if name in self._open:
-            raise RuntimeError(
-                f"stage {name!r} is already open and would be counted twice: name the inner one differently"
-            )
+            raise RuntimeError(f"stage {name!r} is already open and would be counted twice: name the inner one differently")
         if self._on_enter is not None:
             self._on_enter(name)
         self._open.add(name)

@@ -112,9 +112,7 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.finish(exit_code=0 if kind is None else 1)
 
 
@@ -146,9 +144,7 @@ class _TensorBoard:
         # Older event files in the folder: TensorBoard hides their points from this step on.
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer = _summary_writer()(str(folder), purge_step=first_step)
-        self._writer.add_text(
-            "config", f"<pre>{json.dumps(dict(config), indent=2, default=str)}</pre>", resume_step or 0
-        )
+        self._writer.add_text("config", f"<pre>{json.dumps(dict(config), indent=2, default=str)}</pre>", resume_step or 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

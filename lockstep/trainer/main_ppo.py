@@ -59,7 +59,7 @@ def run(config: PPOConfig) -> None:
     print(summarise(result, config, embedded))
 
 
-def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202 - FitResult would import torch here
+def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
@@ -118,7 +118,7 @@ def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]  
         trainer.close()
 
 
-def _custom_score(config: PPOConfig):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _custom_score(config: PPOConfig):  # type: ignore[no-untyped-def]
     """The user's reward function with its own arguments bound, or None for the rules by data_source."""
     import functools
 
@@ -143,9 +143,7 @@ def _with_embedded_task(config: PPOConfig) -> PPOConfig:
         model = dataclasses.replace(model, path=str(task.model))
     train_files = str(task.train_file) if config.data.train_files == EMBEDDED else config.data.train_files
     data = dataclasses.replace(config.data, train_files=train_files, val_files=config.data.val_files or str(task.val_file))
-    return dataclasses.replace(
-        config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model)
-    )
+    return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
 
 
 def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:

@@ -21,9 +21,7 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
 
     is_local = Path(path).expanduser().exists()
     if not is_local and (path.startswith((".", "~", "/")) or path.count("/") > 1):
-        raise DataError(
-            f"{path} does not exist; expected a folder with tokenizer files, or a hub id such as Qwen/Qwen3-0.6B"
-        )
+        raise DataError(f"{path} does not exist; expected a folder with tokenizer files, or a hub id such as Qwen/Qwen3-0.6B")
     source = str(Path(path).expanduser()) if is_local else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -33,13 +31,9 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
         raise DataError(f"cannot load a tokenizer from {path}; expected {expected}: {reason}") from error
     # From a folder with a model config alone, the library makes a tokenizer that knows nothing and raises nothing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise DataError(
-            f"the tokenizer in {path} has an empty vocabulary; expected tokenizer files such as tokenizer.json"
-        )
+        raise DataError(f"the tokenizer in {path} has an empty vocabulary; expected tokenizer files such as tokenizer.json")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise DataError(
-                f"the tokenizer in {path} has neither pad_token nor eos_token; set one in tokenizer_config.json"
-            )
+            raise DataError(f"the tokenizer in {path} has neither pad_token nor eos_token; set one in tokenizer_config.json")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -130,7 +130,13 @@ class ActorRolloutRefWorker(Worker):
         config = self.config.actor
         loss_fn = make_policy_loss(config, denominators, config.loss_scale_factor or float(self.max_response_length))
         metrics = _learn(
-            self.actor, mini_batch, loss_fn, self._actor_budget(), "actor", self.config.rollout.temperature, config.entropy_coeff != 0
+            self.actor,
+            mini_batch,
+            loss_fn,
+            self._actor_budget(),
+            "actor",
+            self.config.rollout.temperature,
+            config.entropy_coeff != 0,
         )
         if self.rollout is not None:
             self.rollout.version += 1
@@ -184,9 +190,7 @@ class ActorRolloutRefWorker(Worker):
 class TrainingWorker(Worker):
     """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout."""
 
-    def __init__(
-        self, config: CriticConfig | RewardModelConfig, role: str, *, seed: int, total_updates: int = 0
-    ) -> None:
+    def __init__(self, config: CriticConfig | RewardModelConfig, role: str, *, seed: int, total_updates: int = 0) -> None:
         super().__init__()
         if role not in ("critic", "rm"):
             raise ValueError(f"role={role!r} is not known; choose critic or rm")

@@ -102,8 +102,7 @@ def test_the_parts_of_a_mini_batch_add_up_to_its_loss_and_gradient(data, mode, l
     total, gradient, metrics = mean_loss(loss, tensors, mask, mode, denominators)
     cut = data.draw(st.integers(0, len(mask)))
     first, second = (
-        mean_loss(loss, [x[rows] for x in tensors], mask[rows], mode, denominators)
-        for rows in (slice(cut), slice(cut, None))
+        mean_loss(loss, [x[rows] for x in tensors], mask[rows], mode, denominators) for rows in (slice(cut), slice(cut, None))
     )
     close(first[0] + second[0], total)
     close(torch.cat([first[1], second[1]]), gradient)

@@ -39,9 +39,7 @@ def test_vanilla_loss_gradient_and_metrics_equal_the_formula(data, masks, number
     expected = {name: torch.zeros_like(old) for name in ("loss", "gradient", *metrics)}
     for at in mask.nonzero().tolist():
         at = tuple(at)
-        values, derivative, per_token = slow_vanilla(
-            old[at].item(), new[at].item(), advantages[at].item(), *CLIP.values()
-        )
+        values, derivative, per_token = slow_vanilla(old[at].item(), new[at].item(), advantages[at].item(), *CLIP.values())
         for name, number in {"loss": values, "gradient": derivative, **per_token}.items():
             expected[name][at] = number
     actual = {"loss": loss.detach(), "gradient": new.grad, **metrics}
@@ -72,9 +70,7 @@ def test_at_ratio_one_the_gradient_is_the_advantage_over_the_denominator(low, hi
 
 def test_a_number_that_is_not_finite_under_the_mask_shows_in_the_loss():
     ones = torch.ones(1, 2)
-    loss, _ = vanilla(
-        old_log_prob=ones, log_prob=torch.tensor([[1.0, math.nan]]), advantages=ones, response_mask=ones, **CLIP
-    )
+    loss, _ = vanilla(old_log_prob=ones, log_prob=torch.tensor([[1.0, math.nan]]), advantages=ones, response_mask=ones, **CLIP)
     assert loss.isnan().tolist() == [[False, True]]
 
 

@@ -10,7 +10,14 @@ from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo.ray_trainer import Role
 
-COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "critic/score/mean", "actor/reward_kl_penalty")
+COMPARED = (
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "critic/score/mean",
+    "actor/reward_kl_penalty",
+)
 STEPS = ("trainer.total_training_steps=3", "trainer.val_before_train=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
 
 

@@ -76,9 +76,14 @@ def test_the_warm_up_leaves_room_to_learn(task):
     assert task.warmup_steps % 10 == 0
 
 
-def test_the_same_seed_makes_the_same_files_and_leaves_the_callers_randomness_alone(task, tmp_path):
-    state = torch.random.get_rng_state()
-    again = prepare(tmp_path, seed=3, target_accuracy=TARGET)
+def test_the_same_seed_makes_the_same_files_whatever_the_threads_and_leaves_the_callers_state_alone(task, tmp_path):
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        again = prepare(tmp_path, seed=3, target_accuracy=TARGET)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert (again.warmup_steps, again.warmup_accuracy) == (task.warmup_steps, task.warmup_accuracy)
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet", "val.parquet"):

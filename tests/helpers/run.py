@@ -30,21 +30,23 @@ def make_trainer(
 ) -> RayPPOTrainer:
     """A trainer whose roles are the keys of `mapping`; `more` goes to its constructor."""
     tokenizer = hf_tokenizer(str(config.actor_rollout_ref.model.path))
+    arguments: dict[str, Any] = {
+        "role_worker_mapping": {role: CLASSES.get(role.name) for role in mapping},
+        "reward_fn": RewardManager(tokenizer=tokenizer, num_examine=0),
+        "val_reward_fn": RewardManager(tokenizer=tokenizer, num_examine=0),
+    }
     return RayPPOTrainer(
-        **dict(
-            config=config,
-            tokenizer=tokenizer,
-            role_worker_mapping={role: CLASSES.get(role.name) for role in mapping},
-            resource_pool_manager=ResourcePoolManager(resource_pool_spec=dict(pools), mapping=dict(mapping)),
-            ray_worker_group_cls=group,
-            reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
-            val_reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
-        )
-        | more
+        config=config,
+        tokenizer=tokenizer,
+        resource_pool_manager=ResourcePoolManager(resource_pool_spec=dict(pools), mapping=dict(mapping)),
+        ray_worker_group_cls=group,
+        **arguments | more,
     )
 
 
-def train(config: PPOConfig, pools: Mapping[str, list[int]], mapping: Mapping[Enum, str], group: Any = LocalWorkerGroup, **more: Any):
+def train(
+    config: PPOConfig, pools: Mapping[str, list[int]], mapping: Mapping[Enum, str], group: Any = LocalWorkerGroup, **more: Any
+):
     """Run to the end; returns the metrics of every logged step."""
     trainer = make_trainer(config, pools, mapping, group, **more)
     try:

@@ -16,10 +16,18 @@ from transformers import (
 
 from lockstep.embedded.task import make_tokenizer
 
-_SHAPE: dict[str, Any] = dict(
-    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-)  # fmt: skip
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> Any:

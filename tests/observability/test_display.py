@@ -123,9 +123,7 @@ def final_frame(screen: io.StringIO, live: LiveDisplay) -> str:
     return without_codes(screen.getvalue())
 
 
-def test_live_shows_progress_recent_steps_stage_times_and_the_reward_curve(
-    live: LiveDisplay, screen: io.StringIO
-) -> None:
+def test_live_shows_progress_recent_steps_stage_times_and_the_reward_curve(live: LiveDisplay, screen: io.StringIO) -> None:
     live.start(total_steps=60, first_step=2, title="tiny [bold]run")
     for step in range(3, 13):
         live.step(step, METRICS | {"critic/score/mean": step / 10, "timing_s/step": step})

@@ -14,9 +14,7 @@ from lockstep.observability.trackers import Tracking
 
 
 def make(run_dir: Path, *names: str, **options: Any) -> Tracking:
-    return Tracking(
-        names, project_name="project", experiment_name="name", run_dir=run_dir, config={"lr": 1e-6}, **options
-    )
+    return Tracking(names, project_name="project", experiment_name="name", run_dir=run_dir, config={"lr": 1e-6}, **options)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -222,9 +220,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Pa
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
-def test_a_start_that_fails_closes_what_had_started(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_fails_closes_what_had_started(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OSError):
         make(tmp_path, "wandb", resume_step=1)

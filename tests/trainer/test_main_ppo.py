@@ -58,7 +58,9 @@ CASES = {
     "an unreadable file": (lambda t: {"data.train_files": broken(t / "bad.parquet")}, ["bad.parquet"]),
     "an unknown format": (lambda t: {"data.train_files": broken(t / "rows.csv")}, ["rows.csv", "parquet"]),
     "a missing validation file": (lambda t: {"data.val_files": t / "none.parquet"}, ["none.parquet"]),
-    "no prompt column": (lambda t: {"data.train_files": write_rows(t / "a.parquet", [{"question": "x"}])}, ["'prompt'", "question", "data.prompt_key"]),
+    "no prompt column": (
+        lambda t: {"data.train_files": write_rows(t / "a.parquet", [{"question": "x"}])}, ["'prompt'", "question", "data.prompt_key"],
+    ),
     "no rows": (lambda t: {"data.train_files": write_empty(t / "empty.parquet")}, ["no rows", "empty.parquet"]),
     "a batch larger than the data": (lambda t: {"data.train_batch_size": 4096}, ["data.train_batch_size", "4096", "2048"]),
     "an unknown strategy": (lambda t: {"actor_rollout_ref.actor.strategy": "deepspeed"}, ["deepspeed", "fsdp2"]),
@@ -79,7 +81,12 @@ CASES = {
     "rows without a data source": (lambda t: {"data.train_files": write_rows(t / "s.parquet", [{"prompt": "ab"}] * 8)}, ["data_source"]),
     "a reward file that does not exist": (lambda t: {"reward.custom_reward_function.path": t / "reward.py"}, ["reward.py"]),
     "a config file that does not exist": (lambda t: {"--config": t / "none.yaml"}, ["none.yaml"]),
-    "more processes than one without Ray": (lambda t: {"trainer.worker_group": "local", "trainer.n_gpus_per_node": 2}, ["trainer.worker_group"]),
+    "more processes than one without Ray": (
+        lambda t: {"trainer.worker_group": "local", "trainer.n_gpus_per_node": 2}, ["trainer.worker_group", "trainer.n_gpus_per_node"],
+    ),
+    "a Ray that is not reachable": (
+        lambda t: {"trainer.worker_group": "ray", "ray_kwargs.ray_init.address": "127.0.0.1:1"}, ["127.0.0.1:1", "ray_kwargs.ray_init.address"],
+    ),
     "an unknown logger": (lambda t: {"trainer.logger": "[console,wanbd]"}, ["wanbd", "wandb"]),
 }  # fmt: skip
 

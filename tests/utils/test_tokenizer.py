@@ -51,8 +51,6 @@ def test_a_path_that_does_not_exist_never_asks_the_hub(tmp_path):
 
 def test_a_hub_id_out_of_reach_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        DataError, match="no-such-owner/no-such-model; expected an existing folder, or a hub id"
-    ) as caught:
+    with pytest.raises(DataError, match="no-such-owner/no-such-model; expected an existing folder, or a hub id") as caught:
         hf_tokenizer("no-such-owner/no-such-model")
     assert "\n" not in str(caught.value)

@@ -53,14 +53,14 @@ def denominators_of(data: DataProto) -> Denominators:
     return Denominators.of(data.batch["response_mask"])
 
 
-def evaluate(loss_fn: LossFn, data: DataProto, outputs: list[Tensor], parts: list[list[int]]) -> tuple[float, Tensor, dict[str, float]]:
+def evaluate(
+    loss_fn: LossFn, data: DataProto, outputs: list[Tensor], parts: list[list[int]]
+) -> tuple[float, Tensor, dict[str, float]]:
     """Loss, gradient [3, all tokens] and metrics, with the rows cut into `parts`."""
     leaves = [output.clone().requires_grad_() for output in outputs]
     total, metrics = 0.0, []
     for part in parts:
-        log_probs, entropy, predicted = (
-            Ragged.from_rows([leaves[row][i] for row in part]).pad() for i in range(3)
-        )
+        log_probs, entropy, predicted = (Ragged.from_rows([leaves[row][i] for row in part]).pad() for i in range(3))
         loss, found = loss_fn(TokenOutputs(log_probs, entropy, predicted), data.select_idxs(part))
         loss.backward()
         total += loss.item()
@@ -86,7 +86,7 @@ def value_token(row: dict[str, Tensor], t: int, output: Tensor) -> Tensor:
     return 0.5 * torch.maximum((predicted - target) ** 2, (near - target) ** 2)
 
 
-def by_hand(token, data: DataProto, outputs: list[Tensor], mode: str) -> tuple[float, Tensor]:  # noqa: ANN001
+def by_hand(token, data: DataProto, outputs: list[Tensor], mode: str) -> tuple[float, Tensor]:
     """The whole mini-batch in a loop over rows and tokens."""
     counts = [int(data.ragged("response_mask")[row].sum()) for row in range(len(data))]
     tokens, sequences = max(sum(counts), 1), max(sum(count > 0 for count in counts), 1)

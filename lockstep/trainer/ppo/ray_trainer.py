@@ -100,9 +100,7 @@ class RayPPOTrainer:
         if val_dataset is None and config.data.val_files:
             self.val_dataset = self._open_dataset(config.data.val_files, config.data.val_max_samples)
         checks.check_rewards(config, reward_fn, val_reward_fn, self.train_dataset, self.val_dataset)
-        self.schedule = PromptSchedule(
-            len(self.train_dataset), config.data.train_batch_size, config.data.shuffle, config.data_seed
-        )
+        self.schedule = PromptSchedule(len(self.train_dataset), config.data.train_batch_size, config.data.shuffle, config.data_seed)
         self.total_steps = config.trainer.total_training_steps or self.schedule.steps_per_epoch * config.trainer.total_epochs
 
         self.global_steps = 0
@@ -191,7 +189,9 @@ class RayPPOTrainer:
                 if self._is_due(config.save_freq):
                     with self.timer.stage("save_checkpoint"):
                         self._save_checkpoint()
-                metrics |= {f"timing_s/{name}": self.timer.seconds[name] for name in ("testing", "save_checkpoint") if name in self.timer.seconds}
+                for name in ("testing", "save_checkpoint"):
+                    if name in self.timer.seconds:
+                        metrics[f"timing_s/{name}"] = self.timer.seconds[name]
                 tracking.log(metrics, self.global_steps)
                 self.display.step(self.global_steps, metrics)
         return FitResult(
@@ -271,7 +271,8 @@ class RayPPOTrainer:
     def _sync_weights(self) -> None:
         """A rollout that shares the actor's process shares its weights: nothing to do. One of its own gets a copy."""
         if self.rollout_wg is not self.actor_wg:
-            assert self.actor_wg is not None and self.rollout_wg is not None
+            assert self.actor_wg is not None
+            assert self.rollout_wg is not None
             (weights,) = (w for w in self.actor_wg.export_weights() if w is not None)
             self.rollout_wg.update_weights(weights)
 
@@ -450,4 +451,3 @@ class RayPPOTrainer:
                 row = {"step": self.global_steps, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": scores[i]}
                 row |= {key: values[i] for key, values in info.items() if key not in row}
                 file.write(json.dumps(row, default=str) + "\n")
-

@@ -163,9 +163,7 @@ def _choose(num_rows: int, max_samples: int, shuffle: bool, seed: int | None) ->
     if not shuffle:
         return range(max_samples)
     if seed is None:
-        raise ConfigError(
-            "choosing a random subset needs a number in data.seed, or data.shuffle=false for the first rows"
-        )
+        raise ConfigError("choosing a random subset needs a number in data.seed, or data.shuffle=false for the first rows")
     generator = torch.Generator().manual_seed(seed)
     return sorted(torch.randperm(num_rows, generator=generator)[:max_samples].tolist())
 

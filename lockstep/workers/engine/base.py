@@ -150,9 +150,7 @@ class TrainEngine(ABC):
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
         if self.head is Head.VALUE:
-            values = token_values(
-                self.module, packed.input_ids, packed.position_ids, packed.layout, packed.predict_at
-            )
+            values = token_values(self.module, packed.input_ids, packed.position_ids, packed.layout, packed.predict_at)
             return {"values": values}
         log_probs, entropy = token_log_probs(
             self.module,

@@ -33,7 +33,13 @@ def make_engine(
         module = load_model(model, head, seed, pad_token_id)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
         engine = FSDPEngine(
-            module, head, version=1 if strategy == "fsdp" else 2, config=fsdp, optim=optim, total_updates=total_updates, device=device
+            module,
+            head,
+            version=1 if strategy == "fsdp" else 2,
+            config=fsdp,
+            optim=optim,
+            total_updates=total_updates,
+            device=device,
         )
         engine.decoder = decoder
         return engine

@@ -73,8 +73,7 @@ def score_rows(compute_score: ComputeScore, rows: Sequence[ScoringRow], timeout_
     except TimeoutError as error:
         pending = [i for i, score in enumerate(scores) if score is None]
         raise RewardError(
-            f"scoring did not end within {timeout_s:g} s; {len(pending)} of {len(rows)} rows are not finished: "
-            f"{_shorten(pending)}"
+            f"scoring did not end within {timeout_s:g} s; {len(pending)} of {len(rows)} rows are not finished: {_shorten(pending)}"
         ) from error
     finally:
         stop.set()
@@ -131,18 +130,14 @@ def _checked(result: Any, row: ScoringRow, index: int) -> Score:
     value = result
     if isinstance(result, dict):
         if "score" not in result:
-            raise RewardError(
-                f"the reward function returned a dict without 'score' ({result!r}) on {_where(row, index)}"
-            )
+            raise RewardError(f"the reward function returned a dict without 'score' ({result!r}) on {_where(row, index)}")
         extra = {name: v for name, v in result.items() if name != "score"}
         value = result["score"]
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         value = value.item()
     # The reward tensor is float32, where a larger number would become infinite.
     if not (isinstance(value, int | float) and -_MAX_FLOAT32 <= value <= _MAX_FLOAT32):
-        raise RewardError(
-            f"the reward function returned {value!r}, which is not a finite number, on {_where(row, index)}"
-        )
+        raise RewardError(f"the reward function returned {value!r}, which is not a finite number, on {_where(row, index)}")
     return Score(float(value), extra)
 
 

@@ -94,9 +94,7 @@ def test_files_are_numbered_one_after_the_other_and_lacking_columns_are_none(tok
         write(tmp_path / "b.jsonl", [{"prompt": words(i)} for i in range(3, 5)]),
     ]
     items = list(RLHFDataset(paths, tokenizer, data_config()))
-    assert [(i["index"], i["raw_prompt"], i["label"]) for i in items] == [
-        (n, f"w{n}", n if n < 3 else None) for n in range(5)
-    ]
+    assert [(i["index"], i["raw_prompt"], i["label"]) for i in items] == [(n, f"w{n}", n if n < 3 else None) for n in range(5)]
 
 
 def test_filter_keeps_the_numbers_of_rows_and_counts_what_it_left_out(tokenizer, tmp_path, capsys):

@@ -34,9 +34,7 @@ def test_a_batch_depends_on_its_step_alone(schedule, steps):
 
 
 def test_epochs_and_seeds_have_different_orders_and_no_seed_is_another_one_shifted():
-    orders = {
-        (seed, epoch): tuple(PromptSchedule(20, 20, True, seed).batch(epoch)) for seed in range(4) for epoch in range(4)
-    }
+    orders = {(seed, epoch): tuple(PromptSchedule(20, 20, True, seed).batch(epoch)) for seed in range(4) for epoch in range(4)}
     orders[2**32, 0] = tuple(PromptSchedule(20, 20, True, 2**32).batch(0))
     assert len(set(orders.values())) == len(orders)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.distributed import run_distributed
-from helpers.engines import OPTIM, TOTAL_UPDATES, make_tiny_engine
+from helpers.engines import TOTAL_UPDATES, make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -24,26 +23,26 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.config.engine import OptimConfig
 from lockstep.errors import DataError, NumericalError
 from lockstep.models.load import Head
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import LossFn, TokenOutputs, TrainEngine
-from lockstep.workers.engine.optim import learning_rate
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.losses import make_policy_loss, make_value_loss
 
-COLUMN_ATOL = 1e-5
+COLUMN_ATOL = 5e-6
 """Log-probs, entropies, values, scores."""
 METRIC_ATOL = 1e-5
 """Losses and other metrics."""
-GRAD_NORM_RTOL = 1e-4
-WEIGHT_ATOL = 2e-5
-"""After two steps at a learning rate of up to 1e-3."""
+GRAD_NORM_RTOL = 1e-5
+WEIGHT_ATOL = 5e-6
+"""After two or three steps at a learning rate of up to 1e-3; the largest seen is 7e-7."""
 
 TEMPERATURE = 0.7
-ACTOR = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5)
+ACTOR = ActorConfig(
+    entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5
+)
 CRITIC = CriticConfig(cliprange_value=0.2)
 STRATEGIES = ("fsdp", "fsdp2")
 WORLDS = (1, 2)
@@ -91,9 +90,7 @@ def make_rows(count: int = 6, seed: int = 0) -> list[dict[str, Tensor]]:
 
 def batch_of(rows: list[dict[str, Tensor]]) -> DataProto:
     empty = make_rows(1)[0]
-    columns = {
-        name: Ragged.from_rows([row[name] for row in rows], dtype=empty[name].dtype if not rows else None) for name in empty
-    }
+    columns = {name: Ragged.from_rows([row[name] for row in rows], dtype=empty[name].dtype if not rows else None) for name in empty}
     return DataProto.from_dict(columns)
 
 
@@ -285,9 +282,7 @@ def test_the_micro_batch_budget_never_changes_an_update(tmp_path: Path, strategy
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_scores_equal_sequence_classification_one_row_at_a_time(
-    tmp_path: Path, model_type: str, strategy: str, world: int
-) -> None:
+def test_scores_equal_sequence_classification_one_row_at_a_time(tmp_path: Path, model_type: str, strategy: str, world: int) -> None:
     path = save_tiny_model(tmp_path, model_type, score_head=True)
     sequences = [torch.cat([row["prompts"], row["responses"]]) for row in make_rows(5)]
     sequences += [torch.tensor([5, 0, 9]), torch.tensor([5, 9, 0])]  # with the padding token inside and at the end
@@ -348,7 +343,9 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_back(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("head", [Head.LANGUAGE_MODEL, Head.VALUE])
 def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path, head: Head, strategy: str, world: int) -> None:
-    path = save_tiny_model(tmp_path / "model", "qwen2", value_head=head is Head.VALUE, tie_word_embeddings=head is Head.LANGUAGE_MODEL)
+    path = save_tiny_model(
+        tmp_path / "model", "qwen2", value_head=head is Head.VALUE, tie_word_embeddings=head is Head.LANGUAGE_MODEL
+    )
     row = make_rows(1)[0]
 
     def train() -> DataProto:
@@ -371,14 +368,12 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_weights(tmp_path: Path, strategy
     model = reference_model(path, Head.LANGUAGE_MODEL)
     expected_columns = [reference_columns(model, Head.LANGUAGE_MODEL, row) for row in STEPS[0]]
     _, expected = reference_run(path, Head.LANGUAGE_MODEL, STEPS)
-    ranks = run_distributed(
-        engine_run, world, path, strategy, Head.LANGUAGE_MODEL, STEPS, TWO_MICRO_BATCHES, {"dtype": "bfloat16"}
-    )
+    ranks = run_distributed(engine_run, world, path, strategy, Head.LANGUAGE_MODEL, STEPS, TWO_MICRO_BATCHES, {"dtype": "bfloat16"})
     columns = DataProto.concat([columns for columns, _, _ in ranks]).ragged("log_probs")
     differences = columns.values - torch.cat([want["log_probs"].detach() for want in expected_columns])
-    assert 1e-4 < differences.abs().max() < 0.1
+    assert 1e-4 < differences.abs().max() < 0.05
     for _, results, weights in ranks:
-        assert results[0][1]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.05)
+        assert results[0][1]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02)
         assert all(tensor.dtype == torch.float32 for tensor in weights.values())
 
 

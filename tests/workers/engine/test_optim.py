@@ -16,9 +16,7 @@ from lockstep.workers.engine.optim import learning_rate
     floor=st.floats(0, 1),
 )
 def test_the_schedule_equals_a_loop(total: int, steps: int, ratio: float, kind: str, floor: float) -> None:
-    config = OptimConfig(
-        lr=2e-4, lr_warmup_steps=steps, lr_warmup_steps_ratio=ratio, lr_scheduler_type=kind, min_lr_ratio=floor
-    )
+    config = OptimConfig(lr=2e-4, lr_warmup_steps=steps, lr_warmup_steps_ratio=ratio, lr_scheduler_type=kind, min_lr_ratio=floor)
     warmup = steps if steps >= 0 else math.floor(ratio * total)
     expected = [2e-4 * (i + 1) / warmup for i in range(warmup)]
     after = total - warmup

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +23,7 @@ def test_micro_batches_hold_every_row_once_in_order_and_as_much_as_they_may(
         return len(rows) <= max_rows if max_rows is not None else sum(counts[row] for row in rows) <= max_tokens
 
     assert all(batch and fits(batch) for batch in batches)
-    assert not any(fits([*batch, after[0]]) for batch, after in zip(batches[:-1], batches[1:], strict=True))
+    assert not any(fits([*batch, after[0]]) for batch, after in pairwise(batches))
 
 
 def test_a_row_longer_than_the_budget_is_refused_by_name() -> None:

@@ -124,9 +124,7 @@ def test_a_failing_function_is_a_reward_error_never_a_score():
 
 
 def test_a_deadline_is_kept():
-    manager = RewardManager(
-        TOKENIZER, num_examine=0, compute_score=lambda **row: __import__("time").sleep(2), timeout_s=0.1
-    )
+    manager = RewardManager(TOKENIZER, num_examine=0, compute_score=lambda **row: __import__("time").sleep(2), timeout_s=0.1)
     with pytest.raises(RewardError, match="not finished: 0, 1, 2"):
         manager(gsm8k_batch())
 
@@ -136,9 +134,7 @@ def test_a_batch_without_a_rule_fails_before_any_row_is_scored():
     with pytest.raises(NotImplementedError, match="'my/data'"):
         manager(make_batch(["1"], data_source=["my/data"]))
     for data in (make_batch(["1"]), make_batch(["1"], data_source=[None])):
-        with pytest.raises(
-            DataError, match=r"no 'data_source'.*data\.train_files.*reward\.custom_reward_function\.path"
-        ):
+        with pytest.raises(DataError, match=r"no 'data_source'.*data\.train_files.*reward\.custom_reward_function\.path"):
             manager(data)
 
 

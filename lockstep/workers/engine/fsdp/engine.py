@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ class FSDPEngine(TrainEngine):
         if self.world_size == 1:
             yield from sharding.own_tensors(self.module)
             return
-        full = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True))
+        full: dict[str, Any] = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True))
         yield from ((name, tensor) for name, tensor in full.items() if name not in self._tied)
 
     def save(self, path: Path) -> None:
@@ -125,7 +126,7 @@ class FSDPEngine(TrainEngine):
         self._updates = json.loads((path / PROGRESS).read_text())["updates"]
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def _read_weights(path: Path) -> dict[str, Any]:
     file = path / WEIGHTS
     if not file.is_file():
         raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")

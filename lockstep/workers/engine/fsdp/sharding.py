@@ -30,9 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
-def shard(
-    model: PreTrainedModel, version: int, dtype: torch.dtype, reshard_after_forward: bool, device: torch.device
-) -> nn.Module:
+def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, reshard_after_forward: bool, device: torch.device) -> nn.Module:
     """Shard the model over all ranks, layer by layer. Parameters stay float32; computation runs in `dtype`."""
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
     model = model.to(device)  # type: ignore[arg-type]
@@ -52,7 +50,8 @@ def shard(
         if type(module) in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     model.register_forward_hook(_own_logits)  # before FSDP's own hook, which looks at the output
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    return model
 
 
 def _own_logits(module: nn.Module, args: Any, output: Any) -> None:

@@ -43,7 +43,7 @@ class HFRollout(RolloutEngine):
         )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(request_keys(sampling.seed, [requests[0].key])[0]))
-            out = self.module.generate(
+            out = self.module.generate(  # type: ignore[operator]  # a causal language model has it
                 input_ids=prompts.pad(self.pad_token_id, side="left").to(device),
                 attention_mask=mask,
                 max_new_tokens=sampling.max_tokens,

@@ -107,7 +107,9 @@ class _Batch:
         tokens, log_probs = sample(logits, uniform, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
         for (row, slot), token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
             if not math.isfinite(log_prob):
-                raise NumericalError(f"the model's logits are not finite for request {self.requests[row].key} (step, prompt, sample)")
+                raise NumericalError(
+                    f"the model's logits are not finite for request {self.requests[row].key} (step, prompt, sample)"
+                )
             self.tokens[row].append(token)
             self.log_probs[row].append(log_prob)
             if token in self.stop or len(self.tokens[row]) == self.sampling.max_tokens:

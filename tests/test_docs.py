@@ -1,0 +1,68 @@
+"""What README and docs say is checked like code."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.load import check_key
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_keys_in_commands_are_valid(page):
+    for block in blocks(page, "sh"):
+        for key in re.findall(r"(?<=\s)([a-z_]+(?:\.[a-zA-Z_]+)+)=", block):
+            check_key(key)
+
+
+def test_the_keys_named_in_the_text_are_valid():
+    sections = "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|ray_kwargs"
+    for page in PAGES:
+        for key in re.findall(rf"`((?:{sections})\.[a-zA-Z_.]+)[`=]", page.read_text()):
+            if key != "trainer.worker_groups":  # an attribute of a trainer
+                check_key(key)
+
+
+def test_make_targets_in_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", "\n".join(blocks(ROOT / "README.md", "sh")), re.MULTILINE)
+    assert {"demo", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_tutorials_program_runs(embedded_task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(embedded_task.train_file, "train.parquet")
+    shutil.copytree(embedded_task.model, "model")
+    program, worker = blocks(ROOT / "docs/tutorial.md", "python")
+    # The embedded model holds 64 tokens; everything else is as written.
+    program = program.replace('"trainer.total', '"data.max_prompt_length=16", "data.max_response_length=12", "trainer.total')
+    names: dict = {}
+    exec(program, names)
+    names["trainer"].close()
+    assert names["result"].steps == 1
+    exec(worker, names)
+    assert names["Echo"]().where() == 0
+
+
+def test_the_readmes_reward_is_a_reward(tmp_path):
+    names: dict = {}
+    exec(blocks(ROOT / "README.md", "python")[0], names)
+    assert names["compute_score"]("any", " 42 ", "42", None) == 1.0
+    assert names["compute_score"]("any", "41", "42", None) == 0.0

@@ -1,0 +1,193 @@
+"""The loop: what each switch of the configuration does to a run."""
+
+import pytest
+import torch
+from helpers.run import make_trainer, read_metrics, roles, train
+from safetensors.torch import load_file
+
+from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
+
+POOL = {"global_pool": [1]}
+HYBRID = roles("ActorRollout", "Critic", "RefPolicy")
+
+ALWAYS = (
+    "actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/loss actor/grad_norm actor/lr "
+    "actor/reward_kl_penalty actor/reward_kl_penalty_coeff "
+    "critic/vf_loss critic/vf_clipfrac critic/vpred_mean critic/grad_norm critic/lr critic/vf_explained_var "
+    "critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/advantages/mean critic/returns/max critic/values/min "
+    "response_length/mean response_length/max response_length/min response_length/clip_ratio "
+    "prompt_length/mean prompt_length/max prompt_length/min prompt_length/clip_ratio response/aborted_ratio "
+    "global_seqlen/min global_seqlen/max global_seqlen/minmax_diff global_seqlen/balanced_min global_seqlen/balanced_max "
+    "global_seqlen/mean timing_s/gen timing_s/reward timing_s/ref timing_s/values timing_s/adv timing_s/update_critic "
+    "timing_s/update_actor timing_s/update_weights timing_s/step timing_per_token_ms/gen timing_per_token_ms/update_actor "
+    "perf/total_num_tokens perf/time_per_step perf/throughput training/global_step training/epoch"
+).split()  # noqa: SIM905
+
+
+def test_metrics_have_the_names_of_the_field(embedded_config):
+    config = embedded_config("trainer.total_training_steps=1", "trainer.test_freq=1", "trainer.save_freq=1",
+                             "actor_rollout_ref.rollout.val_kwargs={n: 2, temperature: 1.0}")  # fmt: skip
+    before, step = train(config, POOL, HYBRID)
+    missing = [name for name in ALWAYS if name not in step]
+    assert not missing
+    source = "val-core/lockstep/reverse/reward"
+    assert {f"{source}/mean@2", f"{source}/best@2/mean"} <= before.keys() & step.keys()
+    assert {"timing_s/old_log_prob", "timing_s/testing", "timing_s/save_checkpoint"} <= step.keys()
+    assert {f"training/rollout_probs_diff_{kind}" for kind in ("max", "mean", "std")} <= step.keys()
+
+
+def test_the_old_log_prob_pass_is_skipped_while_the_sampler_is_exact(embedded_config):
+    exact = train(embedded_config("trainer.total_training_steps=3", "trainer.val_before_train=false"), POOL, HYBRID)
+    assert ["timing_s/old_log_prob" in row for row in exact] == [True, False, False]
+    assert exact[0]["training/rollout_log_probs_diff_max"] < 2e-5
+
+
+def test_the_old_log_prob_pass_is_never_skipped_with_a_bound_of_zero_and_the_run_is_the_same(embedded_config, tmp_path):
+    steps = ["trainer.total_training_steps=3", "trainer.val_before_train=false"]
+    skipping = train(embedded_config(*steps, f"trainer.default_local_dir={tmp_path / 'a'}"), POOL, HYBRID)
+    recomputing = train(embedded_config(*steps, "actor_rollout_ref.rollout.exactness_bound=0"), POOL, HYBRID)
+    assert all("timing_s/old_log_prob" in row for row in recomputing)
+    for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss"):
+        # Log-probs differ by float32 rounding, up to 2e-5; pg_loss is near zero, hence the absolute bound.
+        assert [r[name] for r in skipping] == pytest.approx([r[name] for r in recomputing], rel=1e-3, abs=1e-5), name
+
+
+def test_a_sampler_that_drifts_over_the_bound_switches_the_pass_back_on_and_says_so(embedded_config, capsys):
+    trainer = make_trainer(embedded_config("trainer.total_training_steps=3", "trainer.val_before_train=false"), POOL, HYBRID)
+    trainer.sampler_drift = 0.0
+    try:
+        trainer.init_workers()
+        generate = trainer.rollout_wg.generate_sequences
+
+        def drifting(*args, **kwargs):
+            data = generate(*args, **kwargs)
+            data.ragged("rollout_log_probs").values.sub_(0.01)
+            return data
+
+        trainer.rollout_wg.generate_sequences = drifting
+        trainer.fit()
+    finally:
+        trainer.close()
+    assert ["timing_s/old_log_prob" in row for row in read_metrics(trainer.config)] == [False, True, True]
+    assert "over rollout.exactness_bound=0.0001" in capsys.readouterr().out
+
+
+def test_in_critic_warm_up_only_the_critic_learns(embedded_config, embedded_task):
+    config = embedded_config(
+        "trainer.total_training_steps=2", "trainer.critic_warmup=2", "trainer.val_before_train=false", "trainer.save_freq=2"
+    )
+    metrics = train(config, POOL, HYBRID)
+    assert all("timing_s/update_actor" not in row and row["critic/grad_norm"] > 0 for row in metrics)
+    saved = load_file(config.trainer.run_dir / "global_step_2" / "actor" / "model.safetensors")
+    for name, tensor in load_file(embedded_task.model / "model.safetensors").items():
+        assert torch.equal(saved[name], tensor), name
+
+
+def test_epochs_and_mini_batches_are_optimizer_steps(embedded_config):
+    more = [
+        "trainer.total_training_steps=2", "trainer.val_before_train=false", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=3", "actor_rollout_ref.actor.shuffle=true", "critic.ppo_epochs=1",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=1000", "critic.optim.lr_warmup_steps=1000",
+    ]  # fmt: skip
+    config = embedded_config(*more)
+    metrics = train(config, POOL, HYBRID)
+    # 8 prompts in mini-batches of 2, three times: 12 updates a step; the logged rate is their mean under a linear warm-up.
+    for row, first in zip(metrics, (0, 12), strict=True):
+        expected = sum(config.actor_rollout_ref.actor.optim.lr * (first + i + 1) / 1000 for i in range(12)) / 12
+        assert row["actor/lr"] == pytest.approx(expected)
+    assert metrics[0]["critic/lr"] == pytest.approx(config.critic.optim.lr * 2.5 / 1000)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names", "logged"),
+    [
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=false"],
+            HYBRID,
+            ["actor/kl_loss", "actor/kl_coef"],
+        ),
+        (["actor_rollout_ref.actor.entropy_coeff=0.01"], HYBRID, ["actor/entropy_loss"]),
+        (["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"], roles("ActorRollout"), ["actor/pg_loss"]),
+        (["actor_rollout_ref.rollout.name=hf"], HYBRID, ["training/rollout_log_probs_diff_max"]),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], HYBRID, ["actor/pg_loss"]),
+        (["actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=5"], HYBRID, ["actor/pg_loss"]),
+        (
+            ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3", "critic.ppo_micro_batch_size_per_gpu=5"],
+            HYBRID,
+            ["actor/pg_loss"],
+        ),
+    ],
+    ids=[
+        "kl loss",
+        "entropy bonus",
+        "grpo without a critic",
+        "hf rollout",
+        "another aggregation",
+        "top-p and top-k",
+        "micro-batches",
+    ],
+)
+def test_a_switch_takes_effect_and_the_step_works(overrides, names, logged, embedded_config):
+    config = embedded_config("trainer.total_training_steps=1", "trainer.val_before_train=false", *overrides)
+    (row,) = train(config, POOL, names)
+    assert all(name in row for name in logged), row.keys()
+    assert row["actor/grad_norm"] > 0
+    assert ("critic/vf_loss" in row) == config.use_critic
+
+
+def test_the_adaptive_controller_moves_the_coefficient(embedded_config):
+    config = embedded_config("trainer.total_training_steps=3", "trainer.val_before_train=false", "algorithm.kl_ctrl.type=adaptive",
+                             "algorithm.kl_ctrl.horizon=1000", "algorithm.kl_ctrl.target_kl=1.0")  # fmt: skip
+    coefficients = [row["actor/reward_kl_penalty_coeff"] for row in train(config, POOL, HYBRID)]
+    # The KL is far under its target, so each of 16 rows takes the clipped -0.2 / 1000 off.
+    assert coefficients == pytest.approx([0.001 * (1 - 0.2 * 16 / 1000) ** step for step in range(3)])
+
+
+def test_val_only_validates_and_trains_nothing(embedded_config):
+    (row,) = train(embedded_config("trainer.val_only=true", "trainer.val_before_train=false"), POOL, HYBRID)
+    assert row["step"] == 0
+    assert any(name.startswith("val-core/") for name in row)
+
+
+def test_resuming_from_a_named_checkpoint_and_refusing_a_folder_that_is_none(embedded_config, tmp_path):
+    first = embedded_config("trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.save_freq=1")
+    train(first, POOL, HYBRID)
+    again = ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.resume_mode=resume_path"]
+    elsewhere = f"trainer.default_local_dir={tmp_path / 'other'}"
+    path = first.trainer.run_dir / "global_step_1"
+    rows = train(embedded_config(*again, f"trainer.resume_from_path={path}", elsewhere), POOL, HYBRID)
+    assert [row["step"] for row in rows] == [2]
+    with pytest.raises(DataError, match="global_step_N"):
+        train(embedded_config(*again, f"trainer.resume_from_path={tmp_path}", elsewhere), POOL, HYBRID)
+
+
+def test_a_reward_of_the_wrong_shape_is_an_error_that_says_the_right_one(embedded_config):
+    with pytest.raises(RewardError, match=r"shape \(16, \d+\).*got a tensor of shape \(3,\)"):
+        train(embedded_config("trainer.val_before_train=false"), POOL, HYBRID, reward_fn=lambda batch: torch.zeros(3))
+
+
+def test_a_failed_step_does_not_count(embedded_config):
+    def fail(batch):
+        raise RewardError("no")
+
+    trainer = make_trainer(embedded_config("trainer.val_before_train=false"), POOL, HYBRID, reward_fn=fail)
+    try:
+        trainer.init_workers()
+        with pytest.raises(RewardError):
+            trainer.fit()
+    finally:
+        trainer.close()
+    assert trainer.global_steps == 0
+
+
+def test_roles_that_cannot_do_what_the_config_asks_are_an_error_before_anything_starts(embedded_config):
+    with pytest.raises(ConfigError, match=r"Role\.RefPolicy"):
+        make_trainer(embedded_config(), POOL, roles("ActorRollout", "Critic"))
+    with pytest.raises(ConfigError, match="Rollout"):
+        make_trainer(embedded_config(), POOL, roles("Actor", "Critic", "RefPolicy"))
+
+
+def test_a_pool_larger_than_the_machine_is_an_error_with_numbers(embedded_config):
+    trainer = make_trainer(embedded_config(), {"global_pool": [4096]}, HYBRID)
+    with pytest.raises(ResourceError, match="4096 CPUs"):
+        trainer.init_workers()

@@ -1,0 +1,247 @@
+"""The two worker classes in one process, through a LocalWorkerGroup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.rollouts import make_requests, sampling
+from helpers.tiny import save_tiny_model, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification
+
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.config.engine import ModelConfig, OptimConfig
+from lockstep.config.reward import RewardModelConfig
+from lockstep.embedded.task import make_tokenizer
+from lockstep.observability.metrics import merge_metrics, values
+from lockstep.protocol import DataProto, Ragged
+from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
+from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, on_last_token
+
+TEMPERATURE = 0.8
+
+
+def policy_config(path: str, **rollout: Any) -> ActorRolloutRefConfig:
+    return ActorRolloutRefConfig(
+        model=ModelConfig(path=path),
+        actor=ActorConfig(optim=OptimConfig(lr=1e-2)),
+        rollout=RolloutConfig(temperature=TEMPERATURE, **rollout),
+    )
+
+
+def policy_class(path: str, role: str, **rollout: Any) -> ClassWithInitArgs:
+    return ClassWithInitArgs(
+        ActorRolloutRefWorker,
+        policy_config(path, **rollout),
+        role,
+        seed=1,
+        pad_token_id=0,
+        total_updates=10,
+        max_response_length=12,
+    )
+
+
+@contextmanager
+def workers(**classes: ClassWithInitArgs) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The views of the roles, and the workers behind them; models are loaded."""
+    with LocalWorkerGroup(ResourcePool([1]), classes) as group:
+        roles = group.spawn()
+        for role in roles.values():
+            role.init_model()
+        yield roles, group._host._workers
+
+
+def prompts() -> DataProto:
+    requests = make_requests(6)
+    return DataProto.from_dict(
+        {"prompts": Ragged.from_rows([request.prompt_ids for request in requests])},
+        {"index": [request.key[1] for request in requests], "sample": [request.key[2] for request in requests]},
+    )
+
+
+def generate(role: Any, step: int = 3) -> DataProto:
+    batch = prompts()
+    return batch.union(role.generate_sequences(batch, sampling(temperature=TEMPERATURE), step))
+
+
+def learn(role: Any, batch: DataProto) -> dict[str, float]:
+    """One update that makes the batch's responses likelier or less likely by turns."""
+    responses = batch.ragged("responses")
+    signs = torch.cat([torch.full((int(n),), (-1.0) ** i) for i, n in enumerate(responses.lengths)])
+    rows = batch.select(["prompts", "responses", "response_mask"], [])
+    rows.set("advantages", responses.like(signs))
+    rows.set("old_log_probs", batch.ragged("rollout_log_probs"))
+    return values(merge_metrics(role.update_actor(rows, Denominators.of(batch.batch["response_mask"]))))
+
+
+@pytest.mark.parametrize(
+    ("role", "parts"),
+    [
+        ("actor", {"actor"}),
+        ("rollout", {"rollout"}),
+        ("actor_rollout", {"actor", "rollout", "shared"}),
+        ("ref", {"ref"}),
+        ("actor_rollout_ref", {"actor", "rollout", "shared", "ref"}),
+    ],
+)
+def test_a_role_builds_exactly_its_parts(tmp_path: Path, role: str, parts: set[str]) -> None:
+    path = save_tiny_model(tmp_path)
+    with workers(policy=policy_class(path, role)) as (_, inside):
+        worker = inside["policy"]
+        assert {part for part in ("actor", "rollout", "shared", "ref") if getattr(worker, part) is not None} == parts
+        if worker.ref is not None:
+            assert not any(parameter.requires_grad for parameter in worker.ref.module.parameters())
+
+
+def test_a_role_that_is_not_known_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="role='actor_ref' is not known"):
+        policy_class("nowhere", "actor_ref")()
+    with pytest.raises(ValueError, match="role='judge' is not known"):
+        TrainingWorker(CriticConfig(), "judge", seed=0)
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_a_hybrid_worker_generates_what_its_actor_then_says(tmp_path: Path, name: str) -> None:
+    """Sampled log-probs are the actor's within 2e-5, before and after an update; the reference stays where it was."""
+    path = save_tiny_model(tmp_path)
+    with workers(policy=policy_class(path, "actor_rollout_ref", name=name)) as (roles, inside):
+        policy = roles["policy"]
+        reference = None
+        for version in (0, 1):
+            batch = generate(policy)
+            log_probs = policy.compute_log_prob(batch)
+            assert set(log_probs.columns) == {"old_log_probs", "entropys"}
+            torch.testing.assert_close(
+                batch.ragged("rollout_log_probs").values, log_probs.ragged("old_log_probs").values, atol=2e-5, rtol=0
+            )
+            assert inside["policy"].rollout.version == version
+            assert set(batch.non_tensor_batch["finish_reason"]) <= {"stop", "length"}
+            assert batch.ragged("response_mask").values.all()
+            reference = reference if reference is not None else batch
+            metrics = learn(policy, batch)
+            assert metrics["actor/lr"] == 1e-2
+            assert metrics["actor/grad_norm"] > 0
+            assert abs(metrics["actor/ppo_kl"]) < 1e-5, "the first update of a batch starts where it was sampled"
+        assert reference is not None
+        ref = policy.compute_ref_log_prob(reference).ragged("ref_log_prob").values
+        torch.testing.assert_close(ref, reference.ragged("rollout_log_probs").values, atol=2e-5, rtol=0)
+        moved = policy.compute_log_prob(reference).ragged("old_log_probs").values
+        assert (moved - ref).abs().max() > 1e-2
+
+
+def test_a_rollout_of_its_own_follows_the_actor(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    with workers(
+        actor=policy_class(path, "actor"), rollout=policy_class(path, "rollout"), hybrid=policy_class(path, "actor_rollout")
+    ) as (
+        roles,
+        inside,
+    ):
+        actor, rollout, hybrid = (roles[name] for name in ("actor", "rollout", "hybrid"))
+        before = generate(rollout)
+        assert before.ragged("responses").equal(generate(hybrid).ragged("responses"))
+        learn(actor, before)
+        learn(hybrid, before)
+        assert generate(rollout).ragged("responses").equal(before.ragged("responses"))
+        (weights,) = actor.export_weights()
+        rollout.update_weights(weights)
+        after = generate(rollout)
+        assert not after.ragged("responses").equal(before.ragged("responses"))
+        assert after.ragged("responses").equal(generate(hybrid).ragged("responses"))
+        assert inside["rollout"].rollout.version == 1
+
+
+def test_a_policy_checkpoint_restores_generation(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    with workers(policy=policy_class(path, "actor_rollout")) as (roles, _):
+        policy = roles["policy"]
+        before = generate(policy)
+        policy.save_checkpoint(str(tmp_path / "saved"))
+        learn(policy, before)
+        assert not generate(policy).ragged("responses").equal(before.ragged("responses"))
+        policy.load_checkpoint(str(tmp_path / "saved"))
+        assert generate(policy).ragged("responses").equal(before.ragged("responses"))
+
+
+def test_a_critic_computes_values_and_learns_them(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    config = CriticConfig(model=ModelConfig(path=path), optim=OptimConfig(lr=1e-2), cliprange_value=100.0)
+    batch = prompts()
+    responses = Ragged.from_rows([torch.arange(2, 2 + n) for n in (3, 1, 0, 4, 2, 5)])
+    batch.set("responses", responses)
+    batch.set("response_mask", responses.like(torch.ones_like(responses.values)))
+    batch.set("returns", responses.like(torch.linspace(-1, 1, len(responses.values))))
+    critic = ClassWithInitArgs(TrainingWorker, config, "critic", seed=1, total_updates=10)
+    with workers(critic=critic) as (roles, _):
+        losses = []
+        for _ in range(8):
+            values_now = roles["critic"].compute_values(batch)
+            assert set(values_now.columns) == {"values"}
+            batch.set("values", values_now.ragged("values"))
+            expected = 0.5 * (batch.ragged("values").values - batch.ragged("returns").values).square().mean().item()
+            metrics = values(merge_metrics(roles["critic"].update_critic(batch, Denominators.of(batch.batch["response_mask"]))))
+            assert metrics["critic/vf_loss"] == pytest.approx(expected, rel=1e-4)
+            losses.append(expected)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def reward_model(path: str) -> ClassWithInitArgs:
+    return ClassWithInitArgs(TrainingWorker, RewardModelConfig(model=ModelConfig(path=path)), "rm", seed=1)
+
+
+def test_a_reward_model_scores_the_conversation_in_its_own_template(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, score_head=True)
+    data = DataProto.from_dict(
+        {"responses": Ragged.from_rows([[9, 9, 9], [], [9]], dtype=torch.int64)},
+        {
+            "raw_prompt": [[{"role": "user", "content": "abc"}], "abc", "dd"],
+            "response_text": ["cba", "cba", "dd"],
+        },
+    )
+    with workers(rm=reward_model(path)) as (roles, _):
+        scores = roles["rm"].compute_rm_score(data).ragged("rm_scores")
+    tokenizer, model = make_tokenizer(), AutoModelForSequenceClassification.from_pretrained(path)
+    texts = ["<user>abc<assistant>cba", "<user>abc<assistant>cba", "<user>dd<assistant>dd"]
+    with torch.no_grad():
+        expected = [model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
+    assert scores[0].tolist() == pytest.approx([0, 0, expected[0]], abs=1e-5)
+    assert scores[1].tolist() == []
+    assert scores[2].tolist() == pytest.approx([expected[2]], abs=1e-5)
+
+
+def test_rendering_without_a_chat_template_joins_the_texts(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    tiny_model(score_head=True).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with workers(rm=reward_model(str(tmp_path))) as (_, inside):
+        render = inside["rm"].render
+        assert render("ab", "c") == tokenizer("abc")["input_ids"]
+        messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "d"}]
+        assert render(messages, "c") == tokenizer("ab\ndc")["input_ids"]
+        assert messages == [{"role": "user", "content": "ab"}, {"role": "user", "content": "d"}]
+
+
+def test_rendering_leaves_the_prompt_as_it_was(tmp_path: Path) -> None:
+    with workers(rm=reward_model(save_tiny_model(tmp_path, score_head=True))) as (_, inside):
+        messages = [{"role": "user", "content": "ab"}]
+        assert inside["rm"].render(messages, "c") == make_tokenizer()("<user>ab<assistant>c")["input_ids"]
+        assert messages == [{"role": "user", "content": "ab"}]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+def test_a_score_lies_on_the_last_token_of_its_row(lengths: list[int]) -> None:
+    scores = torch.arange(1, len(lengths) + 1).double()
+    column = on_last_token(scores, Ragged.from_rows([[7] * n for n in lengths], dtype=torch.int64))
+    expected = [[0.0] * (n - 1) + [float(i + 1)] if n else [] for i, n in enumerate(lengths)]
+    assert [row.tolist() for row in column.rows()] == expected
+    assert column.values.dtype == torch.float32
