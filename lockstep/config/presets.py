@@ -19,10 +19,10 @@ EMBEDDED_PRESET: dict[str, Any] = {
     "critic": {"model": {"enable_gradient_checkpointing": False}, "optim": {"lr": 1e-3}},
     "algorithm": {"use_kl_in_reward": True},
     "trainer": {
-        "total_training_steps": 120,
+        "total_training_steps": 80,
         "critic_warmup": 5,
         "test_freq": 20,
-        "save_freq": 120,
+        "save_freq": 80,
         "experiment_name": "embedded",
         "resume_mode": "disable",
     },

@@ -1,7 +1,8 @@
 """Write a word backwards: a tiny tokenizer, a tiny model with a short supervised warm-up, and prompts in parquet files.
 
 Everything is an ordinary file of the kind a user would bring (a Hugging Face folder, two parquet files), so the run that follows takes
-no shortcut. The warm-up stops early on purpose: the model knows what a response looks like and gets some of them right.
+no shortcut. The examples of the warm-up are careless: three in five copy the word instead of reversing it. So the model has both
+behaviours, the wrong one more often, and the reward has to sort them out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lockstep.utils.quiet import quiet_transformers
+
 DATA_SOURCE = "lockstep/reverse"
 LETTERS = "abcdefghij"
 _PAD, _EOS, _USER, _ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
@@ -26,7 +29,9 @@ _SHORTEST, _LONGEST = 3, 6
 _NUM_TRAIN, _NUM_VAL = 2048, 256
 _BATCH = 64
 _MAX_WARMUP_STEPS = 2000
-_CHECK_EVERY = 5
+_CHECK_EVERY = 10
+_CARELESS = 0.6
+"""Share of warm-up examples that copy the word."""
 _IGNORE = -100  # torch's cross entropy skips these targets
 
 
@@ -40,10 +45,10 @@ class EmbeddedTask:
     val_file: Path
     warmup_steps: int
     warmup_accuracy: float
-    """Share of validation words written backwards without a mistake, greedily."""
+    """Probability that the model, sampled, writes a validation word backwards without a mistake; the mean over the words."""
 
 
-def prepare(directory: Path, seed: int, target_accuracy: float = 0.35) -> EmbeddedTask:
+def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> EmbeddedTask:
     """Make the files in `directory`. The warm-up ends when a check finds `target_accuracy` on the validation words."""
     directory.mkdir(parents=True, exist_ok=True)
     words = _words(seed)
@@ -54,8 +59,9 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.35) -> Embedd
         model = LlamaForCausalLM(_model_config(tokenizer))
         steps, accuracy = _warm_up(model, tokenizer, train, val, target_accuracy, random.Random(seed))
     model_dir = directory / "model"
-    model.save_pretrained(model_dir)
-    tokenizer.save_pretrained(model_dir)
+    with quiet_transformers():
+        model.save_pretrained(model_dir)
+        tokenizer.save_pretrained(model_dir)
     _write_rows(directory / "train.parquet", train, "train")
     _write_rows(directory / "val.parquet", val, "val")
     return EmbeddedTask(model_dir, directory / "train.parquet", directory / "val.parquet", steps, accuracy)
@@ -135,28 +141,28 @@ def _warm_up(
     target_accuracy: float,
     rng: random.Random,
 ) -> tuple[int, float]:
-    """Supervised steps until the model is right on `target_accuracy` of `val`; returns how many, and the accuracy."""
+    """Supervised steps until the right answers of `val` have the probability `target_accuracy`; returns how many, and the probability."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    val_ids, val_labels = _examples(tokenizer, val)
+    val_ids, val_labels = _examples(tokenizer, val, [word[::-1] for word in val])
     accuracy = 0.0
     for step in range(1, _MAX_WARMUP_STEPS + 1):
-        ids, labels = _examples(tokenizer, rng.sample(train, _BATCH))
-        logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
-        loss.backward()
+        words = rng.sample(train, _BATCH)
+        answers = [word if rng.random() < _CARELESS else word[::-1] for word in words]
+        log_probs = _token_log_probs(model, *_examples(tokenizer, words, answers))
+        (-log_probs.sum() / (log_probs != 0).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % _CHECK_EVERY == 0:
-            accuracy = _accuracy(model, val_ids, val_labels)
+            with torch.no_grad():
+                accuracy = _token_log_probs(model, val_ids, val_labels).sum(1).exp().mean().item()
             if accuracy >= target_accuracy:
                 return step, accuracy
     raise RuntimeError(f"the warm-up reached only {accuracy:.2f} of {target_accuracy} after {_MAX_WARMUP_STEPS} steps")
 
 
-def _examples(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> tuple[Tensor, Tensor]:
+def _examples(tokenizer: PreTrainedTokenizerFast, words: list[str], answers: list[str]) -> tuple[Tensor, Tensor]:
     """Prompt and answer padded on the right [words, L], and the same as targets where only the answer counts."""
-    prompts = [f"{_USER}{word}{_ASSISTANT}" for word in words]
-    texts = [f"{prompt}{word[::-1]}{_EOS}" for prompt, word in zip(prompts, words, strict=True)]
+    texts = [f"{_USER}{word}{_ASSISTANT}{answer}{_EOS}" for word, answer in zip(words, answers, strict=True)]
     encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, _IGNORE)
     for row, word in enumerate(words):
@@ -164,9 +170,7 @@ def _examples(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> tuple[Ten
     return encoded["input_ids"], labels
 
 
-@torch.no_grad()
-def _accuracy(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> float:
-    """Share of rows whose every answer token is the most likely one, which is when greedy decoding writes the answer."""
-    predicted = model(input_ids=ids).logits[:, :-1].argmax(-1)
-    right = (predicted == labels[:, 1:]) | (labels[:, 1:] == _IGNORE)
-    return right.all(1).float().mean().item()
+def _token_log_probs(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """[words, L - 1]: log-prob of each answer token, 0 elsewhere."""
+    logits = model(input_ids=ids).logits[:, :-1]
+    return -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=_IGNORE, reduction="none")

@@ -17,8 +17,9 @@ from transformers import (
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.attention import PACKED
+from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.quiet import quiet_transformers
 
 
 class Head(Enum):
@@ -45,7 +46,7 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
     hf_config = read_model_config(config.path, config.trust_remote_code, **overrides)
     if pad_token_id is not None:
         hf_config.pad_token_id = pad_token_id
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         try:
             model, report = head.value.from_pretrained(
@@ -67,6 +68,8 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
             "is it the right kind of model?"
         )
     _disable_dropout(model)
+    if head is not Head.SCORE:
+        _check_packing(model, config.path)
     if config.enable_gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ConfigError(
@@ -83,6 +86,37 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     twin.gradient_checkpointing_disable()
     twin.set_attn_implementation(attention)
     return twin.eval()
+
+
+@torch.no_grad()
+def _check_packing(model: PreTrainedModel, path: str) -> None:
+    """Raise ConfigError unless two packed rows give what each gives alone with transformers' own attention.
+
+    transformers leaves the mask to our attention function, so a family with another kind of attention (linear, ALiBi) would be computed
+    wrongly and without a word.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, model.config.get_text_config().vocab_size, (n,), generator=generator) for n in (5, 3)]
+    lengths = torch.tensor([len(row) for row in rows])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    model.eval()
+    advice = "choose a model with causal softmax attention that goes through transformers' attention interface"
+    try:
+        packed = model(
+            input_ids=torch.cat(rows)[None], position_ids=positions[None], use_cache=False, layout=PackedLayout(lengths)
+        ).logits[0]
+        plain = share_structure(model, "sdpa")
+        alone = torch.cat([plain(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{type(model).__name__} ({path}) cannot compute packed rows ({error}); {advice}") from error
+    difference, scale = (packed - alone).abs().max().item(), alone.abs().max().item()
+    if not difference <= 1e-3 * scale:
+        raise ConfigError(
+            f"{type(model).__name__} ({path}) attends in a way that packed rows do not reproduce: logits up to {scale:.2g} differ by "
+            f"{difference:.2g}; {advice}"
+        )
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -137,7 +137,11 @@ def _with_embedded_task(config: PPOConfig) -> PPOConfig:
     directory = config.trainer.run_dir / "embedded_task"
     print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
     task = prepare(directory, config.trainer.seed)
-    print(f"supervised warm-up: {task.warmup_steps} steps, {task.warmup_accuracy:.2f} of the validation words right", flush=True)
+    print(
+        f"supervised warm-up: {task.warmup_steps} steps on careless examples; it writes a word backwards with probability "
+        f"{task.warmup_accuracy:.2f}",
+        flush=True,
+    )
     model = config.actor_rollout_ref.model
     if model.path == EMBEDDED:
         model = dataclasses.replace(model, path=str(task.model))

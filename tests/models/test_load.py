@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +119,25 @@ def test_gradient_checkpointing_that_the_model_lacks_is_refused(tmp_path: Path, 
     monkeypatch.setattr(type(tiny_model()), "supports_gradient_checkpointing", False)
     with pytest.raises(ConfigError, match="enable_gradient_checkpointing=false"):
         load(path)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma", "phi", "gpt_neox", "opt", "qwen3_moe"])
+def test_families_with_causal_softmax_attention_can_be_packed(model_type: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
+        "gemma": {"head_dim": 8},
+        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    }.get(model_type, {})
+    load_model(ModelConfig(path=save_tiny_model(tmp_path, model_type, **changes)), Head.LANGUAGE_MODEL, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("bloom", {"n_head": 4, "n_layer": 2}), ("mamba", {}), ("falcon", {"alibi": True})],
+    ids=["position in the scores", "no attention", "outside the attention interface"],
+)
+def test_families_that_packing_would_compute_wrongly_are_refused_at_load(model_type: str, changes: Any, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, model_type, **changes)
+    with pytest.raises((ConfigError, DataError), match=str(tmp_path)):
+        load_model(ModelConfig(path=path, enable_gradient_checkpointing=False), Head.LANGUAGE_MODEL, seed=0)

@@ -85,7 +85,8 @@ CASES = {
         lambda t: {"trainer.worker_group": "local", "trainer.n_gpus_per_node": 2}, ["trainer.worker_group", "trainer.n_gpus_per_node"],
     ),
     "a Ray that is not reachable": (
-        lambda t: {"trainer.worker_group": "ray", "ray_kwargs.ray_init.address": "127.0.0.1:1"}, ["127.0.0.1:1", "ray_kwargs.ray_init.address"],
+        lambda t: {"trainer.worker_group": "ray", "ray_kwargs.ray_init.address": "127.0.0.1:1"},
+        ["127.0.0.1:1", "ray_kwargs.ray_init.address"],
     ),
     "an unknown logger": (lambda t: {"trainer.logger": "[console,wanbd]"}, ["wanbd", "wandb"]),
 }  # fmt: skip

@@ -34,6 +34,12 @@ def check_algorithm(config: PPOConfig) -> None:
         )
 
 
+def needed_roles(config: PPOConfig, workers: Mapping[Enum, type]) -> dict[Enum, type]:
+    """The mapping without a critic or a reference that the config does not use: a program may map them once for all its configs."""
+    unused = {name for name, used in (("Critic", config.use_critic), ("RefPolicy", config.use_reference)) if not used}
+    return {role: cls for role, cls in workers.items() if role.name not in unused}
+
+
 def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[Enum, str]) -> None:
     """Every role has a pool, and the roles together can do what the config asks for."""
     for role in workers:

@@ -87,7 +87,8 @@ class RayPPOTrainer:
     ) -> None:
         self.config = config = as_config(config)
         self.tokenizer, self.reward_fn, self.val_reward_fn = tokenizer, reward_fn, val_reward_fn
-        self.role_worker_mapping, self.resource_pool_manager = dict(role_worker_mapping), resource_pool_manager
+        self.role_worker_mapping = checks.needed_roles(config, role_worker_mapping)
+        self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
         self.device = resolve_device(config.trainer.device)
 
@@ -146,7 +147,7 @@ class RayPPOTrainer:
         self.rollout_wg = self._group_of("ActorRolloutRef", "ActorRollout", "Rollout")
         self.actor_rollout_wg = self.actor_wg
         self.critic_wg = self._group_of("Critic")
-        self.ref_policy_wg = self._group_of("RefPolicy", "ActorRolloutRef")
+        self.ref_policy_wg = self._group_of("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg = self._group_of("RewardModel")
 
     def close(self) -> None:
@@ -411,7 +412,7 @@ class RayPPOTrainer:
             return ClassWithInitArgs(
                 cls,
                 config=config.actor_rollout_ref,
-                role=str(Role[role.name]),
+                role="actor_rollout" if role.name == "ActorRolloutRef" and not config.use_reference else str(Role[role.name]),
                 seed=seed,
                 pad_token_id=self.tokenizer.pad_token_id,
                 total_updates=(self.total_steps - config.trainer.critic_warmup) * len(self._actor_mini_batches(0)),

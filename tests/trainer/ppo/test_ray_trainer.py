@@ -10,18 +10,62 @@ from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 POOL = {"global_pool": [1]}
 HYBRID = roles("ActorRollout", "Critic", "RefPolicy")
 
-ALWAYS = (
-    "actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/loss actor/grad_norm actor/lr "
-    "actor/reward_kl_penalty actor/reward_kl_penalty_coeff "
-    "critic/vf_loss critic/vf_clipfrac critic/vpred_mean critic/grad_norm critic/lr critic/vf_explained_var "
-    "critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/advantages/mean critic/returns/max critic/values/min "
-    "response_length/mean response_length/max response_length/min response_length/clip_ratio "
-    "prompt_length/mean prompt_length/max prompt_length/min prompt_length/clip_ratio response/aborted_ratio "
-    "global_seqlen/min global_seqlen/max global_seqlen/minmax_diff global_seqlen/balanced_min global_seqlen/balanced_max "
-    "global_seqlen/mean timing_s/gen timing_s/reward timing_s/ref timing_s/values timing_s/adv timing_s/update_critic "
-    "timing_s/update_actor timing_s/update_weights timing_s/step timing_per_token_ms/gen timing_per_token_ms/update_actor "
-    "perf/total_num_tokens perf/time_per_step perf/throughput training/global_step training/epoch"
-).split()  # noqa: SIM905
+ALWAYS = [
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/pg_clipfrac_lower",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/reward_kl_penalty",
+    "actor/reward_kl_penalty_coeff",
+    "critic/vf_loss",
+    "critic/vf_clipfrac",
+    "critic/vpred_mean",
+    "critic/grad_norm",
+    "critic/lr",
+    "critic/vf_explained_var",
+    "critic/score/mean",
+    "critic/score/max",
+    "critic/score/min",
+    "critic/rewards/mean",
+    "critic/advantages/mean",
+    "critic/returns/max",
+    "critic/values/min",
+    "response_length/mean",
+    "response_length/max",
+    "response_length/min",
+    "response_length/clip_ratio",
+    "prompt_length/mean",
+    "prompt_length/max",
+    "prompt_length/min",
+    "prompt_length/clip_ratio",
+    "response/aborted_ratio",
+    "global_seqlen/min",
+    "global_seqlen/max",
+    "global_seqlen/minmax_diff",
+    "global_seqlen/balanced_min",
+    "global_seqlen/balanced_max",
+    "global_seqlen/mean",
+    "timing_s/gen",
+    "timing_s/reward",
+    "timing_s/ref",
+    "timing_s/values",
+    "timing_s/adv",
+    "timing_s/update_critic",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "timing_s/step",
+    "timing_per_token_ms/gen",
+    "timing_per_token_ms/update_actor",
+    "perf/total_num_tokens",
+    "perf/time_per_step",
+    "perf/throughput",
+    "training/global_step",
+    "training/epoch",
+]
 
 
 def test_metrics_have_the_names_of_the_field(embedded_config):

@@ -61,6 +61,7 @@ class FSDPEngine(TrainEngine):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.hf_config = module.config
         self.hf_config.architectures = [type(module).__name__]
+        self.generation_config = module.generation_config if module.can_generate() else None
         if optim is None:
             module.requires_grad_(False)
         self._tied: dict[str, str] = dict(module.all_tied_weights_keys or {})
@@ -105,6 +106,8 @@ class FSDPEngine(TrainEngine):
         tensors = {name: tensor.contiguous() for name, tensor in self.export_weights()}
         if self.rank == 0:
             self.hf_config.save_pretrained(path)
+            if self.generation_config is not None:  # the stop tokens of chat models are listed there
+                self.generation_config.save_pretrained(path)
             save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
             (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
         del tensors

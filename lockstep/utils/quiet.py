@@ -1,0 +1,20 @@
+"""Keep transformers from writing progress bars and reports over the display."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside, transformers shows neither progress bars nor anything below an error; what it reports is checked by the caller."""
+    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if progress:
+            logging.enable_progress_bar()
