@@ -33,8 +33,9 @@ def test_bfloat16_over_float32_weights_runs_and_says_how_far_the_sampler_is(stra
         f"actor_rollout_ref.rollout.name={rollout}",
     )  # fmt: skip
     metrics = train(config, POOL, ROLES)
-    # Both sides round to bfloat16, in other orders: too far apart to skip the old-log-prob pass, close enough to learn from.
-    drift = [row["training/rollout_log_probs_diff_max"] for row in metrics[1:]]
-    assert len(drift) == 4
-    assert all(1e-4 < d < 0.5 for d in drift), drift
+    # Both sides round to bfloat16, in other orders: a few units in its last place of log-probs of this size.
+    drift = metrics[1]["training/rollout_log_probs_diff_max"]
+    print(f"sampler against trainer in bfloat16, {strategy}, {rollout}: {drift:.2g}")
+    assert drift < 0.1
+    assert all(row["actor/grad_norm"] > 0 for row in metrics[1:])
     assert (config.trainer.run_dir / "global_step_4" / "actor" / "model.safetensors").is_file()

@@ -59,6 +59,9 @@ class WorkerHost:
         """
         if not faulthandler.is_enabled():
             faulthandler.enable(file=_STDERR)
+        if environment.device == torch.device("cuda"):
+            # Ray shows a process its own GPU only, and a local group has one process: the first GPU seen is the one meant.
+            environment = replace(environment, device=torch.device("cuda", 0))
         self._environment = environment
         if num_threads is not None:
             torch.set_num_threads(max(1, min(num_threads, os.cpu_count() or 1)))
