@@ -12,6 +12,11 @@ from lockstep.embedded import EmbeddedTask, prepare
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with Ray come last: forking ranks (helpers.distributed) out of a process that runs Ray's threads crashes them."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is not None or "ray_cluster" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One Ray for all tests that need it; the CPUs are counted, not real."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import torch
@@ -30,8 +32,15 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
         process.start()
     try:
         results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
         while len(results) < world_size:
-            rank, error, value = queue.get(timeout=timeout_s)
+            try:
+                rank, error, value = queue.get(timeout=1.0)
+            except Empty:
+                dead = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in results}
+                assert not dead, f"ranks died, with exit codes {dead}"
+                assert time.monotonic() < deadline, f"only ranks {sorted(results)} answered in {timeout_s} s"
+                continue
             assert error is None, f"rank {rank} failed:\n{error}"
             results[rank] = pickle.loads(value)
         return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,41 @@
+"""The first thing a user sees: `lockstep ppo` without an argument."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_says_what_it_did(tmp_path):
+    run = subprocess.run([LOCKSTEP, "ppo"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    last = "\n".join(lines[lines.index("done: 80 steps") :])
+    before, after = map(float, re.search(r"mean@1: ([\d.]+) before, ([\d.]+) after", last).groups())
+    assert before < 0.6
+    assert after >= 0.9
+    checkpoint = tmp_path / re.search(r"checkpoint \(a Hugging Face folder\): (\S+)", last).group(1)
+    assert (tmp_path / re.search(r"metrics of every step: (\S+)", last).group(1)).is_file()
+    assert "what to try next" in last
+    # Piped output is plain lines, one a step, with nothing written over them.
+    steps = [
+        line
+        for line in lines
+        if re.match(r"step \d+/80  reward [\d.]+  kl -?[\d.]+  entropy \S+  length [\d.]+  [\d.]+ s  \(gen ", line)
+    ]
+    assert len(steps) == 80
+    assert "\x1b" not in run.stdout
+    assert "%|" not in run.stderr
+    # The checkpoint is a model like any other.
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "abcd"}], add_generation_prompt=True, return_tensors="pt")
+    out = model.generate(**prompt, do_sample=False, max_new_tokens=8)
+    assert tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True) == "dcba"
+    shutil.rmtree(tmp_path / "checkpoints")
