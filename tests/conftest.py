@@ -52,6 +52,8 @@ def embedded_config(embedded_task: EmbeddedTask, tmp_path: Path) -> Callable[...
                 "algorithm.use_kl_in_reward=true",
                 f"trainer.default_local_dir={tmp_path / 'run'}",
                 "trainer.device=cpu",
+                "trainer.save_freq=0",
+                "trainer.test_freq=0",
                 *overrides,
             ]
         )

@@ -22,7 +22,6 @@ EMBEDDED_PRESET: dict[str, Any] = {
         "total_training_steps": 80,
         "critic_warmup": 5,
         "test_freq": 20,
-        "save_freq": 80,
         "experiment_name": "embedded",
         "resume_mode": "disable",
     },

@@ -31,9 +31,9 @@ class TrainerConfig:
     val_only: bool = False
     """Validate and stop."""
     test_freq: int = -1
-    """Validate every so many steps, and after the last; -1 never."""
+    """Validate every so many steps, and after the last; -1 after the last only, 0 never."""
     save_freq: int = -1
-    """Save a checkpoint every so many steps, and after the last; -1 never."""
+    """Save a checkpoint every so many steps, and after the last; -1 after the last only, 0 never."""
     max_ckpt_to_keep: int | None = None
     """Delete the oldest checkpoints beyond this many; null keeps all."""
     resume_mode: str = "auto"
@@ -71,8 +71,7 @@ class TrainerConfig:
         for name in ("total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
         for name in ("test_freq", "save_freq"):
-            if getattr(self, name) != -1:
-                at_least(f"trainer.{name}", getattr(self, name), 1)
+            at_least(f"trainer.{name}", getattr(self, name), -1)
 
     @property
     def run_dir(self) -> Path:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,12 @@ class ActorRolloutRefWorker(Worker):
             self.ref = self._make_engine(None, None)
         if rollout is None:
             return
+        dtype = compute_dtype(self.config.actor.fsdp_config.dtype, self.device)
         if self.actor is not None:
-            dtype = compute_dtype(self.config.actor.fsdp_config.dtype, self.device)
             self.shared = SharedWeights(self.actor, dtype)
             decoder = self.actor.decoder
             assert decoder is not None
         else:
-            dtype = compute_dtype(self.config.actor.fsdp_config.dtype, self.device)
             model = load_model(self.config.model, Head.LANGUAGE_MODEL, self.seed)
             decoder = share_structure(model, rollout.attention).to(self.device, dtype)  # type: ignore[arg-type]
         self.rollout = rollout(decoder, self.config.rollout.max_num_seqs, self.pad_token_id)
@@ -92,10 +92,7 @@ class ActorRolloutRefWorker(Worker):
                 strict=True,
             )
         ]
-        if self.shared is not None:
-            with self.shared.lent():
-                completions = self.rollout.generate(requests, sampling)
-        else:
+        with self.shared.lent() if self.shared is not None else nullcontext():
             completions = self.rollout.generate(requests, sampling)
         responses = Ragged.from_rows([c.ids for c in completions], dtype=torch.int64)
         columns = {

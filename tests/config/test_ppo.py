@@ -142,7 +142,7 @@ TOO_SMALL = {
     ),
     **dict.fromkeys([f"{s}.{name}" for s in ("trainer", "critic", "reward_model") for name in ("n_gpus_per_node", "nnodes")], 0),
     **dict.fromkeys([f"trainer.{name}" for name in ("total_epochs", "total_training_steps", "max_ckpt_to_keep")], 0),
-    **dict.fromkeys([f"trainer.{name}" for name in ("test_freq", "save_freq")], 0),
+    **dict.fromkeys([f"trainer.{name}" for name in ("test_freq", "save_freq")], -2),
     **dict.fromkeys([f"reward_model.{name}" for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")], 0),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 0,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 0,

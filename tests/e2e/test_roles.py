@@ -52,7 +52,7 @@ def test_two_co_located_ranks_equal_one_process(ray_cluster, expected, embedded_
 @pytest.mark.ray
 def test_every_role_on_a_pool_of_its_own_equals_one_process(ray_cluster, expected, embedded_config):
     mapping = {Role.Actor: "actor", Role.Rollout: "rollout", Role.Critic: "critic", Role.RefPolicy: "rollout"}
-    pools = {"actor": [2], "rollout": [1], "critic": [1]}
+    pools = {"actor": [1], "rollout": [2], "critic": [2]}
     assert_same_training(train(embedded_config(*STEPS), pools, mapping, RayWorkerGroup), expected)
 
 

@@ -46,6 +46,11 @@ def connect(**ray_init_kwargs: Any) -> bool:
     return True
 
 
+def is_connected() -> bool:
+    """Whether this process is connected to Ray; does not import it."""
+    return sys.modules.get("ray") is not None and bool(sys.modules["ray"].is_initialized())
+
+
 def disconnect() -> None:
     """Leave Ray, ending it if this process started it. Does nothing when Ray is not running here."""
     ray = import_ray()

@@ -85,19 +85,21 @@ class RayPPOTrainer:
         train_dataset: Any = None,
         val_dataset: Any = None,
     ) -> None:
-        self.config = config = as_config(config)
+        config = as_config(config)
+        self.device = resolve_device(config.trainer.device)
+        self.config = config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=self.device))
         self.tokenizer, self.reward_fn, self.val_reward_fn = tokenizer, reward_fn, val_reward_fn
         self.role_worker_mapping = checks.needed_roles(config, role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
-        self.device = resolve_device(config.trainer.device)
 
         check_trackers(config.trainer.logger)
         checks.check_algorithm(config)
         checks.check_roles(config, self.role_worker_mapping, resource_pool_manager.mapping)
         checks.check_models(config, tokenizer)
-        self.train_dataset = train_dataset or self._open_dataset(config.data.train_files, config.data.train_max_samples)
-        self.val_dataset = val_dataset
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        if train_dataset is None:
+            self.train_dataset = self._open_dataset(config.data.train_files, config.data.train_max_samples)
         if val_dataset is None and config.data.val_files:
             self.val_dataset = self._open_dataset(config.data.val_files, config.data.val_max_samples)
         checks.check_rewards(config, reward_fn, val_reward_fn, self.train_dataset, self.val_dataset)
@@ -122,7 +124,23 @@ class RayPPOTrainer:
     # -- start -------------------------------------------------------------------------------------------------------------
 
     def init_workers(self) -> None:
-        """Check the resources, start one process for each slot of the pools, and load every role's model."""
+        """Check the resources, start one process for each slot of the pools, and load every role's model.
+
+        No process is left when this fails.
+        """
+        try:
+            self._start_workers()
+        except BaseException:
+            self.close()
+            raise
+        self.actor_wg = self._group_of("ActorRolloutRef", "ActorRollout", "Actor")
+        self.rollout_wg = self._group_of("ActorRolloutRef", "ActorRollout", "Rollout")
+        self.actor_rollout_wg = self.actor_wg
+        self.critic_wg = self._group_of("Critic")
+        self.ref_policy_wg = self._group_of("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
+        self.rm_wg = self._group_of("RewardModel")
+
+    def _start_workers(self) -> None:
         manager = self.resource_pool_manager
         manager.create_resource_pool(self.ray_worker_group_cls.nodes(), self.device == "cuda", self._host_memory())
         by_pool: dict[str, dict[str, Enum]] = {}
@@ -143,12 +161,6 @@ class RayPPOTrainer:
         for view in self.worker_groups.values():
             if hasattr(view, "init_model"):
                 view.init_model()
-        self.actor_wg = self._group_of("ActorRolloutRef", "ActorRollout", "Actor")
-        self.rollout_wg = self._group_of("ActorRolloutRef", "ActorRollout", "Rollout")
-        self.actor_rollout_wg = self.actor_wg
-        self.critic_wg = self._group_of("Critic")
-        self.ref_policy_wg = self._group_of("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
-        self.rm_wg = self._group_of("RewardModel")
 
     def close(self) -> None:
         """End the worker processes."""
@@ -178,6 +190,11 @@ class RayPPOTrainer:
             title = f"{config.project_name}/{config.experiment_name}"
             self.display.start(self.total_steps, first_step=self.global_steps, title=title)
             self.display.message(describe(self.config, len(self.train_dataset), self.total_steps, self.device))
+            if self.global_steps >= self.total_steps:
+                self.display.message(
+                    f"nothing to train: the checkpoint is at step {self.global_steps} of {self.total_steps}; raise "
+                    "trainer.total_training_steps to go on, or set trainer.resume_mode=disable to start anew"
+                )
             if self.val_dataset is not None and (config.val_before_train or config.val_only):
                 validations.append(self._validate())
                 tracking.log(validations[-1], self.global_steps)
@@ -314,7 +331,8 @@ class RayPPOTrainer:
         return stages.cut_mini_batches(self.config.data.train_batch_size, n, prompts, epochs, seed)
 
     def _is_due(self, frequency: int) -> bool:
-        return frequency > 0 and (self.global_steps % frequency == 0 or self.global_steps == self.total_steps)
+        """Every `frequency` steps and after the last one; -1 after the last only, 0 never."""
+        return frequency != 0 and (self.global_steps == self.total_steps or (frequency > 0 and self.global_steps % frequency == 0))
 
     # -- validation --------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from enum import Enum
 
 from lockstep.errors import ConfigError
 from lockstep.single_controller.base import NodeResources, ResourcePool, place
+from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.single_controller.ray import RayWorkerGroup, is_connected
 
 PROCESS_MEMORY = 1 << 30
 """Host memory of a worker process before any model: Python, torch and transformers took 0.4 to 0.6 GiB where it was measured."""
@@ -36,10 +38,11 @@ class ResourcePoolManager:
                 )
 
     def create_resource_pool(
-        self, nodes: Sequence[NodeResources], use_gpu: bool = False, memory: Mapping[str, int] | None = None
+        self, nodes: Sequence[NodeResources] | None = None, use_gpu: bool = False, memory: Mapping[str, int] | None = None
     ) -> None:
         """Make the pools that roles use and find a node for every process.
 
+        `nodes` is what there is to place them on; None means the Ray cluster this process is connected to, or else this machine.
         `memory` is the host memory in bytes that a process of each pool needs beside PROCESS_MEMORY. Raises ResourceError, with what is
         short in numbers, before anything is started.
         """
@@ -48,6 +51,8 @@ class ResourcePoolManager:
             for pool, counts in self.resource_pool_spec.items()
             if pool in self.mapping.values()
         ]
+        if nodes is None:
+            nodes = (RayWorkerGroup if is_connected() else LocalWorkerGroup).nodes()
         self.placement = place(pools, nodes)
         self.resource_pool_dict = {pool.name: pool for pool in pools}
 

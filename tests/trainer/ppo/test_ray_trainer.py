@@ -1,5 +1,7 @@
 """The loop: what each switch of the configuration does to a run."""
 
+import shutil
+
 import pytest
 import torch
 from helpers.run import make_trainer, read_metrics, roles, train
@@ -185,6 +187,30 @@ def test_the_adaptive_controller_moves_the_coefficient(embedded_config):
     coefficients = [row["actor/reward_kl_penalty_coeff"] for row in train(config, POOL, HYBRID)]
     # The KL is far under its target, so each of 16 rows takes the clipped -0.2 / 1000 off.
     assert coefficients == pytest.approx([0.001 * (1 - 0.2 * 16 / 1000) ** step for step in range(3)])
+
+
+def test_the_last_step_is_saved_and_validated_by_default_and_the_same_command_again_says_there_is_nothing_to_do(
+    embedded_config, capsys
+):
+    defaults = ["trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    config = embedded_config(*defaults)
+    rows = train(config, POOL, HYBRID)
+    assert [any(name.startswith("val-core/") for name in row) for row in rows] == [False, False, True]
+    assert [path.name for path in config.trainer.run_dir.glob("global_step_*")] == ["global_step_3"]
+    assert len(train(embedded_config(*defaults), POOL, HYBRID)) == 3
+    assert "nothing to train: the checkpoint is at step 3 of 3" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_worker_behind(embedded_config, tmp_path):
+    folder = tmp_path / "without_weights"
+    config = embedded_config()
+    shutil.copytree(config.actor_rollout_ref.model.path, folder)
+    (folder / "model.safetensors").unlink()
+    trainer = make_trainer(embedded_config(f"actor_rollout_ref.model.path={folder}"), POOL, HYBRID)
+    with pytest.raises(DataError, match="without_weights"):
+        trainer.init_workers()
+    assert trainer._groups == []
+    assert not torch.distributed.is_initialized()
 
 
 def test_val_only_validates_and_trains_nothing(embedded_config):

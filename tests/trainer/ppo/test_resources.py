@@ -63,3 +63,14 @@ def test_what_is_short_is_said_in_numbers_before_anything_starts(spec, use_gpu, 
         pools.create_resource_pool([node()], use_gpu, {"global": memory})
     assert [number for number in numbers if number not in str(caught.value)] == []
     assert pools.resource_pool_dict == {}
+
+
+def test_without_a_list_of_nodes_this_machine_counts():
+    role = next(iter(Role))
+    manager = ResourcePoolManager(resource_pool_spec={"p": [1]}, mapping={role: "p"})
+    manager.create_resource_pool()
+    assert manager.get_resource_pool(role).world_size == 1
+    assert len(manager.placement["p"]) == 1
+    too_many = ResourcePoolManager(resource_pool_spec={"p": [100_000]}, mapping={role: "p"})
+    with pytest.raises(ResourceError, match="100000 CPUs"):
+        too_many.create_resource_pool()
