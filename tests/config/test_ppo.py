@@ -164,7 +164,7 @@ TOO_SMALL = {
 
 @pytest.mark.parametrize("key", TOO_SMALL)
 def test_a_number_that_is_too_small_is_an_error_that_says_the_least(key):
-    with pytest.raises(ConfigError, match=rf"{_shown(key)}={TOO_SMALL[key]} is too small; it must be at least [\d.]+$"):
+    with pytest.raises(ConfigError, match=rf"{_shown(key)}={TOO_SMALL[key]} is too small; it must be at least -?[\d.]+$"):
         load(f"{key}={TOO_SMALL[key]}")
 
 
