@@ -53,7 +53,10 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """
     x = zero_outside(x, mask)
     mean = masked_mean(x, mask)
-    whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + _VARIANCE_FLOOR)
+    # Equal entries must give 0, and the rounding error of one mean is not small against the floor: centre a second time.
+    centred = zero_outside(x - mean, mask)
+    centred = centred - masked_mean(centred, mask)
+    whitened = centred * torch.rsqrt(masked_var(centred, mask) + _VARIANCE_FLOOR)
     if not shift_mean:
         whitened = whitened + mean
     return zero_outside(torch.where(mask.bool().sum() >= 2, whitened, x), mask)

@@ -79,3 +79,9 @@ def test_any_mask_dtype_selects_the_same(dtype):
 def test_a_mask_of_another_shape_is_refused_instead_of_broadcast():
     with pytest.raises(ValueError, match=r"\(2, 3\), not \(2, 1\)"):
         masked_mean(torch.ones(2, 3), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whitening_equal_numbers_gives_zero(dtype):
+    # The mean of seven times 0.1 is not 0.1, and its error would be divided by the root of the floor, 1e-4.
+    assert masked_whiten(torch.full((7,), 0.1, dtype=dtype), torch.ones(7)).abs().max() < 1e-9

@@ -12,7 +12,16 @@ norm_adv_by_std_in_grpo  bool          divide by the group's standard deviation
 ```
 
 It returns `(advantages, returns)`, both [B, T] and 0 outside the mask. A row without a selected token influences no
-other row. To add one:
+other row.
+
+```text
+gae      from a critic's values: gae
+group    a response against the other responses to its prompt: grpo, grpo_passk, rloo, opo, gpg
+returns  against the whole batch, by whitening: reinforce_plus_plus, reinforce_plus_plus_baseline
+scores   the scores of the rows and the statistics of their groups, which the last two share
+```
+
+To add one:
 
 ```python
 @register_adv_est("reward_to_go")
@@ -29,19 +38,27 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import masked_sum, masked_whiten, zero_outside
+from lockstep.algorithms.advantages.gae import gae
+from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rloo
+from lockstep.algorithms.advantages.returns import reinforce_plus_plus, reinforce_plus_plus_baseline
 from lockstep.algorithms.registry import registering, unknown_name
 from lockstep.errors import ConfigError
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
-ADV_ESTIMATORS: dict[str, AdvantageEstimator] = {}
+ADV_ESTIMATORS: dict[str, AdvantageEstimator] = {
+    "gae": gae,
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
 """Name -> estimator: the values of `algorithm.adv_estimator`."""
-
-_STD_FLOOR = 1e-6
 
 
 def register_adv_est(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
@@ -90,74 +107,3 @@ def compute_advantage(name: str, available: Mapping[str, Any]) -> tuple[Tensor, 
             f"(it has {', '.join(present)}): choose another algorithm.adv_estimator, or switch on what produces it"
         )
     return estimator(**inputs)
-
-
-@register_adv_est("gae")
-def gae(*, token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438), whitened over the mask of the batch.
-
-    ```text
-    delta_t  = r_t + gamma V_next - V_t
-    A_t      = delta_t + gamma lam A_next        advantages = whiten(A)
-    returns  = A + V                             from A before whitening
-    ```
-
-    "Next" is the row's next token *of the policy*: tool output in between costs no discount. After the last one V and A
-    are 0, so a response cut at the length limit is treated as if it had ended there.
-    """
-    rewards, values = zero_outside(token_level_rewards, response_mask), zero_outside(values, response_mask)
-    mask = response_mask.bool()
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = values.new_zeros(values.shape[0])
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        advantages[:, t] = next_advantage
-    returns = zero_outside(advantages + values, response_mask)
-    return masked_whiten(advantages, response_mask), returns
-
-
-@register_adv_est("grpo")
-def grpo(
-    *, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool
-) -> tuple[Tensor, Tensor]:
-    """Group-relative advantages (Shao et al., arXiv 2402.03300): a response against the other responses to its prompt.
-
-    ```text
-    s_i         = sum_t(r_it)                      the score of row i
-    advantages  = (s_i - mean_g) / (std_g + 1e-6)  std unbiased
-    returns     = s_i
-    ```
-
-    Without `norm_adv_by_std_in_grpo` nothing is divided (Dr. GRPO, Liu et al., arXiv 2503.20783).
-
-    Each is the same for all tokens of a row. A group of one row has nothing to compare with: its advantage is the score
-    itself. Rows without a selected token do not count in their group.
-
-    Raises ValueError when `group` is not one number a row.
-    """
-    rows, dtype = response_mask.shape[0], token_level_rewards.dtype
-    if group.shape != (rows,):
-        raise ValueError(f"group must have one number for each of {rows} rows, but its shape is {tuple(group.shape)}")
-    # In float64, because equal scores must give zero: the rounding error of a float32 mean is not small against 1e-6.
-    scores = masked_sum(token_level_rewards, response_mask, dim=-1).double()
-    counted = response_mask.bool().any(dim=-1).double()
-    _, group_index = group.unique(return_inverse=True)
-
-    def group_sum(x: Tensor) -> Tensor:
-        """Sum of x [B] over the counted rows of each row's group, [B]."""
-        return x.new_zeros(rows).index_add(0, group_index, x * counted)[group_index]
-
-    size = group_sum(torch.ones_like(scores))
-    alone = size < 2
-    mean = group_sum(scores) / size.clamp(min=1)
-    advantage = torch.where(alone, scores, scores - mean)
-    if norm_adv_by_std_in_grpo:
-        std = (group_sum((scores - mean).square()) / (size - 1).clamp(min=1)).sqrt()
-        advantage = torch.where(alone, advantage, advantage / (std + _STD_FLOOR))
-
-    def over_tokens(x: Tensor) -> Tensor:
-        return zero_outside(x.to(dtype)[:, None].expand(response_mask.shape), response_mask)
-
-    return over_tokens(advantage), over_tokens(scores)

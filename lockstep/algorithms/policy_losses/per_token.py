@@ -1,0 +1,100 @@
+"""Losses in which each token has a ratio, or a weight, of its own. What they take and return: see `PolicyLoss`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.policy_losses.ratio import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
+from lockstep.errors import ConfigError
+
+
+def vanilla(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate (Schulman et al., arXiv 1707.06347) with a dual clip (Ye et al., arXiv 1912.09729).
+
+    ```text
+    x     = clamp(log_prob - old_log_prob, -20, 20)           rho = exp(x)
+    l     = max(-A rho, -A clip(rho, 1 - low, 1 + high))
+    loss  = min(l, -A c) where A < 0, else l
+    ```
+
+    Metrics: `pg_clipfrac` is 1 where the clipped branch is strictly larger; `pg_clipfrac_lower` is 1 where A < 0 and
+    the dual clip is strictly smaller than l.
+
+    Raises ConfigError when the clip ranges are not 0 <= low <= 1, 0 <= high, 1 < c.
+    """
+    check_clip_range("vanilla", clip_ratio_low, clip_ratio_high)
+    if not clip_ratio_c > 1:
+        raise ConfigError(
+            f"the vanilla policy loss needs clip_ratio_c above 1, not {clip_ratio_c}: set actor_rollout_ref.actor.clip_ratio_c"
+        )
+    advantages = zero_outside(advantages, response_mask)
+    log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
+    loss, is_clipped = clipped_surrogate(advantages, log_ratio.exp(), clip_ratio_low, clip_ratio_high)
+    bound = -advantages * clip_ratio_c
+    is_bounded = (advantages < 0) & (loss > bound)
+    return torch.where(is_bounded, bound, loss), token_metrics(log_ratio, is_clipped, is_bounded)
+
+
+def cispo(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE with a clipped importance weight (MiniMax-M1, arXiv 2506.13585): a clipped token still learns.
+
+    ```text
+    rho   = exp(clamp(log_prob - old_log_prob, -20, 20))
+    loss  = -sg(clip(rho, 1 - low, 1 + high)) A log_prob      sg: no gradient
+    ```
+
+    The value is no measure of progress, only its gradient means something. `pg_clipfrac` is 1 where rho is outside the
+    range, whatever the sign of A.
+
+    Raises ConfigError when the clip range is not 0 <= low <= 1, 0 <= high.
+    """
+    check_clip_range("cispo", clip_ratio_low, clip_ratio_high)
+    log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    advantages, log_prob = zero_outside(advantages, response_mask), zero_outside(log_prob, response_mask)
+    return -weight * advantages * log_prob, token_metrics(log_ratio, is_clipped=weight != ratio)
+
+
+def gpg(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The plain policy gradient, as in group policy gradient (Chu et al., arXiv 2504.02546).
+
+    ```text
+    loss  = -A log_prob
+    ```
+
+    Right only while the policy is the one that sampled: nothing corrects or limits a second update on the same rows.
+    `old_log_prob` is read for the metric alone.
+    """
+    log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
+    loss = -zero_outside(advantages, response_mask) * zero_outside(log_prob, response_mask)
+    return loss, token_metrics(log_ratio)
