@@ -13,7 +13,7 @@ ROLLOUTS = ("native", "hf")
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """The policy loss: vanilla is PPO's clipped loss with dual clip."""
+    """The policy loss: vanilla (PPO's clipped loss with dual clip), gspo, cispo, gpg, geo_mean; see docs/algorithms.md."""
 
 
 @dataclass

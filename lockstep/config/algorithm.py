@@ -24,13 +24,14 @@ class KLControlConfig:
 @dataclass
 class AlgorithmConfig:
     adv_estimator: str = "gae"
-    """How advantages are estimated: gae (with a critic) or grpo (without)."""
+    """How advantages are estimated: gae (needs a critic), grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus,
+    reinforce_plus_plus_baseline; see docs/algorithms.md."""
     gamma: float = 1.0
     """Discount a token."""
     lam: float = 1.0
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo: divide by the group's standard deviation; false is Dr.GRPO."""
+    """grpo, grpo_passk: divide by the group's standard deviation; false is Dr.GRPO."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference policy from the reward."""
     kl_penalty: str = "kl"

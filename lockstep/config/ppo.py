@@ -117,11 +117,6 @@ class PPOConfig:
                 "algorithm.adv_estimator=gae needs a critic, but critic.enable=false; remove critic.enable or choose "
                 "algorithm.adv_estimator=grpo"
             )
-        if self.algorithm.adv_estimator == "grpo" and self.actor_rollout_ref.rollout.n == 1:
-            raise ConfigError(
-                "algorithm.adv_estimator=grpo compares samples of one prompt, but actor_rollout_ref.rollout.n=1; "
-                "set actor_rollout_ref.rollout.n to 2 or more"
-            )
         if self.algorithm.use_kl_in_reward and actor.use_kl_loss:
             raise ConfigError(
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true count the same KL twice; "

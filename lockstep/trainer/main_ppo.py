@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -15,6 +16,8 @@ from lockstep.errors import LockstepError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit status. `--config FILE` reads a YAML file, `--help` lists the keys."""
+    # Read when torch loads its OpenMP library. Threads that spin while they wait make a small model many times slower on busy cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "--help" in arguments or "-h" in arguments:
         from lockstep.config.reference import command_line_help

@@ -50,7 +50,6 @@ def test_the_defaults_are_a_valid_configuration():
             ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7", "data.max_response_length"],
         ),
         (["critic.enable=false"], ["algorithm.adv_estimator=gae", "critic.enable"]),
-        (["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"]),
         (
             ["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"],
             ["algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"],

@@ -122,7 +122,7 @@ class RayWorkerGroup(WorkerGroup):
             "max_restarts": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             # Read when the process loads its maths libraries, which is before any of our code runs.
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}},
         }
         if pool.memory_per_process:
             options["memory"] = pool.memory_per_process

@@ -28,6 +28,11 @@ def check_algorithm(config: PPOConfig) -> None:
     one_of("critic.loss_agg_mode", config.critic.loss_agg_mode, [m for m in LOSS_AGG_MODES if not m.endswith("-norm")])
     one_of("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, KL_KINDS)
     one_of("algorithm.kl_penalty", algorithm.kl_penalty, KL_KINDS)
+    if "group" in required_inputs(algorithm.adv_estimator) and config.actor_rollout_ref.rollout.n == 1:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples of one prompt, but actor_rollout_ref.rollout.n=1; "
+            "set actor_rollout_ref.rollout.n to 2 or more"
+        )
     if "values" in required_inputs(algorithm.adv_estimator) and not config.use_critic:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} needs values, but the run has no critic; set critic.enable=true"

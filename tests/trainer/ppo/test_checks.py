@@ -210,3 +210,10 @@ def test_every_data_source_must_have_its_reward_before_the_run():
     judged = as_config({"reward_model": {"enable": True, "model": {"path": "rm"}}})
     check_rewards(judged, good, good, Dataset("c"), None)  # the reward model judges them
     check_rewards(config, lambda data: None, None, [1, 2], None)  # a plain function and a plain list have nothing to check
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_estimators_that_compare_samples_need_more_than_one_a_prompt(estimator):
+    with pytest.raises(ConfigError, match=rf"adv_estimator={estimator} compares.*rollout\.n=1"):
+        check_algorithm(as_config({"algorithm": {"adv_estimator": estimator}}))
+    check_algorithm(as_config({"algorithm": {"adv_estimator": "reinforce_plus_plus"}}))

@@ -7,6 +7,8 @@ import torch
 from helpers.run import make_trainer, read_metrics, roles, train
 from safetensors.torch import load_file
 
+from lockstep.algorithms.advantages import ADV_ESTIMATORS
+from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 
 POOL = {"global_pool": [1]}
@@ -179,6 +181,26 @@ def test_a_switch_takes_effect_and_the_step_works(overrides, names, logged, embe
     assert all(name in row for name in logged), row.keys()
     assert row["actor/grad_norm"] > 0
     assert ("critic/vf_loss" in row) == config.use_critic
+
+
+@pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS) - {"gae"}))
+def test_every_estimator_without_a_critic_trains(estimator, embedded_config):
+    config = embedded_config(
+        "trainer.total_training_steps=2", "trainer.val_before_train=false", "algorithm.use_kl_in_reward=false",
+        f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4",
+    )  # fmt: skip
+    rows = train(config, POOL, HYBRID)
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
+    assert all("critic/vf_loss" not in row for row in rows)  # the mapped critic was not needed, so it was not started
+
+
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+def test_every_policy_loss_trains(loss_mode, embedded_config):
+    config = embedded_config(
+        "trainer.total_training_steps=2", "trainer.val_before_train=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}",
+    )  # fmt: skip
+    assert all(row["actor/grad_norm"] > 0 for row in train(config, POOL, HYBRID))
 
 
 def test_the_adaptive_controller_moves_the_coefficient(embedded_config):
