@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
         "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/ppo": {"single_controller", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
-    "trainer/summary": {"trainer/ppo", "config"},
+    "trainer/summary": {"trainer/ppo"},
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = ("trainer/main_ppo", "cli", "__init__")

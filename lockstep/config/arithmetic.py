@@ -16,6 +16,8 @@ def describe(config: PPOConfig, num_prompts: int, total_steps: int, device: str)
     ]
     if config.use_critic:
         lines.append(_updates("critic", batch, n, config.critic_mini_batch_prompts, config.critic_epochs))
+    if trainer.critic_warmup:
+        lines.append(f"the first {trainer.critic_warmup} steps train the critic alone")
     cut = (
         f"{actor.ppo_micro_batch_size_per_gpu} responses"
         if actor.ppo_micro_batch_size_per_gpu

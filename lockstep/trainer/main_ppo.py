@@ -40,26 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(config: PPOConfig) -> None:
     """Train, and say what came of it."""
     # After the configuration has been checked: these imports bring torch.
+    from lockstep.single_controller.ray.cluster import connect, disconnect
     from lockstep.trainer.summary import summarise
     from lockstep.utils.device import resolve_device
 
     resolve_device(config.trainer.device)
-    embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
-    if embedded:
-        config = _with_embedded_task(config)
     uses_ray = config.trainer.worker_group == "ray" or (config.trainer.worker_group == "auto" and config.needs_ray)
-    if uses_ray:
-        from lockstep.single_controller.ray.cluster import connect, disconnect
-
-        started = connect(**config.ray_kwargs.ray_init)
-        try:
-            result = _train(config, uses_ray)
-        finally:
-            if started:
-                disconnect()
-    else:
+    started_ray = uses_ray and connect(**config.ray_kwargs.ray_init)
+    try:
+        embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
+        if embedded:
+            config = _with_embedded_task(config)
         result = _train(config, uses_ray)
-    print(summarise(result, config, embedded))
+    finally:
+        if started_ray:
+            disconnect()
+    print(summarise(result, embedded))
 
 
 def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.ppo.ray_trainer import FitResult
 
 
-def summarise(result: FitResult, config: PPOConfig, embedded: bool) -> str:
+def summarise(result: FitResult, embedded: bool) -> str:
     """Before and after, the checkpoint, the metrics; for the embedded task also the next commands to try."""
     lines = [f"\ndone: {result.steps} steps"]
     for name, after in result.last_validation.items():
