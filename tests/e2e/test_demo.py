@@ -17,7 +17,7 @@ def test_the_demo_learns_and_says_what_it_did(tmp_path):
     run = subprocess.run([LOCKSTEP, "ppo"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    last = "\n".join(lines[lines.index("done: 80 steps") :])
+    last = "\n".join(lines[lines.index("done: 100 steps") :])
     before, after = map(float, re.search(r"mean@1: ([\d.]+) before, ([\d.]+) after", last).groups())
     assert before < 0.6
     assert after >= 0.9
@@ -28,9 +28,9 @@ def test_the_demo_learns_and_says_what_it_did(tmp_path):
     steps = [
         line
         for line in lines
-        if re.match(r"step \d+/80  reward [\d.]+  kl -?[\d.]+  entropy \S+  length [\d.]+  [\d.]+ s  \(gen ", line)
+        if re.match(r"step \d+/100  reward [\d.]+  kl -?[\d.]+  entropy \S+  length [\d.]+  [\d.]+ s  \(gen ", line)
     ]
-    assert len(steps) == 80
+    assert len(steps) == 100
     assert "\x1b" not in run.stdout
     assert "%|" not in run.stderr
     # The checkpoint is a model like any other.
