@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
+
+if TYPE_CHECKING:
+    from lockstep.trainer.ppo.ray_trainer import FitResult
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +63,8 @@ def run(config: PPOConfig) -> None:
     print(summarise(result, embedded))
 
 
-def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]
+def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
+    """The tutorial's code: roles, workers, pools, rewards, trainer."""
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
@@ -72,21 +78,18 @@ def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]
     tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
     ray_worker_group_cls = RayWorkerGroup if uses_ray else LocalWorkerGroup
-    role_worker_mapping: dict[Enum, type] = {Role.ActorRollout: ActorRolloutRefWorker}
+    # The trainer starts no critic and no reference policy that the config does not use.
+    role_worker_mapping: dict[Enum, type] = {
+        Role.ActorRollout: ActorRolloutRefWorker,
+        Role.Critic: TrainingWorker,
+        Role.RefPolicy: ActorRolloutRefWorker,
+    }
     global_pool_id = "global_pool"
     resource_pool_spec = {global_pool_id: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-    mapping: dict[Enum, str] = {Role.ActorRollout: global_pool_id}
-
-    if config.use_critic:
-        role_worker_mapping[Role.Critic] = TrainingWorker
-        mapping[Role.Critic] = global_pool_id
-        if config.critic.enable_resource_pool:
-            resource_pool_spec["critic_pool"] = [config.critic.n_gpus_per_node] * config.critic.nnodes
-            mapping[Role.Critic] = "critic_pool"
-
-    if config.use_reference:
-        role_worker_mapping[Role.RefPolicy] = ActorRolloutRefWorker
-        mapping[Role.RefPolicy] = global_pool_id
+    mapping: dict[Enum, str] = dict.fromkeys(role_worker_mapping, global_pool_id)
+    if config.use_critic and config.critic.enable_resource_pool:
+        resource_pool_spec["critic_pool"] = [config.critic.n_gpus_per_node] * config.critic.nnodes
+        mapping[Role.Critic] = "critic_pool"
 
     if config.reward_model.enable:
         role_worker_mapping[Role.RewardModel] = TrainingWorker
@@ -117,10 +120,8 @@ def _train(config: PPOConfig, uses_ray: bool):  # type: ignore[no-untyped-def]
         trainer.close()
 
 
-def _custom_score(config: PPOConfig):  # type: ignore[no-untyped-def]
+def _custom_score(config: PPOConfig) -> Callable[..., Any] | None:
     """The user's reward function with its own arguments bound, or None for the rules by data_source."""
-    import functools
-
     from lockstep.utils.files import load_object
 
     custom = config.reward.custom_reward_function
@@ -150,8 +151,6 @@ def _with_embedded_task(config: PPOConfig) -> PPOConfig:
 
 
 def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    from lockstep.errors import ConfigError
-
     if "--config" not in arguments:
         return None, arguments
     at = arguments.index("--config")

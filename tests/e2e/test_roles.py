@@ -6,8 +6,10 @@ import pytest
 from helpers.run import CLASSES, make_trainer, read_metrics, roles, train
 from helpers.tiny import save_tiny_model
 
+from lockstep.config.load import to_yaml
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.single_controller.ray import RayWorkerGroup
+from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.ray_trainer import Role
 
 COMPARED = (
@@ -100,3 +102,11 @@ def test_roles_of_another_enum_are_accepted_and_further_ones_get_a_group(embedde
     finally:
         trainer.close()
     assert read_metrics(config)[-1]["step"] == 1
+
+
+@pytest.mark.ray
+def test_the_program_puts_the_critic_on_its_own_pool_by_one_key(ray_cluster, expected, embedded_config, tmp_path, capsys):
+    config = embedded_config(*STEPS, "critic.enable_resource_pool=true", f"trainer.default_local_dir={tmp_path / 'split'}")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert main(["--config", str(tmp_path / "config.yaml")]) == 0
+    assert_same_training(read_metrics(config), expected)

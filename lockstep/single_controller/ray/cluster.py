@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from lockstep.errors import ConfigError, MissingExtra, ResourceError
 
 _PORT_TIMEOUT_S = 5.0
-_PROBE_TIMEOUT_S = 25.0
+_PROBE_TIMEOUT_S = 60.0  # connecting takes a few seconds, on a loaded machine many more
 
 
 def import_ray() -> ModuleType:
@@ -28,8 +28,8 @@ def import_ray() -> ModuleType:
 def connect(**ray_init_kwargs: Any) -> bool:
     """Start Ray, or connect to the cluster at `address` (or $RAY_ADDRESS), with the arguments of `ray.init`.
 
-    True when this call did it, False when Ray was running in this process already. Raises ResourceError within half a
-    minute when nothing answers at the address, ConfigError when Ray refuses the arguments, MissingExtra without Ray.
+    True when this call did it, False when Ray was running in this process already. Raises ResourceError within about
+    a minute when nothing answers at the address, ConfigError when Ray refuses the arguments, MissingExtra without Ray.
     """
     ray = import_ray()
     if ray.is_initialized():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,12 +41,14 @@ def test_opening_and_scanning_one_column_of_a_large_file_holds_a_small_part_of_i
 @pytest.mark.parametrize("groups_that_fit", [0.5, 2])
 def test_random_access_keeps_a_bounded_number_of_row_groups(large_file, groups_that_fit):
     group_bytes = large_file.stat().st_size / NUM_ROWS * GROUP
+    gc.collect()  # what earlier tests left behind would be counted as ours, or against us when it goes
     before = pa.total_allocated_bytes()
     rows = RowFiles([large_file], cache_bytes=int(groups_that_fit * group_bytes))
     for i in np.random.default_rng(1).integers(NUM_ROWS, size=60).tolist():
         assert rows.row(i)["prompt"] == f"prompt {i}"
-        # Arrow's buffers are larger than what they hold, by less than their size.
-        assert pa.total_allocated_bytes() - before < 2 * (groups_that_fit + 1) * group_bytes
+        # Arrow's buffers are larger than what they hold, by less than their size; one group is read while an old one is let go, and
+        # its reader's threads may hold another. All the groups touched would be several times more.
+        assert pa.total_allocated_bytes() - before < 2 * (groups_that_fit + 3) * group_bytes
 
 
 def test_a_row_group_is_read_once_while_it_is_kept(large_file):
