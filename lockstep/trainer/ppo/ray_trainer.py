@@ -142,7 +142,8 @@ class RayPPOTrainer:
 
     def _start_workers(self) -> None:
         manager = self.resource_pool_manager
-        manager.create_resource_pool(self.ray_worker_group_cls.nodes(), self.device == "cuda", self._host_memory())
+        nodes = self.ray_worker_group_cls.nodes()
+        manager.create_resource_pool(nodes, self.device == "cuda", self._host_memory(), roles=self.role_worker_mapping)
         by_pool: dict[str, dict[str, Enum]] = {}
         for role in self.role_worker_mapping:
             by_pool.setdefault(manager.mapping[role], {})[str(role)] = role

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -38,18 +38,23 @@ class ResourcePoolManager:
                 )
 
     def create_resource_pool(
-        self, nodes: Sequence[NodeResources] | None = None, use_gpu: bool = False, memory: Mapping[str, int] | None = None
+        self,
+        nodes: Sequence[NodeResources] | None = None,
+        use_gpu: bool = False,
+        memory: Mapping[str, int] | None = None,
+        roles: Iterable[Enum] | None = None,
     ) -> None:
-        """Make the pools that roles use and find a node for every process.
+        """Make the pools of these roles (None means all that are mapped) and find a node for every process.
 
         `nodes` is what there is to place them on; None means the Ray cluster this process is connected to, or else this machine.
         `memory` is the host memory in bytes that a process of each pool needs beside PROCESS_MEMORY. Raises ResourceError, with what is
         short in numbers, before anything is started.
         """
+        used = {self.mapping[role] for role in (self.mapping if roles is None else roles)}
         pools = [
             ResourcePool(counts, name=pool, use_gpu=use_gpu, memory_per_process=PROCESS_MEMORY + (memory or {}).get(pool, 0))
             for pool, counts in self.resource_pool_spec.items()
-            if pool in self.mapping.values()
+            if pool in used
         ]
         if nodes is None:
             nodes = (RayWorkerGroup if is_connected() else LocalWorkerGroup).nodes()

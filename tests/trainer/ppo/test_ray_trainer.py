@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
+from lockstep.trainer.ppo.role import Role
 
 POOL = {"global_pool": [1]}
 HYBRID = roles("ActorRollout", "Critic", "RefPolicy")
@@ -277,6 +278,17 @@ def test_roles_that_cannot_do_what_the_config_asks_are_an_error_before_anything_
         make_trainer(embedded_config(), POOL, roles("ActorRollout", "Critic"))
     with pytest.raises(ConfigError, match="Rollout"):
         make_trainer(embedded_config(), POOL, roles("Actor", "Critic", "RefPolicy"))
+
+
+def test_a_pool_of_a_role_that_is_not_needed_takes_no_resources(embedded_config):
+    config = embedded_config(
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+    )
+    mapping = {Role.ActorRollout: "global_pool", Role.Critic: "critic_pool"}
+    assert len(train(config, POOL | {"critic_pool": [4096]}, mapping)) == 1
 
 
 def test_a_pool_larger_than_the_machine_is_an_error_with_numbers(embedded_config):
