@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
-
 from lockstep.sandbox.base import Limits, Result, Sandbox, Status
 from lockstep.sandbox.local import LocalSandbox
+from lockstep.sandbox.make import default_sandbox, make_sandbox
 
-__all__ = ["Limits", "LocalSandbox", "Result", "Sandbox", "Status"]
+__all__ = ["Limits", "LocalSandbox", "Result", "Sandbox", "Status", "default_sandbox", "make_sandbox"]

@@ -60,6 +60,15 @@ class Result:
     """Wall time of the program, without the time it took to build the sandbox."""
 
 
+def exit_status(exit_code: int, stderr: str) -> Status:
+    """The status of a program that ended by itself; Python's MemoryError counts as the limit of memory."""
+    if exit_code == 0:
+        return "ok"
+    if exit_code > 128:
+        return "killed"
+    return "memory" if stderr.rstrip().rpartition("\n")[2].startswith("MemoryError") else "error"
+
+
 class Sandbox(ABC):
     """Runs programs, at most `max_concurrent` at once. Safe to use from many threads.
 
@@ -85,6 +94,11 @@ class Sandbox(ABC):
         """
         with self._place():
             return self._execute(program, stdin, self.limits.wall_s if wall_s is None else wall_s)
+
+    def judge(self, frames: bytes, wall_s: float) -> Result:
+        """`run` the judge (judge.py) on what it reads."""
+        with self._place():
+            return self._execute(None, frames.decode("ascii"), wall_s)
 
     async def run_async(self, program: str, stdin: str = "", wall_s: float | None = None) -> Result:
         """`run`, on a thread of the event loop's executor."""
@@ -113,8 +127,8 @@ class Sandbox(ABC):
         self.close()
 
     @abstractmethod
-    def _execute(self, program: str, stdin: str, wall_s: float) -> Result:
-        """Run one program; called with a place held."""
+    def _execute(self, program: str | None, stdin: str, wall_s: float) -> Result:
+        """Run one program, None being the judge; called with a place held."""
 
     @abstractmethod
     def _end_all(self) -> None:

@@ -1,7 +1,8 @@
 """The command line that isolates a program. Text in, text out: nothing is started here.
 
-Inside, a program is process 1 of a namespace of its own (process ids, network, users, IPC, host name, cgroups, mounts), without capabilities
-or a way to gain any. It sees /usr and the interpreter read-only, a /dev of six harmless devices, its own /proc, and one folder to write in.
+Inside, a program is process 1 of namespaces of its own (process ids, network, users, IPC, host name, cgroups, mounts), without
+capabilities or a way to gain any. It sees /usr and the interpreter read-only, a /dev of harmless devices, its own /proc, and one folder to
+write in.
 
 Whoever starts it, the program is an ordinary user. That matters when root does: /proc/sys obeys user id 0 of the machine even inside a
 namespace, and root has no limit on processes. So root becomes `nobody` first. An interpreter that nobody cannot reach (below /root,
@@ -33,17 +34,17 @@ _OLDEST = (0, 8)
 _LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 
 BOOT = """
-import os, resource, sys
-ready, source, *limits = map(int, sys.argv[1:])
+import marshal, os, resource, sys
+ready, source, is_code, *limits = map(int, sys.argv[1:])
 for name, limit in zip(("AS", "CPU", "FSIZE", "NOFILE", "CORE", "NPROC"), limits):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
 with open(source, "rb") as file:
-    program = file.read()
+    program = marshal.load(file) if is_code else file.read()
 os.write(ready, b"ready")
 os.closerange(3, 64)
 sys.argv[:] = ["program.py"]
-del ready, source, limits, name, limit, file, os, resource, sys
-exec(compile(program, "program.py", "exec"))
+del ready, source, is_code, limits, name, limit, file, marshal, os, resource, sys
+exec(compile(program, "program.py", "exec") if isinstance(program, bytes) else program)
 """
 """The first Python inside: sets the limits, says that the sandbox stands, becomes the program."""
 
@@ -66,14 +67,14 @@ class Isolation:
         """Whether nothing but limits and a process group holds the program."""
         return self.bwrap is None
 
-    def command(self, limits: Limits, wall_s: float, ready: int, source: int, info: int, seccomp: int) -> list[str]:
+    def command(self, limits: Limits, wall_s: float, ready: int, source: int, info: int, seccomp: int, is_code: bool) -> list[str]:
         """The command for one program. `ready`, `source`, `info`, `seccomp` are the descriptors for the mark that the program starts,
-        for its text, for bubblewrap's report of the process id, and for the filter of system calls.
+        for its text (its marshalled code if `is_code`), for bubblewrap's report of the process id, for the filter of system calls.
         """
         rlimits = [limits.memory_mb << 20, math.ceil(wall_s), limits.scratch_mb << 20, limits.num_open_files, 0]
         if not self.is_weak:  # outside a user namespace it would count all processes of the user
             rlimits.append(limits.num_processes)
-        numbers = map(str, (ready, source, *rlimits))
+        numbers = map(str, (ready, source, int(is_code), *rlimits))
         python = [self.interpreter, "-I", "-S", "-B", "-X", "utf8", "-c", BOOT, *numbers]
         if self.bwrap is None:
             return python
@@ -82,13 +83,22 @@ class Isolation:
         bound_at = _REACHABLE if is_hidden else self.prefix
         around = _around(self.bwrap, self.prefix) if is_hidden and self.prefix else []
         report = ["--info-fd", str(info), "--seccomp", str(seccomp)]
-        return [*around, *become_nobody, *_inside(self.bwrap, self.prefix, bound_at, limits.scratch_mb << 20), *report, "--", *python]
+        return [
+            *around,
+            *become_nobody,
+            *_inside(self.bwrap, self.prefix, bound_at, limits.scratch_mb << 20),
+            *report,
+            "--",
+            *python,
+        ]
 
 
 def find_isolation(accept_weak: bool) -> Isolation:
     """What this machine offers. Raises ResourceError when it cannot isolate and `accept_weak` is false."""
     if sys.platform != "linux":
-        raise ResourceError(f"the local sandbox needs Linux, this is {sys.platform}: set reward.sandbox.url to a SandboxFusion server")
+        raise ResourceError(
+            f"the local sandbox needs Linux, this is {sys.platform}: set reward.sandbox.url to a SandboxFusion server"
+        )
     interpreter = os.path.realpath(sys.executable)
     prefix = os.path.realpath(sys.base_prefix)
     outside_usr = None if Path(prefix).is_relative_to("/usr") else prefix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import platform
 import re
@@ -12,10 +13,13 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
 from typing import IO
 
 from lockstep.errors import ResourceError
-from lockstep.sandbox.base import Limits, Result, Sandbox, Status
+from lockstep.sandbox import judge
+from lockstep.sandbox.base import Limits, Result, Sandbox, Status, exit_status
 from lockstep.sandbox.isolation import find_isolation
 from lockstep.sandbox.seccomp import filter_program
 from lockstep.sandbox.watch import GroupTree, NamespaceTree, Tree
@@ -47,19 +51,18 @@ class LocalSandbox(Sandbox):
         accept_weak_isolation: bool = False,
         queue_s: float = 300.0,
     ) -> None:
-        super().__init__(max_concurrent or len(os.sched_getaffinity(0)), limits or Limits(), queue_s)
         self.isolation = find_isolation(accept_weak_isolation)
+        super().__init__(len(os.sched_getaffinity(0)) if max_concurrent is None else max_concurrent, limits or Limits(), queue_s)
         self._running: set[_Run] = set()
         self._lock = threading.Lock()
 
-    def _execute(self, program: str, stdin: str, wall_s: float) -> Result:
+    def _execute(self, program: str | None, stdin: str, wall_s: float) -> Result:
         with ExitStack() as stack:
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")) if self.isolation.is_weak else None
-            run = _Run(self, program, stdin, wall_s, scratch, stack)
+            run = _Run(self, program, stdin, wall_s, stack)
             with self._lock:
-                if self._closed:
-                    run.abandon()
                 self._running.add(run)
+            if self._closed:  # perhaps before it was in the set
+                run.abandon()
             try:
                 return run.finish()
             finally:
@@ -72,20 +75,29 @@ class LocalSandbox(Sandbox):
                 run.abandon()
 
 
+@cache
+def _compiled_judge() -> bytes:
+    """The judge is our own, so it can be compiled here, once, for the same interpreter inside."""
+    return marshal.dumps(compile(Path(judge.__file__).read_text(encoding="utf-8"), "judge.py", "exec"))
+
+
 class _Run:
     """One program from start to end. Everything it opens is closed by `stack`."""
 
-    def __init__(
-        self, sandbox: LocalSandbox, program: str, stdin: str, wall_s: float, scratch: str | None, stack: ExitStack
-    ) -> None:
-        self.limits, self.wall_s, self._stack = sandbox.limits, wall_s, stack
+    def __init__(self, sandbox: LocalSandbox, program: str | None, stdin: str, wall_s: float, stack: ExitStack) -> None:
+        self._limits, self._wall_s, self._stack = sandbox.limits, wall_s, stack
         self._is_weak = sandbox.isolation.is_weak
         self._input = memoryview(stdin.encode("utf-8", "surrogatepass"))
-        self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
-        self._tree: Tree | None = None
+        self._output = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
         self._abandoned = threading.Event()
+        self._tree: Tree | None = None
+        self._process = self._start(sandbox, program)
+        self._ended = self._own(os.pidfd_open(self._process.pid))
         self._selector = stack.enter_context(selectors.DefaultSelector())
-        self._process = self._start(sandbox, program, scratch)
+        self._selector.register(self._ended, selectors.EVENT_READ, "ended")
+        self._selector.register(self._stdin, selectors.EVENT_WRITE, "stdin")
+        for name, descriptor in self._open.items():
+            self._selector.register(descriptor, selectors.EVENT_READ, name)
 
     def abandon(self) -> None:
         """From another thread: end the program soon; `finish` will raise."""
@@ -96,7 +108,7 @@ class _Run:
         try:
             self._wait_until_ready()
             began = time.monotonic()
-            status = self._wait_until_over(began + self.wall_s)
+            status = self._wait_until_over(began + self._wall_s)
             seconds = time.monotonic() - began
         finally:
             self._end()
@@ -104,15 +116,16 @@ class _Run:
 
     # -- start -------------------------------------------------------------------------------------------------------------
 
-    def _start(self, sandbox: LocalSandbox, program: str, scratch: str | None) -> subprocess.Popen[bytes]:
-        source = self._file(program.encode("utf-8", "surrogatepass"))
+    def _start(self, sandbox: LocalSandbox, program: str | None) -> subprocess.Popen[bytes]:
+        source = self._file(_compiled_judge() if program is None else program.encode("utf-8", "surrogatepass"))
         seccomp = self._file(b"" if self._is_weak else filter_program(platform.machine()))
+        scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")) if self._is_weak else None
         report, ready = os.pipe()
         self._own(report)
         info = os.dup(ready)
         try:
             process = subprocess.Popen(
-                sandbox.isolation.command(self.limits, self.wall_s, ready, source, info, seccomp),
+                sandbox.isolation.command(self._limits, self._wall_s, ready, source, info, seccomp, is_code=program is None),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -127,12 +140,9 @@ class _Run:
         finally:
             os.close(ready)
             os.close(info)
-        self._ended = self._own(os.pidfd_open(process.pid))
-        self._selector.register(self._ended, selectors.EVENT_READ, "ended")
-        self._selector.register(report, selectors.EVENT_READ, "report")
-        for name in ("stdout", "stderr"):
-            self._selector.register(self._nonblocking(getattr(process, name)), selectors.EVENT_READ, name)
-        self._selector.register(self._nonblocking(process.stdin), selectors.EVENT_WRITE, "stdin")
+        self._stdin = self._nonblocking(process.stdin)
+        stdout, stderr = self._nonblocking(process.stdout), self._nonblocking(process.stderr)
+        self._open = {"stdout": stdout.fileno(), "stderr": stderr.fileno(), "report": report}
         return process
 
     def _file(self, content: bytes) -> int:
@@ -155,13 +165,13 @@ class _Run:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_S
         while not self._output["report"].endswith(b"ready"):
-            if self._step(deadline - time.monotonic()) or time.monotonic() > deadline:
+            if self._step(deadline) or time.monotonic() > deadline:
                 self._read_the_rest()
                 told = self._output["stderr"].decode(errors="replace").strip()
                 raise ResourceError(
-                    f"the sandbox could not be built: {told or 'no answer within 30 s'}. bubblewrap needs user namespaces for ordinary "
-                    "users (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container, its seccomp "
-                    "profile); otherwise set reward.sandbox.url to a SandboxFusion server"
+                    f"the sandbox could not be built: {told or f'no answer within {_START_S:g} s'}. bubblewrap needs user namespaces for "
+                    "ordinary users (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container also "
+                    "its seccomp profile); without them, set reward.sandbox.url to a SandboxFusion server"
                 )
         self._tree = GroupTree(self._process.pid) if self._is_weak else NamespaceTree(self._child_pid())
 
@@ -176,92 +186,84 @@ class _Run:
     def _wait_until_over(self, deadline: float) -> Status | None:
         """The limit that the program passed, or None when it ended by itself."""
         assert self._tree is not None
-        while True:
-            if self._step(min(_WATCH_S, deadline - time.monotonic())):
-                return None
-            if any(len(self._output[name]) > self.limits.output_bytes for name in ("stdout", "stderr")):
+        while not self._step(deadline):
+            if self._prints_too_much():
                 return "output"
             if time.monotonic() > deadline:
                 return "timeout"
-            if over := self._tree.over(self.limits):
+            if over := self._tree.over(self._limits):
                 return over
+        return None
 
-    def _step(self, wait_s: float) -> bool:
-        """Move what can be moved through the pipes, waiting at most that long for it; whether the first process has ended."""
+    def _step(self, deadline: float) -> bool:
+        """Move what can be moved through the pipes, waiting a moment for it; whether the first process has ended."""
         if self._abandoned.is_set():
             raise ResourceError("the sandbox was closed while a program ran")
         ended = False
-        for key, _ in self._selector.select(max(0.0, min(wait_s, _WATCH_S))):
+        for key, _ in self._selector.select(max(0.0, min(deadline - time.monotonic(), _WATCH_S))):
             if key.data == "ended":
                 ended = True
             elif key.data == "stdin":
-                self._feed(key.fileobj)
+                self._feed()
             else:
-                self._read(key.data, key.fileobj)
+                self._read(key.data)
         return ended
 
-    def _feed(self, pipe: IO[bytes]) -> None:  # type: ignore[type-arg]
+    def _feed(self) -> None:
         try:
-            self._input = self._input[os.write(pipe.fileno(), self._input[:_CHUNK]) :]
+            self._input = self._input[os.write(self._stdin.fileno(), self._input[:_CHUNK]) :]
         except BlockingIOError:
             return
         except BrokenPipeError:  # it does not want to read more
             self._input = self._input[:0]
         if not self._input:
-            self._selector.unregister(pipe)
-            pipe.close()
+            self._selector.unregister(self._stdin)
+            self._stdin.close()
 
-    def _read(self, name: str, file: IO[bytes] | int) -> bool:
-        """Take one chunk; whether there was one."""
-        descriptor = file if isinstance(file, int) else file.fileno()
+    def _read(self, name: str) -> bool:
+        """Take one chunk from a pipe that is open; whether there was one."""
         try:
-            chunk = os.read(descriptor, _CHUNK)
+            chunk = os.read(self._open[name], _CHUNK)
         except BlockingIOError:
             return False
         if not chunk:
-            self._selector.unregister(file)
+            self._selector.unregister(self._open.pop(name))
         self._output[name] += chunk
         return bool(chunk)
+
+    def _prints_too_much(self) -> bool:
+        return any(len(self._output[name]) > self._limits.output_bytes for name in ("stdout", "stderr"))
 
     # -- end ---------------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         """Leave nothing: every process dead and reaped."""
         if self._tree is not None:
-            self._tree.kill()
             self._stack.callback(self._tree.close)
+            self._tree.kill()
         else:
             self._process.kill()
-        # With the first process of the namespace everything in it is dead; the command ends when it has seen that.
+        # With the first process of a namespace everything in it is dead, and the command ends when it has seen that.
         if not select.select([self._ended], [], [], _END_S)[0]:
-            self._process.kill()
             raise ResourceError(f"sandboxed process {self._process.pid} did not end within {_END_S:g} s of being killed")
         self._process.wait()
         self._read_the_rest()
 
     def _read_the_rest(self) -> None:
         for name in ("stdout", "stderr"):
-            pipe = getattr(self._process, name)
-            while pipe in self._selector.get_map() and len(self._output[name]) <= self.limits.output_bytes and self._read(name, pipe):
+            while name in self._open and not self._prints_too_much() and self._read(name):
                 pass
 
     def _result(self, status: Status | None, seconds: float) -> Result:
         stdout, stderr = (self._text(self._output[name]) for name in ("stdout", "stderr"))
-        code = self._process.returncode
-        if code < 0:
-            code = 128 - code
-        if status is None and any(len(self._output[name]) > self.limits.output_bytes for name in ("stdout", "stderr")):
+        if status is None and self._prints_too_much():
             status = "output"
         if status is not None:
             return Result(status=status, exit_code=None, stdout=stdout, stderr=stderr, seconds=seconds)
-        if code > 128:
-            status = "killed"
-        elif code == 0:
-            status = "ok"
-        else:
-            status = "memory" if stderr.rstrip().rpartition("\n")[2].startswith("MemoryError") else "error"
-        return Result(status=status, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
+        code = self._process.returncode
+        code = 128 - code if code < 0 else code
+        return Result(status=exit_status(code, stderr), exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
 
     def _text(self, raw: bytearray) -> str:
-        limit = self.limits.output_bytes
+        limit = self._limits.output_bytes
         return (raw[:limit] + _CUT if len(raw) > limit else raw).decode("utf-8", "replace")

@@ -1,8 +1,8 @@
 """The system calls that a sandboxed program is refused, as the filter that bubblewrap installs.
 
 Namespaces and limits do most of the work. The filter closes what they leave open: memory that belongs to no process and so is not counted
-(memfd, System V and POSIX message queues), address families that ignore network namespaces (vsock reaches the host of a virtual machine), looking into
-other processes, and parts of the kernel that no program under test needs.
+(memfd, System V shared memory, message queues), address families that ignore network namespaces (vsock reaches the host of a virtual
+machine), looking into other processes, and parts of the kernel that no program under test needs.
 
 The filter is classic BPF over `struct seccomp_data` {int nr; u32 arch; u64 instruction_pointer; u64 args[6]}.
 """

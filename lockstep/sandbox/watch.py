@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+from contextlib import suppress
 from typing import Protocol
 
 import psutil
@@ -67,10 +68,8 @@ class NamespaceTree:
         return "memory" if is_over else None
 
     def kill(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._first, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def close(self) -> None:
         for descriptor in (self._first, self._proc, self._scratch):
@@ -119,15 +118,11 @@ class GroupTree:
 
     def kill(self) -> None:
         processes = self._processes()
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._first, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         for process in processes:
-            try:
+            with suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                pass
 
     def close(self) -> None:
         pass
