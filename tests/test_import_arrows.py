@@ -24,7 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/rollout": {"models", "protocol", "config", "observability", "utils"},
     "workers/weight_sync": {"workers/engine"},
-    "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability"},
+    "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/reward_manager": {"protocol", "config", "utils"},
     "workers/engine_workers": {
         "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",

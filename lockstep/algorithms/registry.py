@@ -55,5 +55,7 @@ def call_by_name(what: str, function: Callable[..., Any], available: Mapping[str
     missing = [name for name, is_required in names.items() if is_required and available.get(name) is None]
     if missing:
         present = sorted(key for key, value in available.items() if value is not None)
-        raise ConfigError(f"{what} needs {', '.join(missing)}, which this run does not have (it has {', '.join(present)}): {remedy}")
+        raise ConfigError(
+            f"{what} needs {', '.join(missing)}, which this run does not have (it has {', '.join(present)}): {remedy}"
+        )
     return function(**{name: available[name] for name in names if available.get(name) is not None})

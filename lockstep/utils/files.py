@@ -14,6 +14,12 @@ from typing import Any
 from lockstep.errors import DataError
 
 
+def load_reference(text: str) -> Any:
+    """The object that `path.py:name` refers to; None when `text` is not of that form. Raises as `load_object` does."""
+    path, colon, name = text.rpartition(":")
+    return load_object(path, name) if colon and path.endswith(".py") else None
+
+
 def load_object(path: str, name: str) -> Any:
     """The attribute `name` of a Python file (`path` ends in .py) or of an importable module (`path` is dotted).
 

@@ -53,7 +53,6 @@ from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rlo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
 from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
-from lockstep.errors import ConfigError
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 

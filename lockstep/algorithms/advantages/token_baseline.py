@@ -42,8 +42,8 @@ def optimal_token_baseline(
     """
     returns, weights = returns_and_energy(token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     order = _selected_first(response_mask)
-    compact = [x.gather(1, order) for x in (returns, weights, response_mask)]
-    advantages = torch.zeros_like(returns).scatter(1, order, against_column(*compact, group))
+    g, w, mask = (x.gather(1, order) for x in (returns, weights, response_mask))
+    advantages = torch.zeros_like(returns).scatter(1, order, against_column(g, w, mask, group))
     return zero_outside(advantages, response_mask), returns
 
 

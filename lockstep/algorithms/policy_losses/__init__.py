@@ -125,5 +125,5 @@ def prepare_columns(loss: PolicyLoss, available: Mapping[str, Any]) -> dict[str,
 
 
 def _what(loss: str | PolicyLoss) -> str:
-    name = loss if isinstance(loss, str) else getattr(loss, '__name__', loss)
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", loss)
     return f"policy loss {name!r}"

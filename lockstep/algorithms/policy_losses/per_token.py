@@ -131,7 +131,7 @@ def sapo(
 def dro(
     *, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, dro_beta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient with a quadratic pull back to the old policy (direct reward optimisation, arXiv 2405.19107).
+    """The policy gradient with a quadratic pull back to the old policy (DRO, Richemond et al., arXiv 2405.19107).
 
     ```text
     loss  = -(A log_prob - dro_beta / 2 (log_prob - old_log_prob)^2)
