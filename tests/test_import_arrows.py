@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",
         "models", "algorithms", "protocol", "config", "observability", "utils",
     },
+    "check": {"algorithms", "config", "utils"},
     "trainer/ppo": {"single_controller", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
     "trainer/summary": {"trainer/ppo"},
 }  # fmt: skip

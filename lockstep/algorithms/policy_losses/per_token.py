@@ -124,7 +124,7 @@ def sapo(
         )
     advantages = zero_outside(advantages, response_mask)
     log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_ratio.dtype)
+    tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
     return -advantages * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau, token_metrics(log_ratio)
 
 

@@ -187,7 +187,9 @@ def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLControlle
         "response_mask": mask,
         **{name: batch.batch[name] for name in _OPTIONAL_INPUTS if name in batch},
         "reward_parts": _reward_parts(batch, config),
-        "reward_part_weights": torch.tensor(config.gdpo_reward_weights) if config.gdpo_reward_weights else None,
+        "reward_part_weights": torch.tensor(config.gdpo_reward_weights, dtype=torch.float64)
+        if config.gdpo_reward_weights
+        else None,
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
         "config": config,
