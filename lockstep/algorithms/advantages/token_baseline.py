@@ -54,11 +54,11 @@ def returns_and_energy(
     sum_pi_squared: Tensor | None,
     rollout_is_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """G and W of `optimal_token_baseline`, [B, T] each."""
-    pi = zero_outside(old_log_probs, response_mask).exp()
-    energy = (1 - pi).square() if sum_pi_squared is None else 1 - 2 * pi + zero_outside(sum_pi_squared, response_mask)
+    """G and W of `optimal_token_baseline`, [B, T] each; W in float64."""
+    pi = zero_outside(old_log_probs.double(), response_mask).exp()
+    energy = (1 - pi).square() if sum_pi_squared is None else 1 - 2 * pi + zero_outside(sum_pi_squared.double(), response_mask)
     if rollout_is_weights is not None:
-        energy = energy * zero_outside(rollout_is_weights, response_mask).square()
+        energy = energy * zero_outside(rollout_is_weights.double(), response_mask).square()
     return rewards_to_go(token_level_rewards, response_mask), zero_outside(energy, response_mask).cumsum(dim=1)
 
 
@@ -67,7 +67,7 @@ def against_column(returns: Tensor, weights: Tensor, response_mask: Tensor, grou
 
     The baseline is 0 where a row is alone in its column. Outside the mask the result is 0.
     """
-    mask = response_mask.bool()
+    mask, dtype, returns = response_mask.bool(), returns.dtype, returns.double()
     index = group_index(group, returns.shape[0])
 
     def over_group(x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def against_column(returns: Tensor, weights: Tensor, response_mask: Tensor, grou
     total = over_group(weights)
     centred = below - over_group(weights * below) / torch.where(total == 0, 1, total)
     alone = over_group(mask.to(returns.dtype)) < 2
-    return zero_outside(torch.where(alone, returns, centred), mask)
+    return zero_outside(torch.where(alone, returns, centred), mask).to(dtype)
 
 
 def _selected_first(response_mask: Tensor) -> Tensor:

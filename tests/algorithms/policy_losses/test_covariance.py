@@ -93,7 +93,9 @@ def test_selected_tokens_have_no_loss_in_clip_cov_and_a_penalty_in_kl_cov(data, 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"clip_cov_ratio": 0.0}, {"clip_cov_ratio": 1.5}, {"clip_cov_lb": 2.0, "clip_cov_ub": 2.0}], ids=["none", "all", "bounds"]
+    "wrong",
+    [{"clip_cov_ratio": 0.0}, {"clip_cov_ratio": 1.5}, {"clip_cov_lb": 2.0, "clip_cov_ub": 2.0}],
+    ids=["none", "all", "bounds"],
 )
 def test_a_choice_that_cannot_work_is_refused(wrong):
     one = torch.ones(1, 1)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.algorithms import policy_losses as module
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators, agg_loss
 from lockstep.algorithms.masked import zero_outside
-from lockstep.algorithms import policy_losses as module
 from lockstep.algorithms.policy_losses import (
     POLICY_LOSSES,
     compute_policy_loss,
@@ -48,9 +48,7 @@ def test_at_ratio_one_the_gradient_is_that_of_the_plain_policy_gradient(name, cl
         agg_loss(loss_of(log_prob), mask, mode, denominators, loss_scale_factor=5.0).backward()
         return log_prob.grad
 
-    actual = gradient(
-        lambda x: call(name, old_log_prob=new, log_prob=x, advantages=advantages, response_mask=mask, **clip)[0]
-    )
+    actual = gradient(lambda x: call(name, old_log_prob=new, log_prob=x, advantages=advantages, response_mask=mask, **clip)[0])
     expected = gradient(lambda x: -zero_outside(advantages, mask) * zero_outside(x, mask))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
