@@ -29,8 +29,11 @@ rm_scores           R     T      reward model       a reward model's score, on t
 token_level_scores  R     T      stages.score       the reward, on the last token
 old_log_probs       R     T      stages.old_log_prob  log-prob under the policy before the update
 entropys            R     T      stages.old_log_prob  entropy of the policy at the token
+rollout_is_weights  R     T      stages.correct     weight of the token's policy loss, where algorithm.rollout_correction asks for it
 ref_log_prob        R     T      stages.ref_log_prob  log-prob under the reference policy
 values              R     T      stages.values      the critic's estimate before the token
+reward_baselines    D     -      the trainer        score of the greedy answer to the row's prompt (remax)
+reward_parts        D     K      the reward manager  parts of the reward; meta_info["reward_part_names"] names them (gdpo)
 token_level_rewards R     T      stages.advantage   score minus the KL penalty, where that is on
 advantages, returns R     T      stages.advantage   what the actor and the critic learn from
 input_ids, attention_mask, position_ids             derived from prompts and responses, only in the padded view
