@@ -18,9 +18,10 @@ from lockstep.errors import ConfigError, LockstepError
 USAGE = """usage: lockstep check loss NAME [argument=number ...]
        lockstep check advantage NAME [argument=number ...]
 
-NAME is path.py:function, or the name of a registered loss or estimator. Arguments of its own are given as argument=number."""
+NAME is path.py:function, or the name of a registered loss or estimator. Arguments of its own are given as argument=number.
+--examples N tries N batches for each property (default 100)."""
 
-_EXAMPLES = 200
+_EXAMPLES = 100
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,9 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if len(arguments) < 2 or arguments[0] not in ("loss", "advantage"):
             raise ConfigError(f"expected 'loss' or 'advantage' and a name, got {' '.join(arguments)!r}\n{USAGE}")
-        given = dict(_argument(text) for text in arguments[2:])
+        max_examples, others = _split_examples(list(arguments[2:]))
+        given = dict(_argument(text) for text in others)
         check = check_loss if arguments[0] == "loss" else check_advantage
-        return 0 if check(arguments[1], given) else 1
+        return 0 if check(arguments[1], given, max_examples) else 1
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -127,6 +129,15 @@ def _check_given(name: str, given: dict[str, Any], names: dict[str, bool]) -> No
     for key in given:
         if key not in names:
             raise ConfigError(f"{name} has no argument {key!r}; it reads {', '.join(names)}")
+
+
+def _split_examples(arguments: list[str]) -> tuple[int, list[str]]:
+    if "--examples" not in arguments:
+        return _EXAMPLES, arguments
+    at = arguments.index("--examples")
+    if at + 1 == len(arguments) or not arguments[at + 1].isdigit() or arguments[at + 1] == "0":
+        raise ConfigError("--examples needs a number of at least 1 after it")
+    return int(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
 
 
 def _argument(text: str) -> tuple[str, float]:

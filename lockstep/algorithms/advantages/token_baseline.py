@@ -9,7 +9,7 @@ from lockstep.algorithms.advantages.returns import rewards_to_go
 from lockstep.algorithms.advantages.scores import group_index
 from lockstep.algorithms.masked import zero_outside
 
-_WEIGHT_FLOOR = 1e-8
+_WEIGHT_FLOOR = 1e-12
 """Added to every weight: a group whose tokens were all certain (weight 0) has its plain mean as baseline."""
 
 

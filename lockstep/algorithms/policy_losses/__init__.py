@@ -47,7 +47,7 @@ def mine(*, old_log_prob, log_prob, advantages, response_mask, clip_ratio_high):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -78,6 +78,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 PREPARATIONS: dict[PolicyLoss, Prepare] = {clip_cov: choose_clip_cov, kl_cov: choose_kl_cov}
 """Loss -> what it needs done once for a mini-batch."""
+
+BATCH_INPUTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "row_keys", "ref_log_prob", "rollout_is_weights")
+"""The inputs that come from the batch; the last two only in runs that have them."""
 
 _REMEDY = "add it to actor_rollout_ref.actor.policy_loss.loss_kwargs, or give the argument a default"
 
@@ -111,6 +114,12 @@ def loss_inputs(loss: PolicyLoss) -> dict[str, bool]:
     prepare = PREPARATIONS.get(loss)
     own = input_names(_what(loss), loss)
     return own if prepare is None else input_names(f"the prepare of {_what(loss)}", prepare) | own
+
+
+def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
+    """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
+    required = [name for name, is_required in input_names(_what(loss), PREPARATIONS.get(loss, loss)).items() if is_required]
+    return [name for name in required if name not in given and name not in BATCH_INPUTS]
 
 
 def compute_policy_loss(loss: PolicyLoss, available: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:

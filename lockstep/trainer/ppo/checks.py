@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.algorithms.advantages import get_adv_estimator, required_inputs
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.kl import KL_KINDS
-from lockstep.algorithms.policy_losses import get_policy_loss, loss_inputs
+from lockstep.algorithms.policy_losses import get_policy_loss, loss_inputs, missing_numbers
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
@@ -49,15 +49,22 @@ def check_algorithm(config: PPOConfig) -> None:
 
 
 def _check_policy_loss(actor: ActorConfig) -> None:
-    """The loss exists, and every value of loss_kwargs is an argument of it."""
+    """The loss exists, every number it requires is given, and every value of loss_kwargs is an argument of it."""
     policy_loss = actor.policy_loss
-    names = loss_inputs(load_reference(policy_loss.loss_mode) or get_policy_loss(policy_loss.loss_mode))
+    loss = load_reference(policy_loss.loss_mode) or get_policy_loss(policy_loss.loss_mode)
+    names = loss_inputs(loss)
     for key in policy_loss.loss_kwargs:
         if key not in names:
             raise ConfigError(
                 f"actor_rollout_ref.actor.policy_loss.loss_kwargs.{key} is not an argument of the policy loss "
                 f"{policy_loss.loss_mode}, which reads {', '.join(names)}"
             )
+    missing = missing_numbers(loss, actor.loss_parameters)
+    if missing:
+        raise ConfigError(
+            f"the policy loss {policy_loss.loss_mode} needs {', '.join(missing)}; set "
+            f"actor_rollout_ref.actor.policy_loss.loss_kwargs.{missing[0]}"
+        )
 
 
 def _check_reward_parts(algorithm: AlgorithmConfig) -> None:

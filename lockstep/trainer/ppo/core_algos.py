@@ -274,7 +274,7 @@ def compute_optimal_token_baseline_advantage(
 ) -> Advantages:
     """The optimal token baseline with tokens compared at the same *position*: for responses of one turn.
 
-    `handle_zero_tail` and `epsilon` are not read: the baseline is 0 wherever a row is alone, and weights have a floor of 1e-8.
+    `handle_zero_tail` and `epsilon` are not read: the baseline is 0 wherever a row is alone, and weights have a floor of 1e-12.
     """
     returns, weights = token_baseline.returns_and_energy(
         token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights

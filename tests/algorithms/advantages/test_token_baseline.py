@@ -26,8 +26,8 @@ def slow(rewards, mask, group, log_probs, squares, weights):
     for i, (at, g, _) in enumerate(rows):
         for k, t in enumerate(at):
             peers = [j for j in range(len(mask)) if group[j] == group[i] and len(rows[j][0]) > k]
-            total = math.fsum(rows[j][2][k] + 1e-8 for j in peers)
-            baseline = math.fsum((rows[j][2][k] + 1e-8) * rows[j][1][k] for j in peers) / total
+            total = math.fsum(rows[j][2][k] + 1e-12 for j in peers)
+            baseline = math.fsum((rows[j][2][k] + 1e-12) * rows[j][1][k] for j in peers) / total
             advantages[i, t] = g[k] - (baseline if len(peers) > 1 else 0.0)
             returns[i, t] = g[k]
     return advantages, returns
