@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.rewards import length as count_words
 from helpers.run import make_trainer, read_metrics, roles, train
 from safetensors.torch import load_file
 
@@ -187,27 +188,7 @@ def test_a_switch_takes_effect_and_the_step_works(overrides, names, logged, embe
     assert ("critic/vf_loss" in row) == config.use_critic
 
 
-ESTIMATOR_KEYS = {"gdpo": ["algorithm.gdpo_reward_keys=[right, brief]", "algorithm.gdpo_reward_weights=[1.0, 0.5]"]}
-"""What an estimator needs beside its name."""
-FROM_THE_REWARD = {"remax": {"reward_baselines"}, "gdpo": {"reward_parts"}}
-"""Columns that the reward function of this test writes."""
-
-
-def reward_that_writes(columns, config):
-    """The embedded task's reward, which also writes the columns that a ReMax pass or a reward of several parts would."""
-    manager = RewardManager(tokenizer=hf_tokenizer(str(config.actor_rollout_ref.model.path)), num_examine=0)
-
-    def reward(batch):
-        rewards = manager(batch)
-        scores = rewards.sum(1)
-        if "reward_baselines" in columns:
-            batch.set("reward_baselines", torch.full_like(scores, scores.mean()))
-        if "reward_parts" in columns:
-            batch.set("reward_parts", torch.stack([scores, -batch.ragged("responses").lengths.float()], dim=1))
-            batch.meta_info["reward_part_names"] = ["right", "brief"]
-        return rewards
-
-    return reward
+ESTIMATOR_KEYS = {"gdpo": ["algorithm.gdpo_reward_keys=[rule, length]", "algorithm.gdpo_reward_weights=[1.0, 0.5]"]}
 
 
 @pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS) - {"gae", "tir_optimal_token_baseline"}))
@@ -216,10 +197,12 @@ def test_every_estimator_without_a_critic_trains(estimator, embedded_config):
         "trainer.total_training_steps=2", "trainer.val_before_train=false", "algorithm.use_kl_in_reward=false",
         f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4", *ESTIMATOR_KEYS.get(estimator, []),
     )  # fmt: skip
-    more = {"reward_fn": reward_that_writes(FROM_THE_REWARD[estimator], config)} if estimator in FROM_THE_REWARD else {}
-    rows = train(config, POOL, HYBRID, **more)
+    tokenizer = hf_tokenizer(str(config.actor_rollout_ref.model.path))
+    judges = RewardManager(tokenizer, 0, functions={"length": count_words}, weights={"*": {"rule": 1.0, "length": -0.1}})
+    rows = train(config, POOL, HYBRID, **({"reward_fn": judges} if estimator == "gdpo" else {}))
     assert any(row["actor/grad_norm"] > 0 for row in rows)
     assert all("critic/vf_loss" not in row for row in rows)  # the mapped critic was not needed, so it was not started
+    assert ("timing_s/gen_max" in rows[0]) == (estimator == "remax")  # the greedy baseline
 
 
 @pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
