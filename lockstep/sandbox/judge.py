@@ -49,8 +49,8 @@ _BUNDLES = {"l": list, "t": tuple, "e": set, "z": frozenset}
 
 
 def encode(value: Any, export: Any = None) -> bytes:
-    """A value as ASCII: builtin values, containers of them, and the builtin types themselves. Subclasses become their base. `export(object) -> int` gives a
-    number to anything else; without it that raises TypeError.
+    """A value as ASCII: builtin values, containers of them, and the builtin types themselves. Subclasses become their base.
+    `export(object) -> int` gives a number to anything else; without it that raises TypeError.
     """
     out: list[bytes] = []
     _encode(value, export, out.append)

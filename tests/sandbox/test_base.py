@@ -54,14 +54,14 @@ def test_it_can_be_awaited():
 
 def test_waiting_for_a_place_has_a_deadline_that_names_the_key():
     sandbox = Recorder(1, queue_s=0.05, hold_s=5.0)
-    first = threading.Thread(target=lambda: pytest.raises(ResourceError, sandbox.run, "slow"))
-    first.start()
-    while not sandbox.inside:
-        time.sleep(0.001)
-    with pytest.raises(ResourceError, match=r"within 0\.05 s.*reward\.sandbox\.max_concurrent"):
-        sandbox.run("late")
-    sandbox.close()
-    first.join()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(sandbox.run, "slow")
+        while not sandbox.inside:
+            time.sleep(0.001)
+        with pytest.raises(ResourceError, match=r"within 0\.05 s.*reward\.sandbox\.max_concurrent"):
+            sandbox.run("late")
+        sandbox.close()
+        assert isinstance(first.exception(), ResourceError)
 
 
 def test_closing_ends_what_runs_what_waits_and_what_comes_later():

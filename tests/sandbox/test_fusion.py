@@ -66,7 +66,14 @@ def run_code(local, asked):
         "execution_time": result.seconds,
     }
     status = "Success" if result.status == "ok" else "Failed"
-    return {"status": status, "message": "", "compile_result": None, "run_result": run_result, "executor_pod_name": None, "files": {}}
+    return {
+        "status": status,
+        "message": "",
+        "compile_result": None,
+        "run_result": run_result,
+        "executor_pod_name": None,
+        "files": {},
+    }
 
 
 @pytest.fixture
@@ -81,7 +88,9 @@ def server(sandbox):
 
 
 def client(server, **options):
-    return FusionSandbox(server.url, limits=Limits(wall_s=2.0, memory_mb=200, output_bytes=1000), **{"backoff_s": 0.01, "answer_s": 5.0} | options)
+    return FusionSandbox(
+        server.url, limits=Limits(wall_s=2.0, memory_mb=200, output_bytes=1000), **{"backoff_s": 0.01, "answer_s": 5.0} | options
+    )
 
 
 def test_programs_run_and_their_results_come_back(server):
@@ -102,7 +111,14 @@ def test_the_request_is_what_the_server_expects(server):
     assert server.requests == [
         (
             "/run_code",
-            {"code": "print(1)", "language": "python", "stdin": "in", "run_timeout": 1.5, "compile_timeout": 1.5, "memory_limit_MB": 200},
+            {
+                "code": "print(1)",
+                "language": "python",
+                "stdin": "in",
+                "run_timeout": 1.5,
+                "compile_timeout": 1.5,
+                "memory_limit_MB": 200,
+            },
         )
     ]
     FusionSandbox(server.url + "/run_code/").run("")

@@ -18,7 +18,9 @@ NUMBERS = {"ready": 5, "source": 6, "info": 7, "seccomp": 8, "is_code": False}
 
 def test_without_bubblewrap_it_refuses_and_names_the_package_and_the_keys(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ResourceError, match=r"apt-get install bubblewrap.*reward\.sandbox\.url.*reward\.sandbox\.accept_weak_isolation=true"):
+    with pytest.raises(
+        ResourceError, match=r"apt-get install bubblewrap.*reward\.sandbox\.url.*reward\.sandbox\.accept_weak_isolation=true"
+    ):
         find_isolation(accept_weak=False)
     assert find_isolation(accept_weak=True).is_weak
 
@@ -83,7 +85,9 @@ def test_an_ordinary_user_can_build_the_sandbox(sandbox):
     python = shutil.which("python3", path="/usr/bin")
     if os.geteuid() != 0 or python is None or not isolation._others_reach(str(ROOT)):
         pytest.skip("needs root, a system Python and a checkout that others can read")
-    has_packages = subprocess.run([python, "-c", "import sys, psutil; assert sys.version_info >= (3, 11)"], capture_output=True, check=False)
+    has_packages = subprocess.run(
+        [python, "-c", "import sys, psutil; assert sys.version_info >= (3, 11)"], capture_output=True, check=False
+    )
     psutil_at = Path(__import__("psutil").__file__).parents[1]
     if has_packages.returncode and not isolation._others_reach(str(psutil_at)):
         pytest.skip("no psutil that another user can read")

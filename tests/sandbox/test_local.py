@@ -105,7 +105,9 @@ def test_a_thousand_programs_leave_nothing_behind(sandbox):
     with ThreadPoolExecutor(sandbox.max_concurrent) as threads:
         list(threads.map(lambda i: sandbox.run("pass"), range(50)))  # what threads and allocators keep is kept by now
         before = _used()
-        results = list(threads.map(lambda i: sandbox.run(f"print({i})\nopen('x', 'w').write('x')\nraise SystemExit({i} % 3)"), range(1000)))
+        results = list(
+            threads.map(lambda i: sandbox.run(f"print({i})\nopen('x', 'w').write('x')\nraise SystemExit({i} % 3)"), range(1000))
+        )
         after = _used()
     assert [result.stdout for result in results] == [f"{i}\n" for i in range(1000)]
     assert [result.exit_code for result in results] == [i % 3 for i in range(1000)]
@@ -128,7 +130,11 @@ def _used():
 def _left_over():
     """Sandbox processes that live, or are dead and not reaped."""
     assert threading.active_count() < 50
-    return [process.name() for process in psutil.Process().children(recursive=True) if process.name() in ("bwrap", "setpriv", "python3.11")]
+    return [
+        process.name()
+        for process in psutil.Process().children(recursive=True)
+        if process.name() in ("bwrap", "setpriv", "python3.11")
+    ]
 
 
 # -- weak isolation --------------------------------------------------------------------------------------------------------
@@ -151,11 +157,16 @@ def test_weak_isolation_still_limits_time_memory_output_and_environment(weak, mo
     assert "LOCKSTEP" not in weak.run("import os; print(os.environ)").stdout
     many = "import os, time\nfor i in range(12):\n    if os.fork() == 0:\n        x = b'1' * (50 * 10**6); time.sleep(60)\ntime.sleep(60)"
     assert weak.run(many, wall_s=20).status == "memory"
-    assert weak.run("import os, time\nfor i in range(70):\n    if os.fork() == 0: time.sleep(60)\ntime.sleep(60)").status in ("processes", "memory")
+    assert weak.run("import os, time\nfor i in range(70):\n    if os.fork() == 0: time.sleep(60)\ntime.sleep(60)").status in (
+        "processes",
+        "memory",
+    )
 
 
 def test_weak_isolation_has_a_scratch_folder_that_is_removed_and_kills_the_group(weak):
-    where = weak.run("import os\nopen('x', 'w').write('x')\nif os.fork() == 0:\n    import time; time.sleep(86397)\nprint(os.getcwd())").stdout.strip()
+    where = weak.run(
+        "import os\nopen('x', 'w').write('x')\nif os.fork() == 0:\n    import time; time.sleep(86397)\nprint(os.getcwd())"
+    ).stdout.strip()
     assert Path(where).name.startswith("lockstep-")
     assert not Path(where).exists()
     assert _left_over() == []
