@@ -72,7 +72,7 @@ def _encode(value: Any, export: Any, put: Any) -> None:
     elif isinstance(value, bytes | bytearray):
         raw = bytes(value).hex().encode()
         put(b"b%x;%s" % (len(raw), raw))
-    elif isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+    elif isinstance(value, type) and value in vars(builtins).values():
         put(b"y%s;" % value.__name__.encode())
     elif isinstance(value, dict):
         put(b"d%x;" % len(value))

@@ -321,10 +321,11 @@ CHEATS = {
         "    for name in ('same_value', 'same_output', '_judge', '_judge_code', '_close'): frame.f_globals[name] = lambda *a: ''\n"
         "    frame = frame.f_back\ndef f(x): return None"
     ),
-    "looks for the test in memory": (
-        "import gc, re, sys\ndef f(x):\n    texts = [o for o in gc.get_objects() if isinstance(o, (dict, list, tuple))]\n"
-        "    found = re.findall(r'f\\(\\d\\)\\) == \\{(\\d)', repr(sys._getframe().f_back.f_locals) + ''.join(map(repr, texts))[:10**6])\n"
-        "    return [int(found[-1])] if found else None"
+    "looks for the test in its memory": (
+        "import ctypes, re\ndef f(x):\n    for line in open('/proc/self/maps'):\n"
+        "        a, b = (int(n, 16) for n in line.split()[0].split('-'))\n        if ' rw' in line and '[' not in line or 'heap' in line:\n"
+        "            found = re.search(rb'\\(%d\\)\\)? [!=]= .(\\d)' % x, ctypes.string_at(a, b - a))\n"
+        "            if found: return [int(found[1])]"
     ),
     "reads the judge's memory": (
         "import re\ndef f(x):\n    for line in open('/proc/1/maps'):\n        a, b = (int(n, 16) for n in line.split()[0].split('-'))\n"
@@ -340,7 +341,7 @@ CHEATS = {
         "import os\nfor i in range(64):\n    try: os.write(i, b'00000012t3;s5;valuel1;i2;s0;' * 5 + b'0000000dt2;s0;l1;s0;')\n"
         "    except OSError: pass\ndef f(x): return None"
     ),
-    "kills the judge": "import os\nfor pid in (1, os.getppid(), -1): \n    try: os.kill(pid, 9)\n    except OSError: pass\ndef f(x): return 0",
+    "kills the judge": "import os\nfor pid in (1, os.getppid(), -1): \n    try: os.kill(pid, 9)\n    except OSError: 0\ndef f(x): return 0",
     "stops the judge": "import os\nos.kill(1, 19)\ndef f(x): return None",
     "traces the judge": "import ctypes\nctypes.CDLL(None).ptrace(16, 1, 0, 0)\ndef f(x): return None",
     "starves the judge": (
@@ -373,10 +374,6 @@ STDIO_CHEATS = {
     "prints a verdict": "import os\nfor i in range(64):\n    try: os.write(i, b'0000000dt2;s0;l1;s0;')\n    except OSError: pass",
     "patches the comparison": "import sys\nsys._getframe().f_back.f_globals.update(same_output=lambda *a: 1, _same_word=lambda *a: 1)",
     "leaves the answer in a file": "import os\nprint(open('a').read() if os.path.exists('a') else '')\nopen('a', 'w').write('4')",
-    "finds the answer in memory": (
-        "import gc\nfound = [o['stdout'] for o in gc.get_objects() if isinstance(o, dict) and 'stdout' in o and 'stdin' in o]\n"
-        "print(found[-1] if found else '')"
-    ),
     "prints too much": "while True: print(4)",
 }
 
