@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,11 @@ def test_values_reach_the_sandbox(sandbox):
         assert made.max_concurrent == len(os.sched_getaffinity(0))
     with pytest.raises(ConfigError, match="memory_mb"):
         make_sandbox(memory_mb=-1)
+
+
+def test_the_example_of_the_documentation_runs(sandbox):
+    (example,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/sandbox.md").read_text(), re.DOTALL)
+    exec(example, {})
 
 
 def test_it_fails_at_once_where_programs_cannot_run(monkeypatch):

@@ -68,7 +68,7 @@ def test_every_eighth_mbpp_reference_passes_and_a_broken_one_fails(sandbox, judg
 
 
 def _functions(task):
-    return [line.split("def ")[1].split("(")[0] for line in task["code"].splitlines() if line.startswith("def ")]
+    return [line.split("def ")[1].split("(")[0].strip() for line in task["code"].splitlines() if line.startswith("def ")]
 
 
 @needs_data
