@@ -71,7 +71,7 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float]]]]) -> str:
     """One panel an algorithm, four in a row: training reward in grey, validation accuracy in blue, the bar as a dashed line."""
     width, height = LEFT + 4 * (PANEL[0] + GAP), TOP + -(-len(curves) // 4) * (PANEL[1] + GAP + 18)
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="Helvetica, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         f'<text x="{LEFT}" y="26" font-size="17" font-weight="600">The embedded task: write a word backwards</text>',
         f'<text x="{LEFT}" y="46" fill="#656d76">{LEGEND}</text>',
