@@ -1,4 +1,4 @@
-"""What every program of this folder makes of its configuration before it starts: the embedded task's files, the arguments of the rewards."""
+"""What every program here makes of its configuration before it starts: the embedded task's files, the arguments of the rewards."""
 
 from __future__ import annotations
 
