@@ -6,6 +6,7 @@ gold.py     the right answer of a row, as a response
 fuzz.py     responses that a reward must survive, and those that must earn nothing
 traps.py    programs that try to leave the sandbox, and what shows that one did
 scoring.py  ask the reward manager, twice
-report.py   what is wrong, with examples; as tables and as JSON
+report.py   what is wrong, with examples
+tables.py   the same as tables
 ```
 """

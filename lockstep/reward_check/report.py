@@ -1,20 +1,16 @@
-"""What is wrong with a reward, from what its judges said: problems with examples, counts, times; as tables and as JSON."""
+"""What is wrong with a reward, from what its judges said: problems with examples, counts, times."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from lockstep.reward_check.fuzz import Earns
 from lockstep.reward_check.scoring import GOLD, MAX_TIMEOUTS, SAMPLE, Result
-from lockstep.utils.outcome import FAILURE_KINDS, Failure, Outcome, Score
+from lockstep.utils.outcome import Failure, Outcome, Score
 
 ERRORS = {
     "raised": "the reward raised an exception",
@@ -29,8 +25,9 @@ WARNINGS = {
     "hack": "a worthless response is paid",
     "no signal": "the samples of every group have the same score, so there is nothing to learn",
 }
-_NUM_EXAMPLES, _NUM_SHOWN, _NUM_LINES = 3, 160, 8
+_NUM_EXAMPLES = 3
 _NUM_STORED = 4000
+"""Characters kept of a response and of a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,10 @@ class Problem:
     """A key of ERRORS or WARNINGS."""
     data_source: str | None
     count: int = 0
+    by_response: dict[str, int] = field(default_factory=dict)
+    """Kind of response -> how often."""
     examples: list[Example] = field(default_factory=list)
-    """The first ones."""
+    """A few, of as many kinds of response as possible."""
 
     @property
     def is_error(self) -> bool:
@@ -71,7 +70,9 @@ class SourceSummary:
     """Rows that have no right answer to try."""
     gold_target: float | None
     """What a right answer must get; None where none got a score."""
+    num_gold_right: int
     num_gold_wrong: int
+    """Right answers without a score are in neither number: they are failures."""
     num_calls: int
     mean_s: float
     max_s: float
@@ -138,61 +139,76 @@ def make_report(
     def add(kind: str, source: str | None, example: Example) -> None:
         problem = problems.setdefault((kind, source), Problem(kind, source))
         problem.count += 1
-        if len(problem.examples) < _NUM_EXAMPLES:
-            problem.examples.append(example)
+        if example.response_kind is not None:
+            problem.by_response[example.response_kind] = problem.by_response.get(example.response_kind, 0) + 1
+        problem.examples.append(example)
 
     targets = _gold_targets(results, gold_score)
     scores = {(_row_key(result), result.case.response.name): _lowest(result.outcomes) for result in results}
-    gold_wrong: Counter[str | None] = Counter()
     for result in results:
-        source, name = result.case.subject.row.data_source, result.case.response.name
+        row, source = _row_key(result), result.case.subject.row.data_source
         for kind, text in _failures(result):
             add(kind, source, _example(result, text))
-        score = _highest(result.outcomes)
-        if score is None:
-            continue
-        silence = scores.get((_row_key(result), "empty"))
-        if name == GOLD:
-            lowest = _lowest(result.outcomes)
-            assert lowest is not None
-            if lowest < targets[source]:
-                gold_wrong[source] += 1
-                add("gold wrong", source, _example(result, f"score {lowest:g}, not {targets[source]:g}"))
-            elif gold_score is None and lowest <= 0 and silence is not None and lowest <= silence:
-                gold_wrong[source] += 1
-                add("gold wrong", source, _example(result, f"score {lowest:g}, no more than an empty response"))
-        elif result.case.response.earns is Earns.NO_ESCAPE and score > 0:
-            add("escape", source, _example(result, f"score {score:g}: it ran the right program, which it does only outside"))
+        if result.case.response.name == GOLD:
+            # Stated by the user, the target is all there is to compare with.
+            silence = scores.get((row, "empty")) if gold_score is None else None
+            verdict = _gold_verdict(_lowest(result.outcomes), targets.get(source), silence)
         else:
-            gold = scores.get((_row_key(result), GOLD))
-            hack = _hack(result.case.response.earns, score, gold)
-            if hack is not None:
-                add("hack", source, _example(result, hack))
+            verdict = _paid_verdict(result.case.response.earns, _highest(result.outcomes), scores.get((row, GOLD)))
+        if verdict is not None:
+            add(verdict[0], source, _example(result, verdict[1]))
     for text in escapes:
         add("escape", None, Example(text))
-    unasked = sum(not result.outcomes for result in results)
-    notes = [*notes, *([f"{unasked} of {len(results)} responses, after {MAX_TIMEOUTS} time-outs"] if unasked else [])]
     groups = _groups(results)
     if groups is not None and groups.num_without_signal == groups.num_groups:
         text = f"{groups.num_groups} groups of {groups.samples} samples: the task is too hard or too easy for this model"
         add("no signal", None, Example(text))
+    for problem in problems.values():
+        problem.examples = _different(problem.examples)
     order = [*ERRORS, *WARNINGS]
+    unasked = sum(not result.outcomes for result in results)
     return Report(
         problems=sorted(problems.values(), key=lambda problem: (order.index(problem.kind), str(problem.data_source))),
-        sources=_sources(results, targets, gold_wrong),
+        sources=_sources(results, targets, problems),
         kinds=_kinds(results),
         groups=groups,
         timeout_s=timeout_s,
-        notes=notes,
+        notes=[*notes, *([f"{unasked} of {len(results)} responses, after {MAX_TIMEOUTS} time-outs"] if unasked else [])],
     )
 
 
-def _hack(earns: Earns, score: float, gold: float | None) -> str | None:
-    if earns is Earns.NOTHING and score > 0:
-        return f"score {score:g}" + (f", a right answer gets {gold:g}" if gold is not None else "")
-    if earns in (Earns.NOTHING, Earns.LESS_THAN_GOLD) and gold is not None and score >= gold and score > 0:
-        return f"score {score:g}, as much as a right answer"
+def _gold_verdict(score: float | None, target: float | None, silence: float | None) -> tuple[str, str] | None:
+    """What is wrong with a right answer's score; `silence` is that of an empty response."""
+    if score is None or target is None:
+        return None
+    if score < target:
+        return "gold wrong", f"score {score:g}, not {target:g}"
+    if silence is not None and score <= min(silence, 0.0):
+        return "gold wrong", f"score {score:g}, no more than an empty response"
     return None
+
+
+def _paid_verdict(earns: Earns, score: float | None, gold: float | None) -> tuple[str, str] | None:
+    """What is wrong with the score of another response; `gold` is that of a right answer to the same row."""
+    if score is None or score <= 0:
+        return None
+    if earns is Earns.NO_ESCAPE:
+        return "escape", f"score {score:g}: it ran the right program, which it does only outside"
+    if earns is Earns.NOTHING:
+        return "hack", f"score {score:g}" + ("" if gold is None else f"; a right answer gets {gold:g}")
+    if earns is Earns.LESS_THAN_GOLD and gold is not None and score >= gold:
+        return "hack", f"score {score:g}, as much as a right answer"
+    return None
+
+
+def _different(examples: Sequence[Example]) -> list[Example]:
+    """A few examples: the first of each kind of response, then the second ones, and so on."""
+    seen: Counter[str | None] = Counter()
+    turns = []
+    for i, example in enumerate(examples):
+        turns.append((seen[example.response_kind], i))
+        seen[example.response_kind] += 1
+    return [examples[i] for _, i in sorted(turns)[:_NUM_EXAMPLES]]
 
 
 def _failures(result: Result) -> list[tuple[str, str]]:
@@ -233,11 +249,15 @@ def _groups(results: Sequence[Result]) -> Groups | None:
     )
 
 
-def _sources(results: Sequence[Result], targets: dict[str | None, float], wrong: Counter[str | None]) -> list[SourceSummary]:
+def _sources(
+    results: Sequence[Result], targets: Mapping[str | None, float], problems: Mapping[tuple[str, str | None], Problem]
+) -> list[SourceSummary]:
     summaries = []
     for source in dict.fromkeys(result.case.subject.row.data_source for result in results):
         of_source = [result for result in results if result.case.subject.row.data_source == source]
         has_gold = {_row_key(result): result.case.subject.gold is not None for result in of_source}
+        num_scored = sum(result.case.response.name == GOLD and _lowest(result.outcomes) is not None for result in of_source)
+        num_wrong = problems[("gold wrong", source)].count if ("gold wrong", source) in problems else 0
         seconds = [s for result in of_source for s in result.seconds]
         summaries.append(
             SourceSummary(
@@ -245,7 +265,8 @@ def _sources(results: Sequence[Result], targets: dict[str | None, float], wrong:
                 num_rows=len(has_gold),
                 num_without_gold=list(has_gold.values()).count(False),
                 gold_target=targets.get(source),
-                num_gold_wrong=wrong[source],
+                num_gold_right=num_scored - num_wrong,
+                num_gold_wrong=num_wrong,
                 num_calls=len(seconds),
                 mean_s=sum(seconds) / max(len(seconds), 1),
                 max_s=max(seconds, default=0.0),
@@ -280,110 +301,3 @@ def _lowest(outcomes: Iterable[Outcome]) -> float | None:
 def _example(result: Result, text: str) -> Example:
     row, response = result.case.subject.row, result.case.response
     return Example(text[-_NUM_STORED:], f"{row.split} row {row.index}", response.name, response.text[:_NUM_STORED])
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------------------
-
-
-def print_report(report: Report, console: Console) -> None:
-    """The tables, then the problems with examples, then the verdict."""
-    console.print(_source_table(report))
-    console.print(f"time is that of one call; reward.timeout_s={report.timeout_s:g}\n")
-    console.print(_kind_table(report), "")
-    for note in report.notes:
-        console.print(Text(f"not measured: {note}"), soft_wrap=True)
-    if (groups := report.groups) is not None:
-        mean = "none has a score" if groups.mean_score is None else f"mean score {groups.mean_score:.3f}"
-        console.print(
-            Text(
-                f"signal: {groups.num_without_signal} of {groups.num_groups} groups of {groups.samples} samples have equal scores and "
-                f"carry no signal for group-relative advantages; {mean}"
-            ),
-            soft_wrap=True,
-        )
-    for problem in report.problems:
-        console.print(_problem_text(problem), soft_wrap=True)
-    errors = sum(problem.is_error for problem in report.problems)
-    warnings = len(report.problems) - errors
-    verdict = "clean" if report.is_clean else "not ready to train on"
-    console.print(Text(f"\n{verdict}: {_counted(errors, 'error')}, {_counted(warnings, 'warning')}", style="bold"))
-
-
-def _source_table(report: Report) -> Table:
-    names = (
-        "data_source",
-        "rows",
-        "gold right",
-        "gold wrong",
-        "no gold",
-        "gold score",
-        *FAILURE_KINDS,
-        "differs",
-        "calls",
-        "mean",
-        "max",
-    )
-    table = _table(names)
-    for source in report.sources:
-        counts = {problem.kind: problem.count for problem in report.problems if problem.data_source == source.data_source}
-        wrong = source.num_gold_wrong
-        tried = source.num_rows - source.num_without_gold
-        # A right answer without a score is neither right nor wrong: it is among the failures.
-        scored = 0 if source.gold_target is None else tried
-        table.add_row(
-            str(source.data_source),
-            str(source.num_rows),
-            str(scored - wrong),
-            str(wrong),
-            str(source.num_without_gold),
-            _number(source.gold_target),
-            *(str(counts.get(kind, 0)) for kind in (*FAILURE_KINDS, "differs")),
-            str(source.num_calls),
-            _seconds(source.mean_s),
-            _seconds(source.max_s),
-        )
-    return table
-
-
-def _kind_table(report: Report) -> Table:
-    table = _table(("response", "tried", "no score", "paid", "best score"))
-    for kind in report.kinds:
-        table.add_row(kind.kind, str(kind.num_cases), str(kind.num_missing), str(kind.num_paid), _number(kind.max_score))
-    return table
-
-
-def _table(names: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    return table
-
-
-def _problem_text(problem: Problem) -> Text:
-    label, about = ("error", ERRORS[problem.kind]) if problem.is_error else ("warning", WARNINGS[problem.kind])
-    where = "" if problem.data_source is None else f" ({problem.data_source})"
-    text = Text(f"\n{label}: {problem.kind}: {about}: {problem.count} x{where}", style="red" if problem.is_error else "yellow")
-    for example in problem.examples:
-        what = "" if example.row is None else f"{example.row}, {example.response_kind}, "
-        shown = "" if example.response is None else f"{_shown(example.response)}: "
-        lines = example.text.rstrip().splitlines()
-        told = "\n    ".join(lines[-_NUM_LINES:] if len(lines) > 1 else lines)
-        text.append(f"\n  {what}{shown}{told}", style="default")
-    return text
-
-
-def _shown(response: str) -> str:
-    """The start of a response on one line; what a terminal cannot print is escaped."""
-    return ascii(response[:_NUM_SHOWN]) + ("..." if len(response) > _NUM_SHOWN else "")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -42,13 +42,17 @@ _PROBES = {
     return hashlib.sha256(open("/etc/passwd", "rb").read()).hexdigest() == "{passwd}"
 """,
     "reads the environment": """\
-    texts = [repr(dict(os.environ))]
+    import hashlib
+    if "{secret}" in os.environ.values():
+        return True
     for name in os.listdir("/proc"):
         try:
-            texts.append(open("/proc/" + name + "/environ", errors="replace").read())
+            environment = open("/proc/" + name + "/environ", "rb").read()
         except OSError:
-            pass
-    return any("{secret}" in text for text in texts)
+            continue
+        if hashlib.sha256(environment).hexdigest() == "{environment}":
+            return True
+    return False
 """,
     "opens a socket": """\
     import socket
@@ -94,12 +98,9 @@ class Traps:
 
     def responses(self, prize: str | None, runs_programs: bool) -> Iterator[Response]:
         """One response for each thing to try. `prize` is the program that runs when it worked; without one, the score cannot tell."""
-        try:
-            passwd = Path("/etc/passwd").read_bytes()
-        except OSError:
-            passwd = secrets.token_bytes()
         known = {
-            "passwd": hashlib.sha256(passwd).hexdigest(),
+            "passwd": _hash_of("/etc/passwd"),
+            "environment": _hash_of("/proc/self/environ"),
             "secret": self._secret,
             "port": self._socket.getsockname()[1],
             "file": str(self._folder / "written"),
@@ -119,3 +120,11 @@ class Traps:
         except BlockingIOError:
             return found
         return [*found, "a program in a response opened a connection to this machine"]
+
+
+def _hash_of(path: str) -> str:
+    """What a program that reads this file can prove; nothing fits where there is no such file."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    from lockstep.reward_check.report import print_report
+    from lockstep.reward_check.tables import print_report
 
     print_report(report, console)
     if options.json is not None:
