@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from lockstep.errors import MissingReward
+from lockstep.errors import MissingExtra, MissingReward
 from lockstep.reward_check.fuzz import Earns, Response, cheap_responses, odd_responses
 from lockstep.reward_check.gold import gold_response
 from lockstep.reward_check.rows import Row
@@ -69,8 +69,8 @@ def make_subjects(manager: RewardManager, rows: Sequence[Row], has_model: bool, 
             if not weights:
                 continue
             functions = [manager.function(judge, row.data_source) for judge in weights]
-            with contextlib.suppress(MissingReward):
-                # A user's function for known data is given that data's right answer.
+            # A user's function for known data is given that data's right answer; that data's rule need not work here.
+            with contextlib.suppress(MissingReward, MissingExtra):
                 functions.append(_select_rm_score_fn(str(row.data_source)))
             gold = gold_response(functions, row.ground_truth, row.extra_info, worker, timeout_s)
             subjects.append(Subject(row, weights, manager.runs_programs(weights, row.data_source), gold))

@@ -11,7 +11,7 @@ from rich.text import Text
 from lockstep.reward_check.report import ERRORS, WARNINGS, Problem, Report
 from lockstep.utils.outcome import FAILURE_KINDS
 
-_NUM_SHOWN, _NUM_LINES = 160, 8
+_NUM_SHOWN, _NUM_LINES = 80, 8
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -89,12 +89,14 @@ def _problem_text(problem: Problem) -> Text:
     where = "" if problem.data_source is None else f" ({problem.data_source})"
     text = Text(f"\n{label}: {problem.kind}{where}: {about}, {problem.count} x", style="red" if problem.is_error else "yellow")
     if problem.by_response:
-        text.append(f": {', '.join(f'{kind} {count}' for kind, count in problem.by_response.items())}")
+        text.append(f": {'; '.join(f'{kind} {count}' for kind, count in problem.by_response.items())}")
+    previous = ""
     for example in problem.examples:
         what = "" if example.row is None else f"{example.row}, {example.response_kind}, "
         shown = "" if example.response is None else f"{_shown(example.response)}: "
         lines = example.text.rstrip().splitlines()
-        told = "\n    ".join(lines[-_NUM_LINES:] if len(lines) > 1 else lines)
+        told = "\n    ".join(lines[-_NUM_LINES:]) if len(lines) == 1 or example.text != previous else "the same"
+        previous = example.text
         text.append(f"\n  {what}{shown}{told}", style="default")
     return text
 
