@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.errors import MissingReward
-from lockstep.utils.reward_score import exact_match, gsm8k, math
+from lockstep.utils.reward_score import code, exact_match, gsm8k, math
 
 Rule = Callable[[str, Any], float | dict[str, Any]]
 
-__all__ = ["default_compute_score", "exact_match", "gsm8k", "math", "register_score"]
+__all__ = ["code", "default_compute_score", "exact_match", "gsm8k", "math", "register_score"]
 
 _RULES: dict[str, Rule] = {
     "openai/gsm8k": gsm8k.compute_score,
@@ -23,6 +23,18 @@ _RULES: dict[str, Rule] = {
     "DigitalLearningGmbH/MATH-lighteval": math.compute_score,
     "HuggingFaceH4/MATH-500": math.compute_score,
     "lockstep/reverse": exact_match.compute_score,
+    "openai_humaneval": code.compute_score,
+    "openai/openai_humaneval": code.compute_score,
+    "mbpp": code.compute_score,
+    "google-research-datasets/mbpp": code.compute_score,
+    "apps": code.compute_score,
+    "codeparrot/apps": code.compute_score,
+    "codecontests": code.compute_score,
+    "code_contests": code.compute_score,
+    "deepmind/code_contests": code.compute_score,
+    "codeforces": code.compute_score,
+    "taco": code.compute_score,
+    "BAAI/TACO": code.compute_score,
 }
 
 

@@ -5,6 +5,7 @@ import pytest
 from lockstep.utils import reward_score
 from lockstep.utils.reward_score import (
     _select_rm_score_fn,
+    code,
     default_compute_score,
     exact_match,
     gsm8k,
@@ -21,6 +22,9 @@ from lockstep.utils.reward_score import (
         ("DigitalLearningGmbH/MATH-lighteval", math),
         ("HuggingFaceH4/MATH-500", math),
         ("lockstep/reverse", exact_match),
+        ("openai/openai_humaneval", code),
+        ("google-research-datasets/mbpp", code),
+        ("codecontests", code),
     ],
 )
 def test_each_data_source_has_its_rule(data_source, module):
