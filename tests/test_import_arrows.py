@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "workers/weight_sync": {"workers/engine"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/reward_manager": {"protocol", "config", "utils", "sandbox"},
+    "reward_check": {"workers/reward_manager", "utils"},
     "workers/engine_workers": {
         "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",
         "models", "algorithms", "protocol", "config", "observability", "utils",
@@ -37,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/summary": {"trainer/ppo"},
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
-COMPOSITION_ROOTS = ("trainer/main_ppo", "cli", "__init__")
+COMPOSITION_ROOTS = ("trainer/main_ppo", "trainer/check_rewards", "trainer/setup", "cli", "__init__")
 
 
 def modules():

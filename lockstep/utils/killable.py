@@ -89,24 +89,19 @@ class KillableWorker:
         The deadline starts when the child has imported the function's module. Raises CallTimeout, CallFailed, CallCrashed, and ValueError
         for a function that `is_portable` refuses.
         """
-        try:
-            reference = _portable(function)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"{function!r} cannot be found by another process ({error}): define it at the top of a module"
-            ) from error
+        reference = _reference(function)
         try:
             arguments = pickle.dumps(kwargs, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise CallFailed(f"the arguments of {_name(function)} cannot be sent to another process: {error}") from error
         with self._lock:
-            # A forked copy of this object must not talk to the other process's child.
-            if self._process is None or self._owner != os.getpid():
-                self._start()
-            if reference not in self._loaded:
-                self._exchange(reference, None, _START_S, f"importing {_name(function)}")
-                self._loaded.add(reference)
+            self._load(reference, function)
             return self._exchange(reference, arguments, timeout_s, _name(function))
+
+    def load(self, function: Callable[..., Any]) -> None:
+        """Start the child and import the function's module there, if that is still to be done. Raises as `call` does."""
+        with self._lock:
+            self._load(_reference(function), function)
 
     def close(self) -> None:
         """End the child, whatever it does."""
@@ -118,6 +113,14 @@ class KillableWorker:
         with contextlib.suppress(Exception):
             if self._owner == os.getpid():
                 self._kill()
+
+    def _load(self, reference: _Function, function: Callable[..., Any]) -> None:
+        # A forked copy of this object must not talk to the other process's child.
+        if self._process is None or self._owner != os.getpid():
+            self._start()
+        if reference not in self._loaded:
+            self._exchange(reference, None, _START_S, f"importing {_name(function)}")
+            self._loaded.add(reference)
 
     def _start(self) -> None:
         self._buffer.clear()
@@ -225,6 +228,13 @@ def _is_child() -> bool:
 def _name(function: Callable[..., Any]) -> str:
     inner = function.func if isinstance(function, functools.partial) else function
     return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', type(inner).__name__)}"
+
+
+def _reference(function: Callable[..., Any]) -> _Function:
+    try:
+        return _portable(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{function!r} cannot be found by another process ({error}): define it at the top of a module") from error
 
 
 def _portable(function: Callable[..., Any]) -> _Function:

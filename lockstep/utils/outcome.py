@@ -15,6 +15,8 @@ class Score:
 
     value: float
     extra: dict[str, Any] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+    """How long the call took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Failure:
     """One of FAILURE_KINDS."""
     text: str
     """What happened, with the function's own traceback where there is one."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long the call took."""
 
 
 Outcome = Score | Failure

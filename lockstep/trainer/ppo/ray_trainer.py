@@ -102,9 +102,9 @@ class RayPPOTrainer:
         checks.check_models(config, tokenizer)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         if train_dataset is None:
-            self.train_dataset = self._open_dataset(config.data.train_files, config.data.train_max_samples)
+            self.train_dataset = open_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
         if val_dataset is None and config.data.val_files:
-            self.val_dataset = self._open_dataset(config.data.val_files, config.data.val_max_samples)
+            self.val_dataset = open_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
         checks.check_rewards(config, reward_fn, val_reward_fn, self.train_dataset, self.val_dataset)
         self.schedule = PromptSchedule(len(self.train_dataset), config.data.train_batch_size, config.data.shuffle, config.data_seed)
         self.total_steps = config.trainer.total_training_steps or self.schedule.steps_per_epoch * config.trainer.total_epochs
@@ -411,12 +411,6 @@ class RayPPOTrainer:
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
-    def _open_dataset(self, files: Any, max_samples: int) -> Any:
-        custom = self.config.data.custom_cls
-        cls = load_object(custom.path, str(custom.name)) if custom.path else RLHFDataset
-        data = dataclasses.replace(self.config.data, seed=self.config.data_seed)
-        return cls(files, self.tokenizer, data, max_samples)
-
     def _group_of(self, *names: str) -> RoleGroup | None:
         """The group of the first role, of any Enum, that has one of these names."""
         for name in names:
@@ -479,3 +473,10 @@ class RayPPOTrainer:
                 row = {"step": self.global_steps, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": scores[i]}
                 row |= {key: values[i] for key, values in info.items() if key not in row}
                 file.write(json.dumps(row, default=str) + "\n")
+
+
+def open_dataset(config: PPOConfig, tokenizer: Any, files: Any, max_samples: int) -> Any:
+    """The rows of these files, in the dataset class that the config names."""
+    custom = config.data.custom_cls
+    cls = load_object(custom.path, str(custom.name)) if custom.path else RLHFDataset
+    return cls(files, tokenizer, dataclasses.replace(config.data, seed=config.data_seed), max_samples)

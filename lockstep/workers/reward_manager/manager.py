@@ -80,7 +80,7 @@ class RewardManager:
         for tag in tags:
             judges = self.judges.of(tag, has_model)
             asked.append(MODEL in judges)
-            if any(_takes_sandbox(self._function(judge, tag.data_source)) for judge in judges if judge != MODEL):
+            if self.runs_programs(judges, tag.data_source):
                 self._get_sandbox()
             if MODEL in (self.judges.explicit(tag) or {}) and not (has_model or validation):
                 raise ConfigError(
@@ -139,22 +139,27 @@ class RewardManager:
 
     def submit(self, judge: str, source: str | None, row: Mapping[str, Any]) -> Future[Outcome]:
         """Ask one judge (not the model) about one response."""
-        function = self._function(judge, source)
+        function = self.function(judge, source)
         arguments = _arguments(function, {**row, "ground_truth": row["test_cases"]} if judge == SANDBOX else row)
         if _takes_sandbox(function):
             return self._pool.submit_sandboxed(function, arguments | {"sandbox": self._get_sandbox()})
         return self._pool.submit(function, arguments)
+
+    def function(self, judge: str, source: str | None) -> ComputeScore:
+        """The function behind a judge (not the model). Raises as `Judges.rule` does."""
+        if judge == SANDBOX:
+            return code.compute_score
+        return self.judges.rule(source) if judge == RULE else self.judges.functions[judge]
+
+    def runs_programs(self, judges: Iterable[str], source: str | None) -> bool:
+        """Whether one of the judges runs the response in the sandbox."""
+        return any(_takes_sandbox(self.function(judge, source)) for judge in judges if judge != MODEL)
 
     def decode(self, ids: Tensor) -> str:
         """Text of response or prompt tokens, without special ones."""
         text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         assert isinstance(text, str), type(text)
         return text
-
-    def _function(self, judge: str, source: str | None) -> ComputeScore:
-        if judge == SANDBOX:
-            return code.compute_score
-        return self.judges.rule(source) if judge == RULE else self.judges.functions[judge]
 
     def _get_sandbox(self) -> Sandbox:
         if self._sandbox is None:

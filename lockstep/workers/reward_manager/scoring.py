@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,14 +78,19 @@ class ScoringPool:
             self._loop = None
 
     def _in_process(self, worker: KillableWorker, function: ComputeScore, arguments: dict[str, Any]) -> Outcome:
+        outcome: Outcome
+        started = time.monotonic()
         try:
-            return check_score(worker.call(function, self.timeout_s, **arguments))
+            worker.load(function)
+            started = time.monotonic()
+            outcome = check_score(worker.call(function, self.timeout_s, **arguments))
         except CallTimeout as error:
-            return Failure("timeout", str(error))
+            outcome = Failure("timeout", str(error))
         except CallCrashed as error:
-            return Failure("crashed", str(error))
+            outcome = Failure("crashed", str(error))
         except CallFailed as error:
-            return Failure("raised", str(error))
+            outcome = Failure("raised", str(error))
+        return replace(outcome, seconds=time.monotonic() - started)
 
     def _in_thread(
         self, worker: KillableWorker, function: ComputeScore, arguments: dict[str, Any], timeout_s: float | None = None
@@ -100,13 +106,11 @@ class ScoringPool:
                 outcome.append(raised(error))
 
         thread = threading.Thread(target=work, name="reward", daemon=True)
+        started = time.monotonic()
         thread.start()
         thread.join(timeout_s)
-        return (
-            outcome[0]
-            if outcome
-            else Failure("timeout", f"the call did not end within {timeout_s:g} s; its thread was left behind")
-        )
+        late = Failure("timeout", f"the call did not end within {timeout_s:g} s; its thread was left behind")
+        return replace(outcome[0] if outcome else late, seconds=time.monotonic() - started)
 
 
 class _Lane:
@@ -175,13 +179,14 @@ class _LoopLane:
 
     async def _call(self, future: Future[Outcome], function: ComputeScore, arguments: dict[str, Any]) -> None:
         async with self._limit:
+            started = time.monotonic()
             try:
                 outcome = check_score(await asyncio.wait_for(function(**arguments), self._timeout_s))
             except TimeoutError:
                 outcome = Failure("timeout", f"the call did not end within {self._timeout_s:g} s and was cancelled")
             except BaseException as error:
                 outcome = raised(error)
-        self._settle(future, outcome)
+        self._settle(future, replace(outcome, seconds=time.monotonic() - started))
 
     def _settle(self, future: Future[Outcome], outcome: Outcome) -> None:
         self._open.discard(future)

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers.rewards import behave, truth
+from helpers.rewards import behave, nap, truth
 
 from lockstep.utils.outcome import Failure, Score
 from lockstep.workers.reward_manager.scoring import ScoringPool, check_score
@@ -39,6 +39,22 @@ def pool():
 def test_every_kind_of_function_scores(pool, function):
     futures = [pool.submit(function, {"ground_truth": i}) for i in range(10)]
     assert [future.result(10) for future in futures] == [Score(float(i)) for i in range(10)]
+
+
+async def async_nap(seconds):
+    await asyncio.sleep(seconds)
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [nap, lambda seconds: nap(seconds), async_nap], ids=["process", "thread", "async"])
+def test_an_outcome_says_how_long_its_own_call_took(pool, function):
+    # One after the other on two workers: neither the wait for a place nor the start of a process is part of it.
+    began = time.monotonic()
+    outcomes = [future.result(20) for future in [pool.submit(function, {"seconds": 0.1}) for _ in range(6)]]
+    elapsed = time.monotonic() - began
+    assert all(0.1 <= outcome.seconds <= elapsed for outcome in outcomes)
+    if function is not async_nap:
+        assert sum(outcome.seconds for outcome in outcomes) <= 2 * elapsed
 
 
 def test_a_row_that_hangs_dies_or_raises_is_a_failure_of_its_own_and_delays_no_other():

@@ -1,0 +1,67 @@
+"""What every program here makes of its configuration before it starts: the embedded task's files, the arguments of the rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+from lockstep.config import PPOConfig
+from lockstep.config.data import EMBEDDED
+from lockstep.errors import ConfigError
+
+
+def with_embedded_task(config: PPOConfig) -> PPOConfig:
+    """The same configuration with the embedded task's files made and named."""
+    from lockstep.embedded import prepare
+
+    directory = config.trainer.run_dir / "embedded_task"
+    print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
+    task = prepare(directory, config.trainer.seed)
+    print(
+        f"supervised warm-up: {task.warmup_steps} steps on careless examples; it writes a word backwards with probability "
+        f"{task.warmup_accuracy:.2f}",
+        flush=True,
+    )
+    model = config.actor_rollout_ref.model
+    if model.path == EMBEDDED:
+        model = dataclasses.replace(model, path=str(task.model))
+    train_files = str(task.train_file) if config.data.train_files == EMBEDDED else config.data.train_files
+    data = dataclasses.replace(config.data, train_files=train_files, val_files=config.data.val_files or str(task.val_file))
+    return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
+
+
+def reward_arguments(config: PPOConfig) -> dict[str, Any]:
+    """The arguments of RewardManager that the config decides."""
+    from lockstep.sandbox import make_sandbox
+    from lockstep.utils.files import load_object
+    from lockstep.utils.reward_score import register_score
+
+    reward, custom = config.reward, config.reward.custom_reward_function
+    for data_source, reference in reward.rules.items():
+        register_score(data_source)(_function(f"reward.rules.{data_source}", reference))
+    return {
+        "compute_score": functools.partial(load_object(custom.path, custom.name), **custom.reward_kwargs) if custom.path else None,
+        "functions": {name: _function(f"reward.functions.{name}", reference) for name, reference in reward.functions.items()},
+        "weights": reward.weights,
+        "timeout_s": reward.timeout_s,
+        "num_workers": reward.num_workers,
+        "make_sandbox": functools.partial(
+            make_sandbox,
+            url=reward.sandbox.url,
+            max_concurrent=reward.sandbox.max_concurrent,
+            wall_s=reward.sandbox.timeout_s,
+            memory_mb=reward.sandbox.memory_limit_mb,
+            accept_weak_isolation=reward.sandbox.accept_weak_isolation,
+        ),
+    }
+
+
+def _function(key: str, reference: str) -> Callable[..., Any]:
+    from lockstep.utils.files import load_reference
+
+    function = load_reference(reference)
+    if function is None:
+        raise ConfigError(f"{key}={reference} must have the form file.py:function")
+    return cast("Callable[..., Any]", function)
