@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.utils.dataset import rl_dataset
 from lockstep.utils.dataset.rl_dataset import RLHFDataset, truncate
 
 SAMPLES = Path(__file__).parents[4] / "shared/data"
@@ -147,11 +148,26 @@ def test_items_are_truncated_to_the_limit_on_the_configured_side(tokenizer, tmp_
     assert len(cut) == 5
 
 
-def test_an_overlong_prompt_names_row_length_limit_and_both_keys(tokenizer, tmp_path):
-    rows = [{"prompt": "w1"}, {"prompt": words(*range(10))}]
-    dataset = RLHFDataset(write(tmp_path / "p.parquet", rows), tokenizer, data_config())
-    with pytest.raises(DataError, match=r"row 1: .* 12 tokens.* 8; .*data.truncation.*data.filter_overlong_prompts"):
+def test_overlong_prompts_fail_at_construction_with_their_number_the_first_rows_and_both_keys(tokenizer, tmp_path):
+    rows = [{"prompt": words(*range(10 if n % 2 else 1))} for n in range(14)]
+    path = write(tmp_path / "p.parquet", rows)
+    listed = ", ".join(rf"row {n} \(12 tokens\)" for n in (1, 3, 5, 7, 9))
+    with pytest.raises(DataError, match=rf"7 prompts .*=8 tokens: {listed}, \.\.\.; .*data.truncation.*filter_overlong_prompts"):
+        RLHFDataset(path, tokenizer, data_config())
+    with pytest.raises(DataError, match=r"1 prompt is longer .*row 1 \(12 tokens\);"):
+        RLHFDataset(path, tokenizer, data_config(shuffle=False), max_samples=3)
+
+
+def test_a_prompt_that_was_not_measured_at_start_fails_when_it_is_read(tokenizer, tmp_path, monkeypatch, capsys):
+    # By bytes the first is larger, by tokens the second is longer.
+    path = write(tmp_path / "p.parquet", [{"prompt": "x" * 100}, {"prompt": words(*range(10))}])
+    monkeypatch.setattr(rl_dataset, "_CHECK_BYTES", 1)
+    dataset = RLHFDataset(path, tokenizer, data_config())
+    assert "2 prompts may be longer" in capsys.readouterr().out
+    assert len(dataset[0]["prompt_ids"]) == 3
+    with pytest.raises(DataError, match=r"row 1 \(12 tokens\)"):
         dataset[1]
+    assert [item["index"] for item in RLHFDataset(path, tokenizer, data_config(filter_overlong_prompts=True))] == [0]
 
 
 @pytest.mark.parametrize(
