@@ -84,7 +84,7 @@ class _ParquetFile:
         self.path = path
         with _errors_name(path):
             # Not memory-mapped: the pages of the file would count as this process's memory.
-            self._file = pq.ParquetFile(path, buffer_size=_READ_BYTES)
+            self._file = pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False)
         metadata = self._file.metadata
         self.num_rows: int = metadata.num_rows
         self.columns: Sequence[str] = self._file.schema_arrow.names
@@ -106,13 +106,19 @@ class _ParquetFile:
     def _decode(self, group: int) -> list[pa.RecordBatch]:
         """The rows of a row group, in a mapped file that is gone when nobody uses it."""
         if group not in self._decoded:
-            with tempfile.NamedTemporaryFile(prefix="lockstep-rows-", suffix=".arrow") as file:
-                with pa.ipc.new_file(file, self._file.schema_arrow) as writer:
-                    for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group]):
-                        writer.write_batch(batch)
-                file.flush()
-                reader = pa.ipc.open_file(pa.memory_map(file.name))
-                self._decoded[group] = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            try:
+                # Deleted at the end of the block; the mapping keeps its contents until the process ends, however it ends.
+                with tempfile.NamedTemporaryFile(prefix="lockstep-rows-", suffix=".arrow") as file:
+                    with pa.ipc.new_file(file, self._file.schema_arrow) as writer:
+                        for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group]):
+                            writer.write_batch(batch)
+                    file.flush()
+                    reader = pa.ipc.open_file(pa.memory_map(file.name))
+            except OSError as error:
+                raise DataError(
+                    f"cannot decode {self.path} into a temporary file: {error}; the environment variable TMPDIR names a folder with room"
+                ) from error
+            self._decoded[group] = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         return self._decoded[group]
 
     def batches(self, column: str) -> Iterator[Values]:
