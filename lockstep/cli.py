@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
+    "preprocess": ("lockstep.data_preprocess.main", "make parquet files of GSM8K, MATH, HellaSwag or full-hh-rlhf"),
 }
 """Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
 

@@ -17,6 +17,7 @@ ARROWS: dict[str, set[str]] = {
     "observability": set(),
     "checkpoint": set(),
     "embedded": {"utils"},
+    "data_preprocess": {"utils"},
     "models": {"config", "utils"},
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
