@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.load import check_key
+from lockstep.data_preprocess.main import _parser as preprocess_parser
+from lockstep.data_preprocess.main import main as preprocess
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,3 +68,22 @@ def test_the_readmes_reward_is_a_reward(tmp_path):
     exec(blocks(ROOT / "README.md", "python")[0], names)
     assert names["compute_score"]("any", " 42 ", "42", None) == 1.0
     assert names["compute_score"]("any", "41", "42", None) == 0.0
+
+
+def test_the_preprocessing_commands_work_as_written_and_print_what_the_page_says(tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs/data.md"
+    from_hub, *local = re.findall(r"```sh\n(lockstep preprocess.*?)```", page.read_text(), re.DOTALL)
+    for command in from_hub.splitlines():
+        preprocess_parser().parse_args(command.split()[2:])
+    samples = ROOT.parent / "shared/data"
+    if not samples.is_dir():
+        pytest.skip("the shared data folder is not here")
+    monkeypatch.chdir(tmp_path)
+    for name in ("grade_school_math", "hh"):
+        Path(name).mkdir()
+    Path("grade_school_math/data").symlink_to(samples / "gsm8k")
+    for split in ("train", "test"):
+        Path(f"hh/{split}.jsonl").symlink_to(samples / f"hh_rlhf/full_hh_style_{split}.jsonl")
+    for command, output in zip(local, blocks(page, "text"), strict=True):
+        assert preprocess(command.split()[2:]) == 0
+        assert capsys.readouterr().out == output

@@ -58,11 +58,10 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
             (Path(unfinished) / target).replace(out / target)
 
     for split, target in targets.items():
-        print(f"{split}: {accounts[split].num_read} rows read, {accounts[split].num_written} written to {out / target}")
-        if accounts[split].unusable:
-            print(
-                f"{split}: {accounts[split].num_read - accounts[split].num_written} rows cannot be used:\n{accounts[split].table()}"
-            )
+        account = accounts[split]
+        print(f"{split}: {account.num_read} rows read, {account.num_written} written to {out / target}")
+        if account.unusable:
+            print(f"{split}: rows that cannot be used: {account.num_read - account.num_written}\n{account.table()}")
     not_used = [*(f"split {name}" for name in found.splits if name not in targets), *found.unused]
     if not_used:
         print(f"not used: {', '.join(not_used[:10])}{f' and {len(not_used) - 10} more' if len(not_used) > 10 else ''}")

@@ -80,7 +80,7 @@ def test_validation_is_held_out_and_a_test_split_without_labels_is_named(run, re
     assert [r["reward_model"]["ground_truth"] for r in files["test.parquet"]] == ["B"]
     assert files["test.parquet"][0]["extra_info"]["split"] == "validation"
     assert len(files["train.parquet"]) == 1
-    assert "train: 1 rows cannot be used:" in run.out
+    assert "train: rows that cannot be used: 1\n" in run.out
     assert "not used: split test" in run.out
     for path in (tmp_path / "out").iterdir():
         path.unlink()

@@ -32,7 +32,7 @@ def test_unusable_rows_are_counted_with_a_reason_and_the_first_example(run, tmp_
     assert [count for count, _ in table[2:]] == ["1"] * 4
     assert {reason for reason in reasons if reason in run.out} == reasons
     assert "train: 8 rows read, 2 written to" in run.out
-    assert "train: 6 rows cannot be used:" in run.out
+    assert "train: rows that cannot be used: 6\n" in run.out
 
 
 def test_files_with_different_columns_are_read_row_by_row(run, tmp_path):

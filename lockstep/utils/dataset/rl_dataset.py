@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _TRUNCATIONS = ("error", "left", "right", "middle")
 _MEASURE_AT_ONCE = 2048
 """Prompts tokenised in one call while their lengths are measured."""
-_CHECK_BYTES = 4 * 2**20
-"""How much text is tokenised at most to find prompts that are too long before training starts: about a second's work."""
+_CHECK_BYTES = 2 * 2**20
+"""How much text is tokenised at most to find prompts that are too long before training starts: under a second of work."""
 
 _Length = tuple[int, int]
 """A row's number and its prompt's number of tokens."""
@@ -56,7 +56,7 @@ class RLHFDataset(Dataset):
     column, a prompt that is empty or neither a string nor a message list, roles that the chat template refuses, and for
     no rows at all. With `truncation` "error" it also raises for prompts that are too long, with their number and the
     first of them. For that, and for the filter, only prompts are tokenised that could be too long by their number of
-    bytes. The filter tokenises all of those; "error" the largest, 4 MB of them, so that a million rows open in seconds,
+    bytes. The filter tokenises all of those; "error" the largest, 2 MB of them, so that a million rows open in seconds,
     and says when some are left that it measures only when they are read.
     """
 
