@@ -42,6 +42,8 @@ class PromptEncoder:
 
         Raises DataError when the template refuses a prompt, there is none for a message list, or a prompt has no tokens.
         """
+        if not prompts:
+            return []
         texts = self._render(prompts, indices)
         known = [self._memory.encode(text) if self._memory else None for text in texts]
         asked = [text for text, ids in zip(texts, known, strict=True) if ids is None]

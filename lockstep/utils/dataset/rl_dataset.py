@@ -97,10 +97,15 @@ class RLHFDataset(Dataset):
         return len(self._rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        return self.__getitems__([item])[0]
+        return self._read([item])[0]
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
         """The items at these positions, in that order. Raises DataError like the constructor, for a prompt that it did not look at."""
+        if type(self).__getitem__ is not RLHFDataset.__getitem__:  # a subclass says what an item is
+            return [self[item] for item in items]
+        return self._read(items)
+
+    def _read(self, items: Sequence[int]) -> list[dict[str, Any]]:
         indices = [int(self._rows[item]) for item in items]
         rows = self._files.rows(indices)
         prompts = [row[self._prompt_key] for row in rows]
