@@ -1,14 +1,15 @@
 """Random access to the rows of parquet and JSON files under one numbering.
 
-Parquet can only be decoded a row group at a time, and shuffled reading touches all of them in every step. So a row group
-is decoded once, when a row of it is first asked for, into a temporary file that is mapped into memory: the operating
-system keeps of it what there is room for. A row becomes Python objects only when it is returned. One column can also be
-read through in batches of Arrow values, which holds a small part of it at a time. JSON has no such structure and is read
+Parquet can only be decoded a row group at a time, and shuffled reading touches all of them in every step. So a file is
+decoded once, when a row of it is first asked for, into a temporary file that is mapped into memory: the operating system
+keeps of it what there is room for. A row becomes Python objects only when it is returned. One column can also be read
+through in batches of Arrow values, which holds a small part of it at a time. JSON has no such structure and is read
 whole: keep large data in parquet.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from bisect import bisect_right
@@ -85,41 +86,35 @@ class _ParquetFile:
         with _errors_name(path):
             # Not memory-mapped: the pages of the file would count as this process's memory.
             self._file = pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False)
-        metadata = self._file.metadata
-        self.num_rows: int = metadata.num_rows
+        self.num_rows: int = self._file.metadata.num_rows
         self.columns: Sequence[str] = self._file.schema_arrow.names
-        self._starts = [0, *accumulate(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups))]
-        self._decoded: dict[int, list[pa.RecordBatch]] = {}
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         with _errors_name(self.path):
-            for group, in_group in _by_part(indices, self._starts).items():
-                batches = self._decode(group)
-                starts = list(accumulate(map(len, batches), initial=self._starts[group]))
-                for part, here in _by_part(in_group, starts).items():
-                    for run in _runs(here):
-                        rows = batches[part].slice(run[0] - starts[part], len(run)).to_pylist()
-                        found |= zip(run, rows, strict=True)
+            batches, starts = self._decoded
+            for part, here in _by_part(indices, starts).items():
+                for run in _runs(here):
+                    rows = batches[part].slice(run[0] - starts[part], len(run)).to_pylist()
+                    found |= zip(run, rows, strict=True)
         return [found[index] for index in indices]
 
-    def _decode(self, group: int) -> list[pa.RecordBatch]:
-        """The rows of a row group, in a mapped file that is gone when nobody uses it."""
-        if group not in self._decoded:
-            try:
-                # Deleted at the end of the block; the mapping keeps its contents until the process ends, however it ends.
-                with tempfile.NamedTemporaryFile(prefix="lockstep-rows-", suffix=".arrow") as file:
-                    with pa.ipc.new_file(file, self._file.schema_arrow) as writer:
-                        for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group]):
-                            writer.write_batch(batch)
-                    file.flush()
-                    reader = pa.ipc.open_file(pa.memory_map(file.name))
-            except OSError as error:
-                raise DataError(
-                    f"cannot decode {self.path} into a temporary file: {error}; the environment variable TMPDIR names a folder with room"
-                ) from error
-            self._decoded[group] = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        return self._decoded[group]
+    @functools.cached_property
+    def _decoded(self) -> tuple[list[pa.RecordBatch], list[int]]:
+        """The whole file in batches of rows, mapped into memory, and the number of each one's first row."""
+        try:
+            # Deleted at the end of the block; the mapping keeps its contents until the process ends, however it ends.
+            with tempfile.NamedTemporaryFile(prefix="lockstep-rows-", suffix=".arrow") as file:
+                with pa.ipc.new_stream(file, self._file.schema_arrow) as writer:
+                    for batch in self._file.iter_batches(_BATCH_ROWS):
+                        writer.write_batch(batch)
+                file.flush()
+                batches = list(pa.ipc.open_stream(pa.memory_map(file.name)))
+        except OSError as error:
+            raise DataError(
+                f"cannot decode {self.path} into a temporary file: {error}; the environment variable TMPDIR names a folder with room"
+            ) from error
+        return batches, list(accumulate(map(len, batches), initial=0))
 
     def batches(self, column: str) -> Iterator[Values]:
         with _errors_name(self.path):

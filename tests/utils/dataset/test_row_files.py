@@ -74,6 +74,21 @@ def mixed_files(tmp_path_factory):
     return RowFiles([folder / name for name in ("a.parquet", "b.jsonl", "c.parquet")]), [columns | row for row in rows]
 
 
+def test_many_row_groups_take_no_more_open_files_than_one(tmp_path):
+    table = pa.table({"prompt": [f"p{i}" for i in range(3_000)]})
+    pq.write_table(table, tmp_path / "many.parquet", row_group_size=1)
+    rows, before = RowFiles([tmp_path / "many.parquet"]), len(os.listdir("/proc/self/fd"))
+    assert [row["prompt"] for row in rows.rows(range(3_000))] == table["prompt"].to_pylist()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_columns_of_categories_are_read(tmp_path):
+    values = [f"kind {i // 100}" for i in range(1_000)]
+    categories = pa.array(values).dictionary_encode()
+    pq.write_table(pa.table({"data_source": categories}), tmp_path / "c.parquet", row_group_size=100)
+    assert [row["data_source"] for row in RowFiles([tmp_path / "c.parquet"]).rows(range(1_000))] == values
+
+
 def test_text_that_is_not_utf8_names_the_file(tmp_path):
     bad = pa.array([b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"prompt": ["w1"], "note": bad}), tmp_path / "bad.parquet")
