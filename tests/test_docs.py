@@ -10,6 +10,8 @@ from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.check import check_advantage, check_loss
 from lockstep.config.load import check_key
+from lockstep.data_preprocess.main import _parser as preprocess_parser
+from lockstep.data_preprocess.main import main as preprocess
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -84,3 +86,22 @@ def test_every_estimator_and_loss_has_its_row_in_the_docs():
     text = "\n".join(page.read_text() for page in PAGES if page.parent.name == "algorithms")
     missing = [name for name in (*ADV_ESTIMATORS, *POLICY_LOSSES) if f"`{name}`" not in text and f"={name}`" not in text]
     assert missing == []
+
+
+def test_the_preprocessing_commands_work_as_written_and_print_what_the_page_says(tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs/data.md"
+    from_hub, *local = re.findall(r"```sh\n(lockstep preprocess.*?)```", page.read_text(), re.DOTALL)
+    for command in from_hub.splitlines():
+        preprocess_parser().parse_args(command.split()[2:])
+    samples = ROOT.parent / "shared/data"
+    if not samples.is_dir():
+        pytest.skip("the shared data folder is not here")
+    monkeypatch.chdir(tmp_path)
+    for name in ("grade_school_math", "hh"):
+        Path(name).mkdir()
+    Path("grade_school_math/data").symlink_to(samples / "gsm8k")
+    for split in ("train", "test"):
+        Path(f"hh/{split}.jsonl").symlink_to(samples / f"hh_rlhf/full_hh_style_{split}.jsonl")
+    for command, output in zip(local, blocks(page, "text"), strict=True):
+        assert preprocess(command.split()[2:]) == 0
+        assert capsys.readouterr().out == output

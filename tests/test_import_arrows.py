@@ -19,6 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "sandbox": set(),
     "utils/reward_score": {"utils", "sandbox"},
     "embedded": {"utils"},
+    "data_preprocess": {"utils"},
     "models": {"config", "utils"},
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},

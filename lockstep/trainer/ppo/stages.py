@@ -35,7 +35,8 @@ UPDATE_COLUMNS = ("prompts", "responses", "response_mask")
 
 def make_prompts(dataset: Any, positions: Sequence[int], n: int, pad_token_id: int) -> DataProto:
     """The dataset's rows at `positions`, each `n` times. Writes prompts, uid, sample and every column of the dataset."""
-    items = [dataset[position] for position in positions]
+    # torch's name for reading several items at once; RLHFDataset tokenises them together.
+    items = dataset.__getitems__(positions) if hasattr(dataset, "__getitems__") else [dataset[position] for position in positions]
     columns = {key: [item[key] for item in items] for key in items[0] if key != "prompt_ids"}
     prompts = Ragged.from_rows([item["prompt_ids"] for item in items], dtype=torch.int64)
     data = DataProto.from_dict({"prompts": prompts}, columns, {"pad_token_id": pad_token_id})

@@ -1,29 +1,36 @@
 """Random access to the rows of parquet and JSON files under one numbering.
 
-Parquet is read by row group when a row of it is asked for; recently used row groups are kept as Arrow tables, up to a
-number of bytes, and a row becomes Python objects only when it is returned. JSON has no such structure and is read
+Parquet can only be decoded a row group at a time, and shuffled reading touches all of them in every step. So a file is
+decoded once, when a row of it is first asked for, into a temporary file that is mapped into memory: the operating system
+keeps of it what there is room for. A row becomes Python objects only when it is returned. One column can also be read
+through in batches of Arrow values, which holds a small part of it at a time. JSON has no such structure and is read
 whole: keep large data in parquet.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.errors import DataError
 
-_CACHE_BYTES = 512 * 2**20
-_SCAN_ROWS = 1024
-"""Rows of one column that are Python objects at a time while it is scanned."""
+_BATCH_ROWS = 16_384
+"""Rows that are decoded at a time."""
+_READ_BYTES = 2**20
+"""Bytes of a file that are read at a time; without it a column's whole part of a row group would be."""
+
+Values: TypeAlias = pa.Array | list[Any]
+"""Neighbouring values of one column: as Arrow has them from parquet, as Python objects from JSON."""
 
 
 class RowFiles:
@@ -33,29 +40,34 @@ class RowFiles:
     a file that is missing, has another extension than .parquet, .json or .jsonl, or cannot be read.
     """
 
-    def __init__(self, paths: Sequence[str | Path], cache_bytes: int = _CACHE_BYTES) -> None:
-        cache = _TableCache(cache_bytes)
-        self._files = [_open(Path(path).expanduser(), cache) for path in paths]
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self._files = [_open(Path(path).expanduser()) for path in paths]
         self._starts = [0, *accumulate(file.num_rows for file in self._files)]
         self.columns = list(dict.fromkeys(name for file in self._files for name in file.columns))
 
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def row(self, index: int) -> dict[str, Any]:
-        """Row `index` as plain Python objects, with every name of `columns`."""
-        part = bisect_right(self._starts, index) - 1
-        row = self._files[part].row(index - self._starts[part])
-        return {name: row.get(name) for name in self.columns}
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows at `indices`, in that order, as plain Python objects with every name of `columns`."""
+        found: dict[int, dict[str, Any]] = {}
+        for part, here in _by_part(indices, self._starts).items():
+            start = self._starts[part]
+            rows = self._files[part].rows([index - start for index in here])
+            found |= zip(here, rows, strict=True)
+        return [{name: found[index].get(name) for name in self.columns} for index in indices]
 
-    def scan(self, column: str) -> Iterator[Any]:
-        """The values of one column, in order; other columns are not read. Raises DataError for a file without that
-        column.
+    def batches(self, column: str) -> Iterator[tuple[int, Values]]:
+        """All values of one column, in order, as (row number of the first, values); other columns are not read.
+
+        Raises DataError for a file without that column.
         """
-        for file in self._files:
+        for start, file in zip(self._starts, self._files, strict=False):
             if file.num_rows and column not in file.columns:
                 raise DataError(f"{file.path} has no column {column!r}; it has {sorted(file.columns)}")
-            yield from file.scan(column)
+            for values in file.batches(column):
+                yield start, values
+                start += len(values)
 
 
 class _File(Protocol):
@@ -63,31 +75,51 @@ class _File(Protocol):
     num_rows: int
     columns: Sequence[str]
 
-    def row(self, index: int) -> dict[str, Any]: ...
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]: ...
 
-    def scan(self, column: str) -> Iterator[Any]: ...
+    def batches(self, column: str) -> Iterator[Values]: ...
 
 
 class _ParquetFile:
-    def __init__(self, path: Path, cache: _TableCache) -> None:
-        self.path, self._cache = path, cache
+    def __init__(self, path: Path) -> None:
+        self.path = path
         with _errors_name(path):
-            self._file = pq.ParquetFile(path, memory_map=True)
-        metadata = self._file.metadata
-        self.num_rows: int = metadata.num_rows
+            # Not memory-mapped: the pages of the file would count as this process's memory.
+            self._file = pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False)
+        self.num_rows: int = self._file.metadata.num_rows
         self.columns: Sequence[str] = self._file.schema_arrow.names
-        self._starts = [0, *accumulate(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups))]
 
-    def row(self, index: int) -> dict[str, Any]:
-        group = bisect_right(self._starts, index) - 1
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
         with _errors_name(self.path):
-            table = self._cache.get((self.path, group), lambda: self._file.read_row_group(group))
-        return table.slice(index - self._starts[group], 1).to_pylist()[0]
+            batches, starts = self._decoded
+            for part, here in _by_part(indices, starts).items():
+                for run in _runs(here):
+                    rows = batches[part].slice(run[0] - starts[part], len(run)).to_pylist()
+                    found |= zip(run, rows, strict=True)
+        return [found[index] for index in indices]
 
-    def scan(self, column: str) -> Iterator[Any]:
+    @functools.cached_property
+    def _decoded(self) -> tuple[list[pa.RecordBatch], list[int]]:
+        """The whole file in batches of rows, mapped into memory, and the number of each one's first row."""
+        try:
+            # Deleted at the end of the block; the mapping keeps its contents until the process ends, however it ends.
+            with tempfile.NamedTemporaryFile(prefix="lockstep-rows-", suffix=".arrow") as file:
+                with pa.ipc.new_stream(file, self._file.schema_arrow) as writer:
+                    for batch in self._file.iter_batches(_BATCH_ROWS):
+                        writer.write_batch(batch)
+                file.flush()
+                batches = list(pa.ipc.open_stream(pa.memory_map(file.name)))
+        except OSError as error:
+            raise DataError(
+                f"cannot decode {self.path} into a temporary file: {error}; the environment variable TMPDIR names a folder with room"
+            ) from error
+        return batches, list(accumulate(map(len, batches), initial=0))
+
+    def batches(self, column: str) -> Iterator[Values]:
         with _errors_name(self.path):
-            for batch in self._file.iter_batches(_SCAN_ROWS, columns=[column]):
-                yield from batch.column(column).to_pylist()
+            for batch in self._file.iter_batches(_BATCH_ROWS, columns=[column]):
+                yield batch.column(column)
 
 
 class _JsonFile:
@@ -102,35 +134,36 @@ class _JsonFile:
         self.num_rows = len(self._rows)
         self.columns: Sequence[str] = list(dict.fromkeys(name for row in self._rows for name in row))
 
-    def row(self, index: int) -> dict[str, Any]:
-        return self._rows[index]
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return [self._rows[index] for index in indices]
 
-    def scan(self, column: str) -> Iterator[Any]:
-        return (row.get(column) for row in self._rows)
-
-
-class _TableCache:
-    """Least recently used tables leave when the kept ones exceed `max_bytes`; the newest always stays."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._tables = max_bytes, OrderedDict[tuple[Path, int], pa.Table]()
-
-    def get(self, key: tuple[Path, int], read: Callable[[], pa.Table]) -> pa.Table:
-        if key in self._tables:
-            self._tables.move_to_end(key)
-            return self._tables[key]
-        self._tables[key] = read()
-        while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > self._max_bytes:
-            self._tables.popitem(last=False)
-        return self._tables[key]
+    def batches(self, column: str) -> Iterator[Values]:
+        for start in range(0, self.num_rows, _BATCH_ROWS):
+            yield [row.get(column) for row in self._rows[start : start + _BATCH_ROWS]]
 
 
-def _open(path: Path, cache: _TableCache) -> _File:
+def _by_part(indices: Sequence[int], starts: Sequence[int]) -> dict[int, list[int]]:
+    """Which of the indices lie in which part; part p is starts[p] up to starts[p + 1]."""
+    parts: dict[int, list[int]] = {}
+    for index in indices:
+        parts.setdefault(bisect_right(starts, index) - 1, []).append(index)
+    return parts
+
+
+def _runs(indices: Iterable[int]) -> Iterator[range]:
+    """The indices as ascending runs of neighbours."""
+    ordered = sorted(set(indices))
+    cuts = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
+    for low, high in pairwise([0, *cuts, len(ordered)]):
+        yield range(ordered[low], ordered[high - 1] + 1)
+
+
+def _open(path: Path) -> _File:
     if path.suffix not in (".parquet", ".json", ".jsonl"):
         raise DataError(f"{path}: unknown extension {path.suffix!r}; data files are .parquet, .json or .jsonl")
     if not path.is_file():
         raise DataError(f"data file {path} does not exist (data.train_files, data.val_files)")
-    return _ParquetFile(path, cache) if path.suffix == ".parquet" else _JsonFile(path)
+    return _ParquetFile(path) if path.suffix == ".parquet" else _JsonFile(path)
 
 
 def _parse_json(text: str) -> list[dict[str, Any]]:
@@ -155,5 +188,5 @@ def _parse_json(text: str) -> list[dict[str, Any]]:
 def _errors_name(path: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path} as parquet: {error}") from error

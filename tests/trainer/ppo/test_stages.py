@@ -66,6 +66,20 @@ def test_prompts_are_the_datasets_rows_each_n_times_with_ids_of_their_own():
     assert batch.meta_info == {"pad_token_id": 9}
 
 
+def test_a_dataset_that_can_is_asked_for_all_rows_at_once():
+    class Together(list):
+        asked = []
+
+        def __getitems__(self, positions):
+            self.asked.append(list(positions))
+            return [self[position] for position in positions]
+
+    dataset = Together({"prompt_ids": [i], "index": i} for i in range(4))
+    batch = stages.make_prompts(dataset, [3, 1], n=1, pad_token_id=9)
+    assert rows_of(batch, "prompts") == [[3], [1]]
+    assert dataset.asked == [[3, 1]]
+
+
 def test_generation_sees_the_prompts_and_the_sampling_key_and_nothing_else():
     batch = make_batch().select(["prompts"])
     group = Group(responses=[[1.0], [2.0]])

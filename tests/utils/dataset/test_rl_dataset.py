@@ -8,11 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.utils.dataset import rl_dataset
 from lockstep.utils.dataset.rl_dataset import RLHFDataset, truncate
+from lockstep.utils.dataset.tag import Tag
 
 SAMPLES = Path(__file__).parents[4] / "shared/data"
 
@@ -107,6 +109,62 @@ def test_filter_keeps_the_numbers_of_rows_and_counts_what_it_left_out(tokenizer,
     assert capsys.readouterr().out.count("\n") == 1
 
 
+def test_several_items_at_once_are_the_items_one_by_one(qwen_like, tmp_path):
+    rows = [{"prompt": text, "n": n} for n, text in enumerate(["48 clips", "naïve", "It's June", "日本語", "<|im_end|> 7"] * 3)]
+    path = write(tmp_path / "p.parquet", rows)
+    dataset = RLHFDataset(path, qwen_like, data_config(max_prompt_length=200))
+    positions = [7, 0, 14, 7, 3]
+    assert dataset.__getitems__(positions) == [dataset[i] for i in positions]
+    assert [item["n"] for item in dataset.__getitems__(positions)] == positions
+    assert dataset.__getitems__([]) == []
+    with pytest.raises(IndexError):
+        dataset[15]
+
+
+def test_a_subclass_says_what_an_item_is_for_several_at_once_too(tokenizer, tmp_path):
+    class Marked(RLHFDataset):
+        def __getitem__(self, item):
+            return super().__getitem__(item) | {"mark": item}
+
+    dataset = Marked(write(tmp_path / "p.parquet", [{"prompt": "w1"}, {"prompt": "w2"}]), tokenizer, data_config())
+    assert [(item["raw_prompt"], item["mark"]) for item in dataset.__getitems__([1, 0])] == [("w2", 1), ("w1", 0)]
+
+
+def test_rows_that_were_chosen_are_the_only_ones_that_count(tokenizer, tmp_path):
+    rows = [{"prompt": words(n), "data_source": "a"} for n in range(3)] + [
+        {"prompt": words(*range(30)), "data_source": "b"},
+        {"prompt": ""},
+    ]
+    path = write(tmp_path / "p.parquet", rows)
+    dataset = RLHFDataset(path, tokenizer, data_config(shuffle=False), max_samples=3)
+    assert dataset.tags() == {Tag("a")}
+    with pytest.raises(DataError, match="row 4: the prompt is empty"):
+        RLHFDataset(path, tokenizer, data_config())
+
+
+def test_text_of_parquet_that_is_not_utf8_names_the_row(tokenizer, tmp_path):
+    prompts = pa.array([b"w1", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="row 1: the prompt is not valid UTF-8"):
+        RLHFDataset(str(tmp_path / "p.parquet"), tokenizer, data_config())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_filter_keeps_what_tokenising_everything_would_keep(qwen_like, tmp_path_factory, data):
+    texts = data.draw(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=60), min_size=1, max_size=8))
+    limit = data.draw(st.integers(20, 120))
+    path = write(tmp_path_factory.mktemp("filter") / "p.parquet", [{"prompt": text} for text in texts])
+    lengths = [len(item["prompt_ids"]) for item in RLHFDataset(path, qwen_like, data_config(max_prompt_length=10_000))]
+    fitting = [i for i, length in enumerate(lengths) if length <= limit]
+    config = data_config(max_prompt_length=limit, filter_overlong_prompts=True)
+    if fitting:
+        assert [item["index"] for item in RLHFDataset(path, qwen_like, config)] == fitting
+    else:
+        with pytest.raises(DataError, match="all"):
+            RLHFDataset(path, qwen_like, config)
+
+
 def test_max_samples_is_a_seeded_subset_when_shuffled_and_the_first_rows_otherwise(tokenizer, tmp_path):
     path = write(tmp_path / "p.parquet", [{"prompt": words(n)} for n in range(40)])
 
@@ -147,11 +205,26 @@ def test_items_are_truncated_to_the_limit_on_the_configured_side(tokenizer, tmp_
     assert len(cut) == 5
 
 
-def test_an_overlong_prompt_names_row_length_limit_and_both_keys(tokenizer, tmp_path):
-    rows = [{"prompt": "w1"}, {"prompt": words(*range(10))}]
-    dataset = RLHFDataset(write(tmp_path / "p.parquet", rows), tokenizer, data_config())
-    with pytest.raises(DataError, match=r"row 1: .* 12 tokens.* 8; .*data.truncation.*data.filter_overlong_prompts"):
+def test_overlong_prompts_fail_at_construction_with_their_number_the_first_rows_and_both_keys(tokenizer, tmp_path):
+    rows = [{"prompt": words(*range(10 if n % 2 else 1))} for n in range(14)]
+    path = write(tmp_path / "p.parquet", rows)
+    listed = ", ".join(rf"row {n} \(12 tokens\)" for n in (1, 3, 5, 7, 9))
+    with pytest.raises(DataError, match=rf"7 prompts .*=8 tokens: {listed}, \.\.\.; .*data.truncation.*filter_overlong_prompts"):
+        RLHFDataset(path, tokenizer, data_config())
+    with pytest.raises(DataError, match=r"1 prompt is longer .*row 1 \(12 tokens\);"):
+        RLHFDataset(path, tokenizer, data_config(shuffle=False), max_samples=3)
+
+
+def test_a_prompt_that_was_not_measured_at_start_fails_when_it_is_read(tokenizer, tmp_path, monkeypatch, capsys):
+    # By bytes the first is larger, by tokens the second is longer.
+    path = write(tmp_path / "p.parquet", [{"prompt": "x" * 100}, {"prompt": words(*range(10))}])
+    monkeypatch.setattr(rl_dataset, "_CHECK_BYTES", 1)
+    dataset = RLHFDataset(path, tokenizer, data_config())
+    assert "2 prompts may be longer" in capsys.readouterr().out
+    assert len(dataset[0]["prompt_ids"]) == 3
+    with pytest.raises(DataError, match=r"row 1 \(12 tokens\)"):
         dataset[1]
+    assert [item["index"] for item in RLHFDataset(path, tokenizer, data_config(filter_overlong_prompts=True))] == [0]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +250,9 @@ def test_an_overlong_prompt_names_row_length_limit_and_both_keys(tokenizer, tmp_
         ("no_messages.jsonl", b'{"prompt": []}', "row 0: the prompt is empty"),
         ("number.jsonl", b'{"prompt": 3}', "row 0: .*string or a list of messages, not 3"),
         ("no_role.jsonl", b'{"prompt": [{"content": "w1"}]}', "row 0: .*role and content"),
+        ("no_content.jsonl", b'{"prompt": [{"role": "user", "content": null}]}', "row 0: .*role and content"),
+        ("half.jsonl", b'{"prompt": "w1"}\n{"prompt": "\\ud800"}', "row 1: the prompt is not valid Unicode"),
+        ("mixed.jsonl", b'{"prompt": "w1"}\n{"prompt": [{"role": "pirate", "content": "w1"}]}', "row 1: .*role pirate"),
     ],
 )
 def test_unusable_data_fails_at_construction(tokenizer, tmp_path, name, content, message):
@@ -201,13 +277,15 @@ def test_a_dataset_emptied_by_the_filter_is_an_error(tokenizer, tmp_path):
 def test_a_message_list_without_a_chat_template_is_an_error(plain_tokenizer, tmp_path):
     path = write(tmp_path / "p.parquet", [{"prompt": [{"role": "user", "content": "w1"}]}])
     with pytest.raises(DataError, match="no chat template"):
-        RLHFDataset(path, plain_tokenizer, data_config())[0]
+        RLHFDataset(path, plain_tokenizer, data_config())
 
 
-def test_a_prompt_that_the_template_refuses_names_the_row(tokenizer, tmp_path):
-    path = write(tmp_path / "p.parquet", [{"prompt": [{"role": "pirate", "content": "w1"}]}])
-    with pytest.raises(DataError, match=r"row 0: .*template.*role pirate"):
-        RLHFDataset(path, tokenizer, data_config())[0]
+def test_roles_that_the_template_refuses_fail_at_construction(tokenizer, tmp_path):
+    rows = [{"prompt": [{"role": role, "content": "w1"}]} for role in ("user", "user", "pirate", "user")]
+    path = write(tmp_path / "p.parquet", rows)
+    for truncation in ("error", "left"):
+        with pytest.raises(DataError, match=r"row 2: .*template.*role pirate"):
+            RLHFDataset(path, tokenizer, data_config(truncation=truncation))
 
 
 def test_a_prompt_without_tokens_is_an_error(plain_tokenizer, tmp_path):
@@ -236,3 +314,21 @@ def test_real_files_open_and_every_row_is_tokenised(tokenizer, name, prompt_key)
     items = list(dataset)
     assert len(items) == len(dataset) >= 50
     assert all(item["prompt_ids"] and item["raw_prompt"] == item[prompt_key] for item in items)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"weights": {"rule": 1.0, "model": 0.5}}, {"test_cases": {"inputs": ["1"], "outputs": ["1"]}}]
+)
+def test_tags_are_those_of_the_chosen_rows_whatever_the_format(tokenizer, tmp_path, more):
+    rows = [
+        {"prompt": "w1", "data_source": "x", "reward_model": {"style": "rule", "ground_truth": str(i)} | (more if i == 7 else {})}
+        for i in range(10)
+    ]
+    rows[3]["data_source"], rows[4]["reward_model"]["style"] = "y", "model"
+    rows[5]["data_source"] = None
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=4)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for limit in (-1, 5):
+        expected = {Tag.of(row["data_source"], row["reward_model"]) for row in rows[: limit if limit > 0 else None]}
+        for name in ("rows.parquet", "rows.jsonl"):
+            assert RLHFDataset(str(tmp_path / name), tokenizer, data_config(shuffle=False), limit).tags() == expected

@@ -1,61 +1,102 @@
 from __future__ import annotations
 
-import gc
+import os
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lockstep.errors import DataError
 from lockstep.utils.dataset.row_files import RowFiles
 
-NUM_ROWS = 200_000
-GROUP = 10_000
+NUM_ROWS = 50_000
 
 
-@pytest.fixture(scope="module")
-def large_file(tmp_path_factory):
-    """200,000 rows: a short prompt, and 200 bytes that do not compress."""
+@pytest.fixture(scope="module", params=[1_000, NUM_ROWS], ids=["small row groups", "one row group"])
+def large_file(tmp_path_factory, request):
+    """A short prompt and 200 bytes that do not compress in each row."""
     path = tmp_path_factory.mktemp("large") / "large.parquet"
     noise = np.random.default_rng(0).bytes(200 * NUM_ROWS)
-    schema = pa.schema([("prompt", pa.string()), ("ballast", pa.binary(200))])
-    with pq.ParquetWriter(path, schema, compression="none") as writer:
-        for start in range(0, NUM_ROWS, GROUP):
-            prompts = [f"prompt {i}" for i in range(start, start + GROUP)]
-            ballast = [noise[200 * i : 200 * (i + 1)] for i in range(start, start + GROUP)]
-            writer.write_table(pa.table([prompts, pa.array(ballast, pa.binary(200))], schema=schema))
+    ballast = pa.Array.from_buffers(pa.binary(200), NUM_ROWS, [None, pa.py_buffer(noise)])
+    table = pa.table({"prompt": [f"prompt {i}" for i in range(NUM_ROWS)], "ballast": ballast})
+    pq.write_table(table, path, compression="none", row_group_size=request.param)
     return path
 
 
-def test_opening_and_scanning_one_column_of_a_large_file_holds_a_small_part_of_it(large_file):
+def test_reading_one_column_of_a_large_file_through_holds_a_small_part_of_it(large_file):
     before = pa.total_allocated_bytes()
     rows = RowFiles([large_file])
     assert len(rows) == NUM_ROWS
-    most = pa.total_allocated_bytes() - before
-    for i, prompt in enumerate(rows.scan("prompt")):
-        assert prompt == f"prompt {i}"
+    most, expected = 0, 0
+    for start, prompts in rows.batches("prompt"):
+        assert start == expected
+        assert prompts[0].as_py() == f"prompt {start}"
+        expected += len(prompts)
         most = max(most, pa.total_allocated_bytes() - before)
-    assert most < large_file.stat().st_size / 20
+    assert expected == NUM_ROWS
+    assert most < large_file.stat().st_size / 2
 
 
-@pytest.mark.parametrize("groups_that_fit", [0.5, 2])
-def test_random_access_keeps_a_bounded_number_of_row_groups(large_file, groups_that_fit):
-    group_bytes = large_file.stat().st_size / NUM_ROWS * GROUP
-    gc.collect()  # what earlier tests left behind would be counted as ours, or against us when it goes
-    before = pa.total_allocated_bytes()
-    rows = RowFiles([large_file], cache_bytes=int(groups_that_fit * group_bytes))
-    for i in np.random.default_rng(1).integers(NUM_ROWS, size=60).tolist():
-        assert rows.row(i)["prompt"] == f"prompt {i}"
-        # Arrow's buffers are larger than what they hold, by less than their size; one group is read while an old one is let go, and
-        # its reader's threads may hold another. All the groups touched would be several times more.
-        assert pa.total_allocated_bytes() - before < 2 * (groups_that_fit + 3) * group_bytes
-
-
-def test_a_row_group_is_read_once_while_it_is_kept(large_file):
-    pool = pa.default_memory_pool()
+def test_rows_that_were_read_are_kept_in_a_mapped_file_that_has_no_name(large_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows = RowFiles([large_file])
-    rows.row(0)
-    after_first = pool.total_bytes_allocated()
-    for i in range(100):
-        assert rows.row(i)["prompt"] == f"prompt {i}"
-    assert pool.total_bytes_allocated() == after_first
+    before = pa.total_allocated_bytes()
+    order = np.random.default_rng(1).permutation(NUM_ROWS)[:2_000].tolist()
+    assert [row["prompt"] for row in rows.rows(order)] == [f"prompt {i}" for i in order]
+    assert pa.total_allocated_bytes() - before < large_file.stat().st_size / 2
+    assert os.listdir(tmp_path) == []
+    allocated = pa.default_memory_pool().total_bytes_allocated()
+    rows.rows(order)
+    assert pa.default_memory_pool().total_bytes_allocated() - allocated < large_file.stat().st_size / 2  # nothing was decoded again
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_rows_come_in_the_order_asked_for_however_often_and_from_whichever_file(mixed_files, data):
+    files, expected = mixed_files
+    indices = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=20))
+    assert files.rows(indices) == [expected[i] for i in indices]
+
+
+@pytest.fixture(scope="module")
+def mixed_files(tmp_path_factory):
+    """Two parquet files with small row groups and a JSON file between them, with different columns and types."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rows = [{"prompt": f"p{i}", "label": i} for i in range(7)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=3)
+    (folder / "b.jsonl").write_text('{"prompt": ["x"]}\n{"prompt": null, "label": "text"}\n')
+    pq.write_table(pa.Table.from_pylist([{"prompt": 1.5, "more": {"a": [1, 2]}}] * 2), folder / "c.parquet")
+    rows += [{"prompt": ["x"]}, {"prompt": None, "label": "text"}] + [{"prompt": 1.5, "more": {"a": [1, 2]}}] * 2
+    columns = {"prompt": None, "label": None, "more": None}
+    return RowFiles([folder / name for name in ("a.parquet", "b.jsonl", "c.parquet")]), [columns | row for row in rows]
+
+
+def test_many_row_groups_take_no_more_open_files_than_one(tmp_path):
+    table = pa.table({"prompt": [f"p{i}" for i in range(3_000)]})
+    pq.write_table(table, tmp_path / "many.parquet", row_group_size=1)
+    rows, before = RowFiles([tmp_path / "many.parquet"]), len(os.listdir("/proc/self/fd"))
+    assert [row["prompt"] for row in rows.rows(range(3_000))] == table["prompt"].to_pylist()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_columns_of_categories_are_read(tmp_path):
+    values = [f"kind {i // 100}" for i in range(1_000)]
+    categories = pa.array(values).dictionary_encode()
+    pq.write_table(pa.table({"data_source": categories}), tmp_path / "c.parquet", row_group_size=100)
+    assert [row["data_source"] for row in RowFiles([tmp_path / "c.parquet"]).rows(range(1_000))] == values
+
+
+def test_text_that_is_not_utf8_names_the_file(tmp_path):
+    bad = pa.array([b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": ["w1"], "note": bad}), tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match=r"cannot read .*bad\.parquet"):
+        RowFiles([tmp_path / "bad.parquet"]).rows([0])
+
+
+def test_a_temporary_folder_without_room_names_the_setting(large_file, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(DataError, match=r"TMPDIR"):
+        RowFiles([large_file]).rows([0])
