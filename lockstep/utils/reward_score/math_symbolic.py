@@ -1,0 +1,125 @@
+r"""Equality by algebra: the expressions are read by math-verify's LaTeX parser and compared by SymPy.
+
+Runs in a process that can be killed (`lockstep.utils.killable`): a parse or an evaluation may take for ever or all the memory.
+
+Two expressions are the same when they take the same values, to 20 digits, at several random points of their variables. Decimals are read
+as exact fractions before, so 0.333 is not 1/3. What has no numerical value (matrices, unknown functions) goes to `math_verify.verify`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import re
+import resource
+from typing import Any
+
+from latex2sympy2_extended import latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from math_verify import verify
+from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, nan, oo, zoo
+
+from lockstep.utils.reward_score.math_spelling import spell
+from lockstep.utils.reward_score.math_structure import Judge, equal, parse
+
+_MAX_EXPRESSION = 500
+_MAX_MEMORY = 4 * 1024**3
+_NUM_POINTS = 4
+_DIGITS = 30
+_TOLERANCE = Float("1e-20")
+_ZERO = Float("1e-60")
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its own time-outs are off: ours kills
+
+
+def same(answer: str, truth: str) -> bool:
+    """Whether two answers, as written, are equal. For a process of its own: it limits that process's memory to 4 GiB.
+
+    What cannot be read as mathematics equals nothing. Raises MemoryError, or whatever SymPy raises on a valid expression.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return equal(parse(spell(answer)), parse(spell(truth)), SymbolicJudge())
+
+
+class SymbolicJudge(Judge):
+    """Decides what spelling leaves open."""
+
+    def expressions(self, answer: str, truth: str) -> bool:
+        a, b = _read(answer), _read(truth)
+        if a is None or b is None:
+            return False
+        if a == b:
+            return True
+        if isinstance(a, MatrixBase) or isinstance(b, MatrixBase) or not (isinstance(a, Expr) and isinstance(b, Expr)):
+            return bool(verify(b, a, timeout_seconds=None))
+        values = _values_at_points(a, b)
+        if values is None:
+            return bool(verify(b, a, timeout_seconds=None))
+        return all(_close(x, y) for x, y in values)
+
+    def relations(self, sign: str, answer: tuple[str, str], truth: tuple[str, str]) -> bool:
+        """The difference of the sides must be the same but for a factor: 2x > 4 is x > 2. For < and <= the factor is positive."""
+        sides = [_read(side) for side in (*answer, *truth)]
+        if not all(isinstance(side, Expr) for side in sides):
+            return False
+        values = _values_at_points(sides[0] - sides[1], sides[2] - sides[3])
+        if values is None or any(abs(y) <= _ZERO for _, y in values):
+            return False
+        factors = [x / y for x, y in values]
+        if abs(factors[0]) <= _ZERO or not all(_close(factor, factors[0]) for factor in factors):
+            return False
+        return sign in ("=", "!=") or bool(factors[0].is_extended_positive)
+
+
+@functools.lru_cache(maxsize=256)
+def _read(latex: str) -> Any:
+    """A SymPy object, or None for what the parser cannot read."""
+    latex = _prepared(latex)
+    if len(latex) > _MAX_EXPRESSION or re.search("[0-9] [0-9]", latex):  # the parser would add 2 3 up
+        return None
+    try:
+        expression = latex2sympy(
+            latex, is_real=None, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
+        )
+    except MemoryError:
+        raise
+    except Exception:  # the parser raises Exception itself, and whatever SymPy raises on half-read input
+        return None
+    if isinstance(expression, Expr) and Symbol("i") in expression.free_symbols:
+        expression = expression.xreplace({Symbol("i"): I})
+    return None if expression in (nan, zoo) else expression
+
+
+def _prepared(latex: str) -> str:
+    """Decimals as fractions, degrees as radians where they are arguments, f' as its own name."""
+    latex = re.sub(r"([0-9]*)\.([0-9]+)", lambda m: rf"{{\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}}}", latex)
+    latex = re.sub(r"([0-9]+|[a-zA-Z]|\\[a-zA-Z]+)\^\\circ", r"(\\frac{\1\\pi}{180})", latex)
+    latex = re.sub(r"_([0-9a-zA-Z]) ?", r"_{\1}", latex)
+    latex = re.sub(r"(?<=[0-9])\(", r"\\cdot(", latex)
+    return latex.replace("'", "_{prime}")
+
+
+def _values_at_points(a: Expr, b: Expr) -> list[tuple[Expr, Expr]] | None:
+    """Both expressions at random points, the same for both; None when one has no finite value at some of them."""
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    generator = random.Random(0)
+    values = []
+    for i in range(_NUM_POINTS if symbols else 1):
+        # Of both signs, so that |x| is not x; not symmetric, so that x^2 is not x^4.
+        point = {s: Rational(generator.randint(101, 499), 100) * (-1 if (i + j) % 3 == 1 else 1) for j, s in enumerate(symbols)}
+        pair = tuple(expression.xreplace(point).evalf(_DIGITS, maxn=120) for expression in (a, b))
+        if not all(value.is_number and value.is_finite and not value.has(nan, zoo, oo) and _is_evaluated(value) for value in pair):
+            return None
+        values.append((pair[0], pair[1]))
+    return values
+
+
+def _is_evaluated(value: Expr) -> bool:
+    real, imaginary = value.as_real_imag()
+    return bool(real.is_Number and imaginary.is_Number)
+
+
+def _close(a: Expr, b: Expr) -> bool:
+    difference, size = abs(a - b).evalf(_DIGITS), max(abs(a).evalf(_DIGITS), abs(b).evalf(_DIGITS))
+    return bool(difference <= _ZERO) or bool(difference <= _TOLERANCE * size)
