@@ -1,7 +1,7 @@
 """GSM8K: the number after the last `####` (strict), or the last number of the text (flexible), compared as a number.
 
-docs/rewards.md lists what counts as the number after `####`. Only the last 100 `####` of a response and 1,000 characters after each are
-looked at, and a number has at most 200 characters, so the time is bounded whatever the response is.
+docs/rewards.md lists what counts as the number after `####`. So that the time is bounded whatever the response is, strict looks at the
+last 100 `####` and 1,000 characters after each, flexible at the last 10,000 characters, and a number has at most 200 characters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lockstep.utils.reward_score.characters import to_ascii
 
 _MAX_MARKS = 100
 _MAX_AFTER_MARK = 1_000
+_MAX_TAIL = 10_000
 _MAX_NUMBER = 200
 
 # Digits with or without thousands commas, then a fraction. A full stop after the number is not part of it.
@@ -41,7 +42,7 @@ _CONTINUES = re.compile(
 _LIST_ITEM = re.compile(r"[.)]\s*\S")
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 
-# The minus of 10-5 is an operator, not a sign. No condition on what follows, so every digit is looked at once.
+# The minus of 10-5 is an operator, not a sign.
 _LAST = re.compile(rf"(?:(?<![\w)])([-+]))?(?:\$([-+]?))?({_MAGNITUDE})(?:/([0-9]+))?")
 _GROUND_TRUTH = re.compile(rf"([-+]?)\$?({_MAGNITUDE})(?:[eE]([-+]?[0-9]{{1,3}}))?")
 
@@ -118,7 +119,7 @@ def _tidy(line: str) -> str:
 
 
 def _last_number(text: str) -> tuple[Fraction, ...]:
-    matches = deque(_LAST.finditer(to_ascii(text)), maxlen=1)
+    matches = deque(_LAST.finditer(to_ascii(text[-_MAX_TAIL:])), maxlen=1)
     if not matches or len(matches[0][0]) > _MAX_NUMBER:
         return ()
     outer, inner, magnitude, bottom = matches[0].groups(default="")

@@ -22,6 +22,7 @@ from lockstep.utils.reward_score.math_spelling import closing_braces, spell
 from lockstep.utils.reward_score.math_structure import Judge, Undecided, equal, parse
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+_MAX_BOX = 10_000
 _MAX_ANSWER = 2_000
 _worker = KillableWorker()
 
@@ -70,13 +71,13 @@ def _has_math_verify() -> bool:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last box; None where there is none or its brace is never closed. `\boxed 5` ends at `$` or
-    the line's end.
+    r"""The content of the last box; None where there is none or its brace is not closed within 10,000 characters. `\boxed 5` ends at `$`
+    or the line's end.
     """
     matches = deque(_BOX.finditer(text), maxlen=1)
     if not matches:
         return None
-    rest = text[matches[0].end() :].lstrip()
+    rest = text[matches[0].end() : matches[0].end() + _MAX_BOX].lstrip()
     if not rest.startswith("{"):
         return re.split(r"[$\n]", rest, maxsplit=1)[0].strip() or None
     end = closing_braces(rest).get(0)

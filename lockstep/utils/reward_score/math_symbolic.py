@@ -4,6 +4,7 @@ Runs in a process that can be killed (`lockstep.utils.killable`): a parse or an 
 
 Two expressions are the same when they take the same values, to 20 digits, at several random points of their variables. Decimals are read
 as exact fractions before, so 0.333 is not 1/3. What has no numerical value (matrices, unknown functions) goes to `math_verify.verify`.
+Expressions of more than 300 characters or 20 levels of brackets are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, nan, oo, zoo
 from lockstep.utils.reward_score.math_spelling import spell
 from lockstep.utils.reward_score.math_structure import Judge, equal, parse
 
-_MAX_EXPRESSION = 500
+_MAX_EXPRESSION = 300
+_MAX_DEPTH = 20
 _MAX_MEMORY = 4 * 1024**3
 _NUM_POINTS = 4
 _DIGITS = 30
@@ -76,7 +78,8 @@ class SymbolicJudge(Judge):
 def _read(latex: str) -> Any:
     """A SymPy object, or None for what the parser cannot read."""
     latex = _prepared(latex)
-    if len(latex) > _MAX_EXPRESSION or re.search("[0-9] [0-9]", latex):  # the parser would add 2 3 up
+    # The parser would add 2 3 up, and takes exponential time over brackets that are never closed.
+    if len(latex) > _MAX_EXPRESSION or re.search("[0-9] [0-9]", latex) or not _is_balanced(latex):
         return None
     try:
         expression = latex2sympy(
@@ -89,6 +92,16 @@ def _read(latex: str) -> Any:
     if isinstance(expression, Expr) and Symbol("i") in expression.free_symbols:
         expression = expression.xreplace({Symbol("i"): I})
     return None if expression in (nan, zoo) else expression
+
+
+def _is_balanced(latex: str) -> bool:
+    """Whether brackets are closed, whatever their kinds, and at most 20 deep."""
+    depth = 0
+    for bracket in re.findall(r"[(\[{)\]}]", latex):
+        depth += 1 if bracket in "([{" else -1
+        if not 0 <= depth <= _MAX_DEPTH:
+            return False
+    return depth == 0
 
 
 def _prepared(latex: str) -> str:
