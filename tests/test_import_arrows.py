@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "workers/rollout": {"models", "protocol", "config", "observability", "utils"},
     "workers/weight_sync": {"workers/engine"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability"},
-    "workers/reward_manager": {"protocol", "config", "utils"},
+    "workers/reward_manager": {"protocol", "config", "utils", "sandbox"},
     "workers/engine_workers": {
         "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",
         "models", "algorithms", "protocol", "config", "observability", "utils",

@@ -22,6 +22,19 @@ class KLControlConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    enable: bool = False
+    """Dynamic sampling, as in DAPO: drop prompts whose responses all have the same score, and generate more until the batch is full."""
+    metric: str = "score"
+    """What must differ: score (what the judges gave), seq_reward (with the overlong penalty), or a key that a reward function returned."""
+    max_num_gen_batches: int = 10
+    """Batches of prompts generated at most for one step; 0: no limit. The step goes on with what there is then."""
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.filter_groups.max_num_gen_batches", self.max_num_gen_batches, 0)
+
+
+@dataclass
 class AlgorithmConfig:
     adv_estimator: str = "gae"
     """How advantages are estimated: gae (needs a critic), grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus,
@@ -37,6 +50,9 @@ class AlgorithmConfig:
     kl_penalty: str = "kl"
     """Its estimator: kl, abs, mse, low_var_kl."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    gdpo_reward_keys: list[str] = field(default_factory=list)
+    """gdpo: the reward parts, by name: judges of reward.weights, or keys that a reward function returned."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
     def __post_init__(self) -> None:
         in_range("algorithm.gamma", self.gamma, 0.0, 1.0)

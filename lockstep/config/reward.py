@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import at_least, in_range, one_of
 from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig
 
 
@@ -18,13 +18,60 @@ class CustomRewardConfig:
 
 
 @dataclass
+class SandboxConfig:
+    url: str | None = None
+    """A SandboxFusion server that runs the programs of code rewards; null runs them on the driver's machine, isolated by bubblewrap."""
+    max_concurrent: int | None = None
+    """Programs at once; null: one a core on this machine, 64 on a server."""
+    timeout_s: float = 10.0
+    """Longest time one program may run."""
+    memory_limit_mb: int = 1024
+    """Memory that one program and all it starts may use."""
+    accept_weak_isolation: bool = False
+    """Run programs without bubblewrap where it is not installed. They can then read files and reach the network."""
+
+    def __post_init__(self) -> None:
+        at_least("reward.sandbox.max_concurrent", self.max_concurrent, 1)
+        at_least("reward.sandbox.timeout_s", self.timeout_s, 0.1)
+        at_least("reward.sandbox.memory_limit_mb", self.memory_limit_mb, 16)
+
+
+@dataclass
+class OverlongConfig:
+    enable: bool = False
+    """Lower the reward of responses that come close to data.max_response_length, as DAPO does."""
+    len: int = 512
+    """Tokens before the limit over which the penalty grows from 0 to penalty_factor."""
+    penalty_factor: float = 1.0
+    """The penalty at the limit."""
+
+    def __post_init__(self) -> None:
+        at_least("reward.overlong_buffer.len", self.len, 1)
+        at_least("reward.overlong_buffer.penalty_factor", self.penalty_factor, 0.0)
+
+
+@dataclass
 class RewardConfig:
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
-    timeout_s: float = 300.0
-    """Longest time that scoring one batch may take before the run stops."""
+    rules: dict[str, str] = field(default_factory=dict)
+    """Rules of your own: data_source -> file.py:function, with arguments (solution_str, ground_truth)."""
+    functions: dict[str, str] = field(default_factory=dict)
+    """More judges: name -> file.py:function, for use in weights."""
+    weights: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Who judges: data_source, or * for every other -> judge (rule, model, sandbox, or a name in functions) -> weight."""
+    timeout_s: float = 30.0
+    """Longest time that one call of a reward function may take."""
+    num_workers: int | None = None
+    """Processes that call reward functions; null: one a core, at most 8."""
+    max_failure_rate: float = 0.1
+    """Largest share of a batch whose reward may be missing (a function raised, hung or returned no number) before the run stops."""
+    overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:
         at_least("reward.timeout_s", self.timeout_s, 0.001)
+        at_least("reward.num_workers", self.num_workers, 1)
+        in_range("reward.max_failure_rate", self.max_failure_rate, 0.0, 1.0)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,10 +98,10 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
             resource_pool_spec["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
             mapping[Role.RewardModel] = "reward_pool"
 
-    compute_score, timeout_s = _custom_score(config), config.reward.timeout_s
-    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0, compute_score=compute_score, timeout_s=timeout_s)
+    judging = _judging(config)
+    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0, **judging)
     # Validation always uses the function reward.
-    val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, compute_score=compute_score, timeout_s=timeout_s)
+    val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, **judging)
     resource_pool_manager = ResourcePoolManager(resource_pool_spec=resource_pool_spec, mapping=mapping)
 
     trainer = RayPPOTrainer(
@@ -120,14 +120,30 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
         trainer.close()
 
 
-def _custom_score(config: PPOConfig) -> Callable[..., Any] | None:
-    """The user's reward function with its own arguments bound, or None for the rules by data_source."""
-    from lockstep.utils.files import load_object
+def _judging(config: PPOConfig) -> dict[str, Any]:
+    """The arguments of RewardManager that the config decides."""
+    from lockstep.sandbox import make_sandbox
+    from lockstep.utils.files import load_object, load_reference
+    from lockstep.utils.reward_score import register_score
 
-    custom = config.reward.custom_reward_function
-    if custom.path is None:
-        return None
-    return functools.partial(load_object(custom.path, custom.name), **custom.reward_kwargs)
+    reward, custom = config.reward, config.reward.custom_reward_function
+    for data_source, reference in reward.rules.items():
+        register_score(data_source)(load_reference(reference))
+    return {
+        "compute_score": functools.partial(load_object(custom.path, custom.name), **custom.reward_kwargs) if custom.path else None,
+        "functions": {name: load_reference(reference) for name, reference in reward.functions.items()},
+        "weights": reward.weights,
+        "timeout_s": reward.timeout_s,
+        "num_workers": reward.num_workers,
+        "make_sandbox": functools.partial(
+            make_sandbox,
+            url=reward.sandbox.url,
+            max_concurrent=reward.sandbox.max_concurrent,
+            wall_s=reward.sandbox.timeout_s,
+            memory_mb=reward.sandbox.memory_limit_mb,
+            accept_weak_isolation=reward.sandbox.accept_weak_isolation,
+        ),
+    }
 
 
 def _with_embedded_task(config: PPOConfig) -> PPOConfig:

@@ -27,6 +27,14 @@ def load_object(path: str, name: str) -> Any:
     return getattr(module, name)
 
 
+def load_reference(reference: str) -> Any:
+    """The object that `file.py:name` or `package.module:name` stands for. Raises DataError as `load_object` does."""
+    path, colon, name = reference.rpartition(":")
+    if not colon or not path or not name:
+        raise DataError(f"{reference!r} must have the form file.py:name or package.module:name")
+    return load_object(path, name)
+
+
 def _module_of_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():

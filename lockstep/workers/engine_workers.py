@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from lockstep.workers.engine.fsdp.engine import compute_dtype
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.losses import make_policy_loss, make_value_loss
-from lockstep.workers.rollout.base import Request, RolloutEngine
+from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
 from lockstep.workers.rollout.registry import get_rollout
 from lockstep.workers.weight_sync.shared import SharedWeights, copy_weights
 
@@ -80,8 +81,13 @@ class ActorRolloutRefWorker(Worker):
         self.rollout = rollout(decoder, self.config.rollout.max_num_seqs, self.pad_token_id)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, step: int) -> DataProto:
-        """One response for each row. Reads prompts, index, sample; writes responses, rollout_log_probs, response_mask, finish_reason."""
+    def generate_sequences(
+        self, prompts: DataProto, sampling: SamplingParams, step: int, on_finished: Callable[[Any], None] | None = None
+    ) -> DataProto:
+        """One response for each row. Reads prompts, index, sample; writes responses, rollout_log_probs, response_mask, finish_reason.
+
+        `on_finished` gets (row, token ids) of each response as soon as it is there; the row is that of the column of this name.
+        """
         assert self.rollout is not None, f"a worker of role {self.role} does not generate"
         requests = [
             Request(prompt_ids, (step, int(index), int(sample)))
@@ -92,8 +98,13 @@ class ActorRolloutRefWorker(Worker):
                 strict=True,
             )
         ]
+        finished: dict[int, Completion] = {}
         with self.shared.lent() if self.shared is not None else nullcontext():
-            completions = self.rollout.generate(requests, sampling)
+            for i, completion in self.rollout.generate_stream(requests, sampling):
+                finished[i] = completion
+                if on_finished is not None:
+                    on_finished((int(prompts.non_tensor_batch["row"][i]), completion.ids))
+        completions = [finished[i] for i in range(len(requests))]
         responses = Ragged.from_rows([c.ids for c in completions], dtype=torch.int64)
         columns = {
             "responses": responses,

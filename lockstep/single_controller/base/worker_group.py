@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lockstep.errors import ConfigError, WorkerDied, WorkerError
+from lockstep.single_controller.base.channel import inbox
 from lockstep.single_controller.base.decorator import Dispatch, Execute, Registration, registered_methods
 from lockstep.single_controller.base.dispatch import Call, Collect, check_mode, first, plan
 from lockstep.single_controller.base.future import Future
@@ -132,6 +134,16 @@ class WorkerGroup(ABC):
         self.check_usable()
         return self._submit(role, method, calls, collect)
 
+    @contextmanager
+    def receiving(self, handle: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
+        """Something to pass to a worker's method that sends messages to `handle` while the method still runs; see `channel.inbox`."""
+        with inbox(self._driver_host(), handle) as send:
+            yield send
+
+    @abstractmethod
+    def _driver_host(self) -> str:
+        """The address under which workers reach the driver."""
+
     @abstractmethod
     def _prepare(self) -> None:
         """Check that this kind of group can serve the pool; called last by the constructor. Starts nothing."""
@@ -166,6 +178,10 @@ class RoleGroup:
     def world_size(self) -> int:
         """Number of workers."""
         return self._group.world_size
+
+    def receiving(self, handle: Callable[[Any], None]) -> AbstractContextManager[Callable[[Any], None]]:
+        """`WorkerGroup.receiving` of the group that these workers are in."""
+        return self._group.receiving(handle)
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, with the same arguments on every rank; the list of results."""

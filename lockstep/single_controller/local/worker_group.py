@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -46,6 +49,14 @@ class LocalWorkerGroup(WorkerGroup):
         self._host.setup(environment, start_timeout_s=self.start_timeout_s, timeout_s=self.timeout_s)
         for name, worker in self._classes.items():
             self._host.create(name, worker)
+
+    @contextmanager
+    def receiving(self, handle: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
+        """The worker calls `handle` itself."""
+        yield handle
+
+    def _driver_host(self) -> str:
+        return "127.0.0.1"
 
     def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
         ((args, kwargs),) = calls

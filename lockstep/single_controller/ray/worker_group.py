@@ -128,6 +128,9 @@ class RayWorkerGroup(WorkerGroup):
             options["memory"] = pool.memory_per_process
         return self._ray.remote(HostActor).options(**options).remote()
 
+    def _driver_host(self) -> str:
+        return str(self._ray.util.get_node_ip_address())
+
     def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
         # Everything is serialised before anything is sent: an argument that cannot be pickled must not leave half the
         # ranks at work. Ranks with the same arguments share one copy.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -108,14 +108,12 @@ def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_d
         raise ConfigError("reward_fn is missing: pass RewardManager(tokenizer=tokenizer, num_examine=0), or a function of your own")
     if val_dataset is not None and val_reward_fn is None:
         raise ConfigError("there is validation data but no val_reward_fn: pass RewardManager(tokenizer=tokenizer, num_examine=1)")
-    if not config.reward_model.enable:
-        _check_sources(reward_fn, train_dataset)
+    _check_tags(reward_fn, train_dataset, has_model=config.reward_model.enable)
     if val_dataset is not None:
-        _check_sources(val_reward_fn, val_dataset)
+        _check_tags(val_reward_fn, val_dataset, validation=True)
 
 
-def _check_sources(reward_fn: Any, dataset: Any) -> None:
-    check, sources = getattr(reward_fn, "check", None), getattr(dataset, "data_sources", None)
-    if inspect.ismethod(check) and sources is not None:
-        found: Iterable[str | None] = sources()
-        check(found)
+def _check_tags(reward_fn: Any, dataset: Any, **arguments: bool) -> None:
+    check, tags = getattr(reward_fn, "check", None), getattr(dataset, "tags", None)
+    if inspect.ismethod(check) and tags is not None:
+        check(tags(), **arguments)

@@ -13,8 +13,10 @@ from lockstep.protocol import DataProto
 def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
     """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, prompt_length/*."""
     mask = batch.ragged("response_mask").values.bool()
-    metrics = _spread("critic/score", _row_sums(batch, "token_level_scores"))
-    metrics |= _spread("critic/rewards", _row_sums(batch, "token_level_rewards"))
+    # A row with tokens of which none is the policy's has been left out, for want of a reward.
+    counted = batch.batch["response_mask"].bool().any(1) | (batch.ragged("responses").lengths == 0)
+    metrics = _spread("critic/score", _row_sums(batch, "token_level_scores")[counted])
+    metrics |= _spread("critic/rewards", _row_sums(batch, "token_level_rewards")[counted])
     metrics |= _spread("critic/advantages", batch.ragged("advantages").values[mask])
     metrics |= _spread("critic/returns", batch.ragged("returns").values[mask])
     if "values" in batch:

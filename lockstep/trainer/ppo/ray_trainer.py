@@ -16,12 +16,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.checkpoint import folders
 from lockstep.config.arithmetic import describe
 from lockstep.config.load import as_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.errors import RewardError
 from lockstep.observability.display import Display, make_display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking, check_trackers
@@ -29,9 +34,10 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
 from lockstep.single_controller.base.partition import balanced_partition
 from lockstep.single_controller.ray import RayWorkerGroup
-from lockstep.trainer.ppo import checks, stages
+from lockstep.trainer.ppo import checks, rewards, stages
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
+from lockstep.trainer.ppo.rewards import Scored
 from lockstep.trainer.ppo.role import Role
 from lockstep.trainer.ppo.validation import validation_metrics
 from lockstep.utils.dataset.rl_dataset import RLHFDataset
@@ -107,6 +113,8 @@ class RayPPOTrainer:
         self.total_steps = config.trainer.total_training_steps or self.schedule.steps_per_epoch * config.trainer.total_epochs
 
         self.global_steps = 0
+        self.num_prompt_batches = 0
+        """Batches of prompts taken so far: the steps, and with algorithm.filter_groups what they took to fill."""
         self.kl_control = make_kl_controller(
             config.algorithm.kl_ctrl.type,
             config.algorithm.kl_ctrl.kl_coef,
@@ -164,10 +172,13 @@ class RayPPOTrainer:
                 view.init_model()
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, and those of the rewards."""
         for group in self._groups:
             group.close()
         self._groups.clear()
+        for reward_fn in (self.reward_fn, self.val_reward_fn):
+            if hasattr(reward_fn, "close"):
+                reward_fn.close()
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -226,14 +237,8 @@ class RayPPOTrainer:
         step = self.global_steps + 1
         self.timer.reset()
         with self.timer.stage("step"):
-            batch = self._next_prompts(step)
-            with self.timer.stage("gen"):
-                stages.generate(self.rollout_wg, batch, self._sampling(), step)
-            with self.timer.stage("reward"):
-                if self.rm_wg is not None:
-                    stages.model_scores(self.rm_wg, batch, self.tokenizer)
-                reward_info = stages.score(self.reward_fn, batch)
-            metrics = self._old_log_prob(batch)
+            batch, scored, metrics = self._scored_batch()
+            metrics |= self._old_log_prob(batch)
             if self.ref_policy_wg is not None:
                 with self.timer.stage("ref"):
                     stages.ref_log_prob(self.ref_policy_wg, batch)
@@ -244,25 +249,92 @@ class RayPPOTrainer:
                 metrics |= stages.advantage(batch, self.config.algorithm, self.kl_control)
             if self.critic_wg is not None:
                 with self.timer.stage("update_critic"):
-                    metrics |= stages.update_critic(self.critic_wg, batch, self._critic_mini_batches(step))
+                    metrics |= stages.update_critic(self.critic_wg, batch, self._critic_mini_batches(step, batch))
             if step > self.config.trainer.critic_warmup:
                 with self.timer.stage("update_actor"):
-                    update_metrics, drift = stages.update_actor(self.actor_wg, batch, self._actor_mini_batches(step))
+                    update_metrics, drift = stages.update_actor(self.actor_wg, batch, self._actor_mini_batches(step, batch))
                     metrics |= update_metrics
                     self._watch_drift(drift)
                 with self.timer.stage("update_weights"):
                     self._sync_weights()
         self.global_steps = step
-        self._dump(self.config.trainer.rollout_data_dir, batch, reward_info)
+        self._dump(self.config.trainer.rollout_data_dir, batch, scored.extra)
         return metrics | self._record(batch)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------------
 
-    def _next_prompts(self, step: int) -> DataProto:
-        positions = self.schedule.batch(step - 1)
-        return stages.make_prompts(
-            self.train_dataset, positions, self.config.actor_rollout_ref.rollout.n, self.tokenizer.pad_token_id
+    def _scored_batch(self) -> tuple[DataProto, Scored, dict[str, float]]:
+        """Responses with their scores, for one step.
+
+        With algorithm.filter_groups: as many batches of prompts as it takes to fill the step with groups that have a signal.
+        """
+        config = self.config.algorithm.filter_groups
+        if not config.enable:
+            return self._generate_and_score()
+        kept: list[DataProto] = []
+        kept_scored: list[Scored] = []
+        groups = tried = 0
+        wanted, n = self.config.data.train_batch_size, self.config.actor_rollout_ref.rollout.n
+        while groups < wanted and (tried < config.max_num_gen_batches or not config.max_num_gen_batches):
+            batch, scored, metrics = self._generate_and_score()
+            tried += 1
+            rows = rewards.rows_with_signal(batch, scored, config.metric)[: (wanted - groups) * n]
+            if len(rows):
+                kept.append(batch.select_idxs(rows))
+                kept_scored.append(scored.select(rows.tolist()))
+                groups += len(rows) // n
+        if not kept:
+            raise RewardError(
+                f"{tried} batches of prompts gave no group whose responses differ in {config.metric!r}, so there is nothing to learn "
+                "from: the task is too hard or too easy for this model, or its reward is constant (lockstep rewards check); "
+                "algorithm.filter_groups.max_num_gen_batches limits the search"
+            )
+        if groups < wanted:
+            self.display.message(f"step {self.global_steps + 1}: {groups} of {wanted} groups have a signal after {tried} batches")
+        metrics |= {"training/num_gen_batches": tried, "training/groups_with_signal": groups / (tried * wanted)}
+        return DataProto.concat(kept), Scored.concat(kept_scored), metrics
+
+    def _generate_and_score(self) -> tuple[DataProto, Scored, dict[str, float]]:
+        """Responses to the next batch of prompts, with their scores. Scoring starts when the first response is there."""
+        number = self.num_prompt_batches = self.num_prompt_batches + 1
+        batch = stages.make_prompts(
+            self.train_dataset,
+            self.schedule.batch(number - 1),
+            self.config.actor_rollout_ref.rollout.n,
+            self.tokenizer.pad_token_id,
         )
+        batch.non_tensor_batch["uid"] = np.array([f"{number}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
+        scoring = self.reward_fn.begin(batch) if hasattr(self.reward_fn, "begin") else None
+        with self.timer.stage("gen"):
+            stages.generate(self.rollout_wg, batch, self._sampling(), number, scoring.add if scoring is not None else None)
+        with self.timer.stage("reward"):
+            scored = self._score(batch, scoring)
+            metrics = rewards.reward_metrics(scored)
+            metrics |= rewards.penalise_overlong(batch, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+            if keys := self.config.algorithm.gdpo_reward_keys:
+                rewards.set_parts(batch, scored, keys)
+        if "reward_baselines" in required_inputs(self.config.algorithm.adv_estimator):
+            metrics |= self._baselines(batch, number)
+        return batch, scored, metrics
+
+    def _baselines(self, batch: DataProto, number: int) -> dict[str, float]:
+        """ReMax: the greedy response to each prompt, scored like the others."""
+        with self.timer.stage("gen_max"):
+            first = torch.tensor([sample == 0 for sample in batch.non_tensor_batch["sample"]])
+            objects = [name for name in batch.non_tensor_batch if name != "finish_reason"]
+            greedy = batch.select(["prompts"], objects).select_idxs(first)
+            stages.generate(self.rollout_wg, greedy, dataclasses.replace(self._sampling(), temperature=0.0), number)
+            scored = self._score(greedy)
+            rewards.penalise_overlong(greedy, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+            missing = rewards.baselines(batch, greedy, scored)
+        return {"reward/baseline/mean": sum(scored.total) / len(scored.total), "reward/baseline/missing": float(missing)}
+
+    def _score(self, batch: DataProto, scoring: Any = None) -> Scored:
+        if self.rm_wg is not None:
+            rewards.model_scores(self.rm_wg, self.reward_fn, batch, self.tokenizer)
+        scored = rewards.score(self.reward_fn, batch, self.config.reward.max_failure_rate, scoring)
+        self._record_failures(batch, scored)
+        return scored
 
     def _old_log_prob(self, batch: DataProto) -> dict[str, float]:
         """Recompute the old log-probs, unless the sampler's were the trainer's own when they were last compared."""
@@ -303,7 +375,7 @@ class RayPPOTrainer:
         metrics |= balance_metrics(batch, shares)
         metrics |= timing_metrics(batch, self.timer.seconds, self.resource_pool_manager.get_n_gpus())
         metrics["training/global_step"] = self.global_steps
-        metrics["training/epoch"] = self.schedule.epoch(self.global_steps - 1)
+        metrics["training/epoch"] = self.schedule.epoch(self.num_prompt_batches - 1)
         return metrics
 
     def _sampling(self, validation: bool = False) -> SamplingParams:
@@ -318,18 +390,19 @@ class RayPPOTrainer:
             seed=self.config.trainer.seed,
         )
 
-    def _actor_mini_batches(self, step: int) -> list[Any]:
+    def _actor_mini_batches(self, step: int, batch: DataProto | None = None) -> list[Any]:
         actor = self.config.actor_rollout_ref.actor
-        seed = self.config.trainer.seed + step if actor.shuffle else None
-        return self._mini_batches(self.config.actor_mini_batch_prompts, actor.ppo_epochs, seed)
+        return self._mini_batches(self.config.actor_mini_batch_prompts, actor.ppo_epochs, step, batch)
 
-    def _critic_mini_batches(self, step: int) -> list[Any]:
-        seed = self.config.trainer.seed + step if self.config.actor_rollout_ref.actor.shuffle else None
-        return self._mini_batches(self.config.critic_mini_batch_prompts, self.config.critic_epochs, seed)
+    def _critic_mini_batches(self, step: int, batch: DataProto | None = None) -> list[Any]:
+        return self._mini_batches(self.config.critic_mini_batch_prompts, self.config.critic_epochs, step, batch)
 
-    def _mini_batches(self, prompts: int, epochs: int, seed: int | None) -> list[Any]:
+    def _mini_batches(self, size: int, epochs: int, step: int, batch: DataProto | None) -> list[Any]:
+        """Row numbers of each update; without a batch, of a full one."""
         n = self.config.actor_rollout_ref.rollout.n
-        return stages.cut_mini_batches(self.config.data.train_batch_size, n, prompts, epochs, seed)
+        prompts = self.config.data.train_batch_size if batch is None else len(batch) // n
+        seed = self.config.trainer.seed + step if self.config.actor_rollout_ref.actor.shuffle else None
+        return stages.cut_mini_batches(prompts, n, size, epochs, seed)
 
     def _is_due(self, frequency: int) -> bool:
         """Every `frequency` steps and after the last one; -1 after the last only, 0 never."""
@@ -343,18 +416,22 @@ class RayPPOTrainer:
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             rows = range(len(self.val_dataset))
             size = self.config.data.val_batch_size or len(rows)
-            parts, infos = [], []
+            parts, all_scored = [], []
             for start in range(0, len(rows), size):
                 batch = stages.make_prompts(self.val_dataset, rows[start : start + size], n, self.tokenizer.pad_token_id)
-                stages.generate(self.rollout_wg, batch, self._sampling(validation=True), self.global_steps + _VALIDATION_STEPS)
-                infos.append(stages.score(self.val_reward_fn, batch))
+                scoring = self.val_reward_fn.begin(batch) if hasattr(self.val_reward_fn, "begin") else None
+                on_finished = scoring.add if scoring is not None else None
+                key = self.global_steps + _VALIDATION_STEPS
+                stages.generate(self.rollout_wg, batch, self._sampling(validation=True), key, on_finished)
+                all_scored.append(rewards.score(self.val_reward_fn, batch, self.config.reward.max_failure_rate, scoring))
+                self._record_failures(batch, all_scored[-1])
                 parts.append(batch)
-            batch = DataProto.concat(parts)
-            extra = {key: [value for info in infos for value in info[key]] for key in infos[0] if all(key in i for i in infos)}
-            extra["reward"] = extra.pop("score", batch.batch["token_level_scores"].sum(1).tolist())
+            batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
+            extra: dict[str, list[Any]] = {"reward": scored.total} | scored.extra
+            extra.pop("score", None)
             self._dump(self.config.trainer.validation_data_dir, batch, extra)
-            sources = batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch))
-            return validation_metrics(list(sources), [row // n for row in range(len(batch))], extra)
+            sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
+            return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -370,6 +447,7 @@ class RayPPOTrainer:
                 self.critic_wg.save_checkpoint(str(target / "critic"))
             state = {
                 "global_steps": self.global_steps,
+                "num_prompt_batches": self.num_prompt_batches,
                 "kl_control": self.kl_control.state_dict(),
                 "sampler_drift": self.sampler_drift,
                 "num_train_rows": len(self.train_dataset),
@@ -390,7 +468,7 @@ class RayPPOTrainer:
         self.actor_wg.load_checkpoint(str(source / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(source / "critic"))
-        self.global_steps = state["global_steps"]
+        self.global_steps, self.num_prompt_batches = state["global_steps"], state["num_prompt_batches"]
         self.kl_control.load_state_dict(state["kl_control"])
         self.sampler_drift = state["sampler_drift"]
         self._sync_weights()
@@ -455,6 +533,22 @@ class RayPPOTrainer:
             processes = sum(self.resource_pool_manager.resource_pool_spec[pool])
             needed[pool] += (parameters or 0) * bytes_of.get(role.name, _FROZEN) // processes
         return needed
+
+    def _record_failures(self, batch: DataProto, scored: Scored) -> None:
+        """One line for each missing reward in reward_failures.jsonl of the run's folder, with all that is needed to reproduce it."""
+        failed = [i for i, failure in enumerate(scored.failures) if failure is not None]
+        if not failed:
+            return
+        self.config.trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        with (self.config.trainer.run_dir / "reward_failures.jsonl").open("a") as file:
+            for i in failed:
+                failure = scored.failures[i]
+                assert failure is not None
+                row: dict[str, Any] = {"step": self.global_steps + 1, "kind": failure.kind, "error": failure.text}
+                row["response"] = self.tokenizer.decode(batch.ragged("responses")[i].tolist(), skip_special_tokens=True)
+                for name in ("index", "data_source", "raw_prompt", "reward_model"):
+                    row[name] = batch.non_tensor_batch[name][i] if name in batch.non_tensor_batch else None
+                file.write(json.dumps(row, default=str) + "\n")
 
     def _dump(self, directory: str | None, batch: DataProto, info: dict[str, list[Any]]) -> None:
         """One JSONL file with the text, the score and everything the reward function said of each row."""

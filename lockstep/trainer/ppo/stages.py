@@ -5,7 +5,6 @@ Stages act on the batch in place and return metrics. They know worker groups by 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import NumericalError, RewardError
+from lockstep.errors import NumericalError
 from lockstep.observability.metrics import Metric, average_updates, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 
@@ -39,48 +38,20 @@ def make_prompts(dataset: Any, positions: Sequence[int], n: int, pad_token_id: i
     return data
 
 
-def generate(rollout: Any, batch: DataProto, sampling: SamplingParams, step: int) -> None:
-    """Reads prompts, index, sample. Writes responses, rollout_log_probs, response_mask, finish_reason."""
-    prompts = batch.select(["prompts"], ["index", "sample"])
-    batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step))
+def generate(
+    rollout: Any, batch: DataProto, sampling: SamplingParams, step: int, on_finished: Callable[[int, Tensor], None] | None = None
+) -> None:
+    """Reads prompts, index, sample. Writes responses, rollout_log_probs, response_mask, finish_reason.
 
-
-def model_scores(reward_model: Any, batch: DataProto, tokenizer: Any) -> None:
-    """Reads responses, raw_prompt. Writes rm_scores."""
-    texts = tokenizer.batch_decode([row.tolist() for row in batch.ragged("responses").rows()], skip_special_tokens=True)
-    data = batch.select(["responses"], ["raw_prompt"])
-    data.non_tensor_batch["response_text"] = np.array(texts, dtype=object)
-    batch.union(reward_model.compute_rm_score(data))
-
-
-def score(reward_fn: Callable[..., Any], batch: DataProto) -> dict[str, list[Any]]:
-    """Reads what the reward function reads. Writes token_level_scores; returns what else the reward function said of each row.
-
-    A reward function takes the batch and returns a tensor like `batch.batch["responses"]`, or a dict with that as "reward_tensor" and
-    "reward_extra_info" (it is asked for the dict when it has an argument `return_dict`).
+    `on_finished` hears of each response (row, token ids) as soon as it is there, on another thread; without promise that it hears of all.
     """
-    takes_dict = "return_dict" in inspect.signature(reward_fn).parameters
-    result = reward_fn(batch, return_dict=True) if takes_dict else reward_fn(batch)
-    rewards, extra = (result["reward_tensor"], result["reward_extra_info"]) if isinstance(result, dict) else (result, {})
-    responses = batch.ragged("responses")
-    expected = tuple(batch.batch["responses"].shape)
-    if not isinstance(rewards, Tensor) or tuple(rewards.shape) != expected:
-        raise RewardError(
-            f"the reward function must return a tensor of shape {expected}, like the responses; got {_describe(rewards)}"
-        )
-    if not torch.isfinite(rewards).all():
-        rows = (~torch.isfinite(rewards)).any(1).nonzero().flatten().tolist()
-        raise RewardError(f"the reward function returned numbers that are not finite, in rows {rows}")
-    rewards = rewards.float().cpu()
-    scores = Ragged.from_padded(rewards, responses.lengths)
-    if not torch.equal(scores.pad(), rewards):
-        rows = (scores.pad() != rewards).any(1).nonzero().flatten().tolist()
-        raise RewardError(
-            f"the reward function put rewards after the end of the response, in rows {rows}: the last token of row i is at "
-            "data.ragged('responses').lengths[i] - 1"
-        )
-    batch.set("token_level_scores", scores)
-    return extra
+    prompts = batch.select(["prompts"], ["index", "sample"])
+    if on_finished is None:
+        batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step))
+        return
+    prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
+    with rollout.receiving(lambda message: on_finished(*message)) as send:
+        batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send))
 
 
 def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
@@ -193,7 +164,3 @@ def _check_finite(batch: DataProto, name: str) -> None:
         bad = [i for i, row in enumerate(column.rows()) if not torch.isfinite(row).all()]
         rows = [batch.non_tensor_batch["index"][i] for i in bad]
         raise NumericalError(f"{name} is not finite for {len(bad)} rows; dataset rows {rows[:10]}. Nothing was updated")
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"

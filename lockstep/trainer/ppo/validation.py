@@ -10,18 +10,28 @@ from typing import Any
 import numpy as np
 
 
-def validation_metrics(data_sources: Sequence[str], prompts: Sequence[int], infos: dict[str, list[Any]]) -> dict[str, float]:
+def validation_metrics(
+    data_sources: Sequence[str], prompts: Sequence[int], infos: dict[str, list[Any]], failures: Sequence[Any] | None = None
+) -> dict[str, float]:
     """`val-core/{source}/{acc or reward}/{mean@N, best@N/mean, maj@N/mean}`, and everything else under `val-aux/`.
 
     `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever the reward
     function returned, one entry a row (None where it said nothing of a row). A variable is summarised for the sources that have a number
     in every row; the core variable of a source is "acc" where it has one, else "reward". best@k is the exact mean of the best of k over
     all ways to choose k of the N samples. maj@N takes the most frequent "pred" (ties: the first) and needs one in every row.
+
+    Rows with a failure (not None) have no reward: they are in no number but `val-aux/{source}/missing`, their count.
     """
     metrics: dict[str, float] = {}
+    failures = [None] * len(data_sources) if failures is None else failures
     sources = np.array(list(data_sources), dtype=object)
     for source in dict.fromkeys(data_sources):
-        rows = np.flatnonzero(sources == source).tolist()
+        rows = [row for row in np.flatnonzero(sources == source).tolist() if failures[row] is None]
+        missing = int((sources == source).sum()) - len(rows)
+        if missing:
+            metrics[f"val-aux/{source}/missing"] = float(missing)
+        if not rows:
+            continue
         groups: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             groups[prompts[row]].append(row)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.utils.dataset.row_files import RowFiles
+from lockstep.utils.dataset.tag import Tag
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,12 +104,14 @@ class RLHFDataset(Dataset):
             ids = truncate(ids, self._max_prompt_length, self._truncation)
         return row | {"raw_prompt": prompt, "prompt_ids": ids, "index": index}
 
-    def data_sources(self) -> set[str | None]:
-        """The different values of the column data_source; None stands for rows without one."""
-        if "data_source" not in self._files.columns:
-            return {None}
+    def tags(self) -> set[Tag]:
+        """The different tags of the rows: what decides who judges them."""
+        columns = [self._column(name) for name in ("data_source", "reward_model")]
         wanted = frozenset(self._rows)
-        return {source for index, source in enumerate(self._files.scan("data_source")) if index in wanted}
+        return {Tag.of(*values) for index, values in enumerate(zip(*columns, strict=True)) if index in wanted}
+
+    def _column(self, name: str) -> Iterator[Any]:
+        return self._files.scan(name) if name in self._files.columns else repeat(None, len(self._files))
 
     def _usable(self, chosen: Sequence[int], filter_overlong: bool) -> Sequence[int]:
         """Check the chosen rows' prompts (`chosen` ascends) and, when asked, keep only those that fit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,3 +52,7 @@ class RolloutEngine(ABC):
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """One completion for each request, in order. Raises NumericalError, naming the request, when logits are not finite."""
+
+    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
+        """The completions with the positions of their requests, each as soon as it is finished, in any order."""
+        yield from enumerate(self.generate(requests, sampling))

@@ -179,17 +179,17 @@ class Rewards:
     def __init__(self, known):
         self.known = known
 
-    def check(self, sources):
-        for source in sources:
-            if source not in self.known:
-                raise MissingReward(source)
+    def check(self, tags, has_model=False, validation=False):
+        for tag in tags:
+            if tag not in self.known and not has_model:
+                raise MissingReward(tag)
 
 
 class Dataset:
     def __init__(self, *sources):
         self.sources = sources
 
-    def data_sources(self):
+    def tags(self):
         return self.sources
 
 

@@ -48,8 +48,9 @@ def test_data_metrics_equal_a_plain_loop(shape, seed, with_values):
         for name in COLUMNS
         if name in rows
     }
-    expected = spread("critic/score", [sum(row) for row in rows["token_level_scores"]])
-    expected |= spread("critic/rewards", [sum(row) for row in rows["token_level_rewards"]])
+    counted = [any(mask) or not mask for mask in rows["response_mask"]]  # a response that is masked as a whole has no reward
+    expected = spread("critic/score", [sum(row) for row, c in zip(rows["token_level_scores"], counted, strict=True) if c])
+    expected |= spread("critic/rewards", [sum(row) for row, c in zip(rows["token_level_rewards"], counted, strict=True) if c])
     expected |= spread("critic/advantages", kept["advantages"]) | spread("critic/returns", kept["returns"])
     if with_values:
         expected |= spread("critic/values", kept["values"])

@@ -3,44 +3,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.batches import column, make_batch, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import ConfigError, NumericalError, RewardError
+from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Max, Mean
-from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import stages
 
 NAN = float("nan")
-
-
-def column(rows, dtype=torch.float32):
-    return Ragged.from_rows(rows, dtype=dtype)
-
-
-def rows_of(batch, name):
-    return [row.tolist() for row in batch.ragged(name).rows()]
-
-
-def make_batch(responses=((5, 6, 7), (8,)), mask=None, **columns):
-    """Rows 30, 31, ... of a dataset, two samples a prompt."""
-    mask = mask or [[1] * len(row) for row in responses]
-    tensors = {
-        "prompts": column([[1, 2]] * len(responses), torch.int64),
-        "responses": column(responses, torch.int64),
-        "response_mask": column(mask, torch.int64),
-        **{name: column(rows) for name, rows in columns.items()},
-    }
-    objects = {
-        "index": [30 + i for i in range(len(responses))],
-        "uid": [str(i // 2) for i in range(len(responses))],
-        "sample": [i % 2 for i in range(len(responses))],
-        "raw_prompt": [f"question {i}" for i in range(len(responses))],
-    }
-    return DataProto.from_dict(tensors, objects, {"pad_token_id": 0})
 
 
 class Group:
@@ -99,56 +74,6 @@ def test_generation_sees_the_prompts_and_the_sampling_key_and_nothing_else():
     assert (method, arguments) == ("generate_sequences", {"sampling": sampling, "step": 4})
     assert (set(data.columns), set(data.non_tensor_batch)) == ({"prompts"}, {"index", "sample"})
     assert rows_of(batch, "responses") == [[1.0], [2.0]]
-
-
-# -- scores ----------------------------------------------------------------------------------------------------------------
-
-
-def test_scores_are_stored_without_padding_and_extra_information_is_passed_on():
-    batch = make_batch()
-    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
-    assert stages.score(lambda data: rewards, batch) == {}
-    assert rows_of(batch, "token_level_scores") == [[0.0, 0.0, 1.0], [0.5]]
-    assert batch.ragged("token_level_scores").values.dtype == torch.float32
-
-    def with_dict(data, return_dict=False):
-        assert return_dict
-        return {"reward_tensor": rewards, "reward_extra_info": {"acc": [1, 0]}}
-
-    assert stages.score(with_dict, batch) == {"acc": [1, 0]}
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (torch.zeros(2), r"shape \(2, 3\), like the responses; got a tensor of shape \(2,\)"),
-        (torch.zeros(2, 4), r"shape \(2, 3\).*got a tensor of shape \(2, 4\)"),
-        ([1.0, 2.0], r"shape \(2, 3\).*got list"),
-        (None, "got NoneType"),
-        (torch.tensor([[0.0, 0.0, 0.0], [NAN, 0.0, 0.0]]), r"not finite, in rows \[1\]"),
-        (torch.tensor([[math.inf, 0.0, 0.0], [0.0, 0.0, 0.0]]), r"not finite, in rows \[0\]"),
-        (torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), r"after the end of the response, in rows \[1\]"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_an_error_and_not_a_number(result, message):
-    batch = make_batch()
-    with pytest.raises(RewardError, match=message):
-        stages.score(lambda data: result, batch)
-    assert "token_level_scores" not in batch
-
-
-def test_a_reward_model_gets_the_question_and_the_text_of_the_answer():
-    class Tokenizer:
-        def batch_decode(self, rows, skip_special_tokens):
-            return [f"text {row}" for row in rows]
-
-    group, batch = Group(rm_scores=[[0, 0, 1], [2]]), make_batch()
-    stages.model_scores(group, batch, Tokenizer())
-    ((method, data, _),) = group.calls
-    assert method == "compute_rm_score"
-    assert list(data.non_tensor_batch["response_text"]) == ["text [5, 6, 7]", "text [8]"]
-    assert list(data.non_tensor_batch["raw_prompt"]) == ["question 0", "question 1"]
-    assert rows_of(batch, "rm_scores") == [[0, 0, 1], [2]]
 
 
 # -- log-probs and values --------------------------------------------------------------------------------------------------

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import shutil
+import threading
 from typing import Any
 
 import pytest
 import torch
+from helpers.rewards import fails_on_six
+from helpers.rewards import length as count_words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.errors import DataError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.protocol import DataProto, Ragged
+from lockstep.utils.dataset.tag import Tag
 from lockstep.workers.reward_manager import RewardManager
 
 WORDS = ["<unk>", "<eos>", "####", *map(str, range(20))]
@@ -61,7 +66,7 @@ def test_scores_of_a_reward_model_are_returned_as_they_are():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 6), st.floats(-100, 100, width=32)), max_size=8))
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(-100, 100, width=32)), min_size=1, max_size=8))
 def test_each_score_is_on_its_rows_last_token_and_an_empty_response_holds_none(rows):
     data = make_batch([" ".join(["3"] * length) for length, _ in rows], extra_info=[score for _, score in rows])
     manager = RewardManager(TOKENIZER, num_examine=0, compute_score=lambda extra_info, **row: extra_info)
@@ -115,21 +120,20 @@ def test_the_first_rows_of_each_data_source_are_printed(capsys):
         assert text in out
 
 
-def test_a_failing_function_is_a_reward_error_never_a_score():
-    def compute_score(**row):
-        raise ZeroDivisionError
-
-    with pytest.raises(RewardError, match="row 0, data_source 'openai/gsm8k'"):
-        RewardManager(TOKENIZER, num_examine=0, compute_score=compute_score)(gsm8k_batch())
-
-
-def test_a_deadline_is_kept():
-    manager = RewardManager(TOKENIZER, num_examine=0, compute_score=lambda **row: __import__("time").sleep(2), timeout_s=0.1)
-    with pytest.raises(RewardError, match="not finished: 0, 1, 2"):
+def test_a_failing_function_is_a_missing_reward_never_a_score():
+    manager = RewardManager(TOKENIZER, num_examine=0, compute_score=fails_on_six)
+    answer = manager(gsm8k_batch(), return_dict=True)
+    assert [failure and failure.kind for failure in answer["failures"]] == [None, "raised", None]
+    assert answer["reward_tensor"].sum(1).tolist() == [2.0, 0.0, 2.0]
+    assert answer["reward_extra_info"] == {"score": [2.0, None, 2.0]}
+    assert answer["reward_parts"] == {"rule": [2.0, None, 2.0]}
+    # A tensor alone cannot say that a number is missing.
+    with pytest.raises(RewardError, match=r"row 1 is missing \(raised\); data_source 'openai/gsm8k'.*#### 6"):
         manager(gsm8k_batch())
+    manager.close()
 
 
-def test_a_batch_without_a_rule_fails_before_any_row_is_scored():
+def test_a_batch_without_a_judge_fails_before_any_row_is_scored():
     manager = RewardManager(TOKENIZER, num_examine=0)
     with pytest.raises(NotImplementedError, match="'my/data'"):
         manager(make_batch(["1"], data_source=["my/data"]))
@@ -138,10 +142,112 @@ def test_a_batch_without_a_rule_fails_before_any_row_is_scored():
             manager(data)
 
 
-def test_check_wants_a_rule_for_every_data_source_unless_a_function_is_given():
-    RewardManager(TOKENIZER, num_examine=0).check(["openai/gsm8k", "lighteval/MATH"])
-    RewardManager(TOKENIZER, num_examine=0, compute_score=lambda **row: 0).check(["my/data", None])
+def test_check_wants_a_judge_for_every_tag():
+    manager = RewardManager(TOKENIZER, num_examine=0)
+    manager.check([Tag("openai/gsm8k", "rule"), Tag("lighteval/MATH")])
+    RewardManager(TOKENIZER, num_examine=0, compute_score=lambda **row: 0).check([Tag("my/data"), Tag(None)])
     with pytest.raises(NotImplementedError, match="'my/data'"):
-        RewardManager(TOKENIZER, num_examine=0).check(iter(["openai/gsm8k", "my/data"]))
-    with pytest.raises(DataError, match="data_source"):
-        RewardManager(TOKENIZER, num_examine=0).check([None])
+        manager.check([Tag("openai/gsm8k"), Tag("my/data")])
+    manager.check([Tag("openai/gsm8k"), Tag("my/data")], has_model=True)
+    weighted = RewardManager(TOKENIZER, num_examine=0, weights={"openai/gsm8k": {"rule": 1.0, "model": 0.5}})
+    weighted.check([Tag("openai/gsm8k")], validation=True)
+    with pytest.raises(ConfigError, match=r"reward_model\.enable=true"):
+        weighted.check([Tag("openai/gsm8k")])
+
+
+def test_judges_are_combined_with_weights_and_each_part_is_kept():
+    data = gsm8k_batch()
+    data.batch["rm_scores"] = torch.tensor([[0, 0.25, 0, 1], [0, 2, 0, 0], [3.0, 0, 0, 0]])
+    manager = RewardManager(
+        TOKENIZER, num_examine=0, functions={"length": count_words}, weights={"*": {"rule": 2.0, "model": 0.5, "length": -1.0}}
+    )
+    answer = manager(data, return_dict=True)
+    assert answer["reward_parts"] == {"rule": [1.0, 0.0, 0.0], "model": [1.25, 2.0, 3.0], "length": [3.0, 2.0, 1.0]}
+    # The model's numbers stay where they are; what the functions say is on the last token.
+    expected = [[0, 0.125, 0, 0.5 + 2 - 3], [0, 1 - 2, 0, 0], [1.5 - 1, 0, 0, 0]]
+    assert answer["reward_tensor"].tolist() == expected
+    assert answer["reward_extra_info"]["length/words"][2] == ["5"]
+    assert answer["reward_extra_info"]["score"] == pytest.approx([sum(row) for row in expected])
+    manager.close()
+
+
+def test_rows_are_judged_by_their_tags_in_one_batch():
+    data = make_batch(
+        ["#### 5", "1 2", "#### 5"], data_source=["openai/gsm8k", "chat", "openai/gsm8k"], reward_model=[{"ground_truth": "5"}] * 3
+    )
+    manager = RewardManager(TOKENIZER, num_examine=0)
+    manager.check([Tag("openai/gsm8k"), Tag("chat")], has_model=True)
+    wanted = manager.wants_model(data)
+    assert wanted.tolist() == [False, True, False]
+    data.batch["rm_scores"], data.columns["rm_judged"] = torch.tensor([[0.0, 0], [0, -4], [0, 0]]), wanted
+    assert manager(data).tolist() == [[0, 1], [0, -4], [0, 1]]
+    # Where every row has a rule, a reward model that is there all the same judges them all.
+    manager.check([Tag("openai/gsm8k")], has_model=True)
+    assert manager.wants_model(data).all()
+    manager.close()
+
+
+def test_a_model_score_that_is_not_finite_is_missing():
+    data = gsm8k_batch()
+    data.batch["rm_scores"] = torch.tensor([[0, 0, 0, 1], [float("nan"), 0, 0, 0], [2, 0, 0, 0.0]])
+    answer = RewardManager(TOKENIZER, num_examine=0)(data, return_dict=True)
+    assert [failure and failure.kind for failure in answer["failures"]] == [None, "invalid", None]
+
+
+def test_scoring_starts_with_the_first_response():
+    data, seen = gsm8k_batch(), threading.Event()
+
+    def compute_score(solution_str):
+        seen.set()
+        return len(solution_str)
+
+    manager = RewardManager(TOKENIZER, num_examine=0, compute_score=compute_score)
+    scoring = manager.begin(data.select([], ["data_source", "reward_model"]))
+    assert not seen.is_set()
+    scoring.add(1, data.ragged("responses")[1])
+    assert seen.wait(5)
+    assert torch.equal(manager(data, scoring=scoring), manager(data))
+    manager.close()
+
+
+def test_a_row_with_test_cases_is_judged_in_the_sandbox_and_a_rule_and_the_sandbox_combine():
+    class Sandbox:
+        """Stands in for programs: what it is asked is what it says."""
+
+    def run_tests(solution_str, ground_truth, sandbox):
+        assert isinstance(sandbox, Sandbox)
+        return ground_truth["score"]
+
+    made = []
+    manager = RewardManager(
+        TOKENIZER,
+        num_examine=0,
+        functions={"tests": run_tests},
+        weights={"openai/gsm8k": {"rule": 1.0, "tests": 0.5}},
+        make_sandbox=lambda: made.append(1) or Sandbox(),
+    )
+    manager.check([Tag("lighteval/MATH")])
+    assert not made  # nobody needs it
+    manager.check([Tag("openai/gsm8k")])
+    row = {"ground_truth": {"score": 4}}
+    answer = manager(make_batch(["5"], data_source=["openai/gsm8k"], reward_model=[row]), return_dict=True)
+    assert made == [1]
+    assert answer["reward_parts"]["tests"] == [4.0]
+    assert answer["failures"][0].kind == "raised"  # the rule cannot read such a ground truth, so the row has no reward
+    manager.close()
+
+
+def test_programs_run_in_the_real_sandbox():
+    sandbox = pytest.importorskip("lockstep.sandbox")
+    if not shutil.which("bwrap"):
+        pytest.skip("bubblewrap is not installed")
+    manager = RewardManager(TOKENIZER, num_examine=0, make_sandbox=sandbox.default_sandbox)
+    tests = {"inputs": ["3"], "outputs": ["3"]}
+    rows = [{"ground_truth": "5", "test_cases": tests}] * 2
+    data = make_batch(["1 2 3", "3"], data_source=["puzzle"] * 2, reward_model=rows)
+    manager.check([Tag.of("puzzle", rows[0])])
+    answer = manager(data, return_dict=True)
+    assert answer["failures"] == [None, None]
+    assert answer["reward_parts"] == {"sandbox": [0.0, 0.0]}  # neither response is a program that prints 3
+    assert answer["reward_extra_info"]["total"] == [1, 1]
+    manager.close()

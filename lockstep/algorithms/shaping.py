@@ -1,0 +1,31 @@
+"""What DAPO does to scores and groups before advantages are computed (Yu et al., arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """What a response of each length [B] loses for coming close to the limit; float64 [B], at most 0.
+
+    ```text
+    penalty = -factor * clamp((length - (max_length - buffer)) / buffer, 0, 1)
+    ```
+    """
+    return -factor * ((lengths.double() - (max_length - buffer)) / buffer).clamp(0, 1)
+
+
+def has_signal(values: Tensor, group: Tensor, counted: Tensor) -> Tensor:
+    """bool [B]: whether the row's group holds at least two different values [B] among its counted rows [B].
+
+    A group without that gives every estimator that compares samples an advantage of 0 for all of its rows.
+    """
+    _, group = torch.unique(group, return_inverse=True)
+    count = int(group.max()) + 1 if len(group) else 0
+    values = values.double()
+    largest = torch.full((count,), -torch.inf, dtype=torch.float64)
+    smallest = -largest
+    largest = largest.scatter_reduce(0, group[counted], values[counted], "amax")
+    smallest = smallest.scatter_reduce(0, group[counted], values[counted], "amin")
+    return (largest > smallest)[group]

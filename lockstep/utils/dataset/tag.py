@@ -1,0 +1,32 @@
+"""Tag: what a row of data says about how it is to be rewarded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """What a row says about its reward."""
+
+    data_source: str | None
+    style: str | None = None
+    """reward_model.style."""
+    has_test_cases: bool = False
+    """Whether it has reward_model.test_cases."""
+    weights: tuple[tuple[str, float], ...] = ()
+    """reward_model.weights."""
+
+    @classmethod
+    def of(cls, data_source: str | None, reward_model: Mapping[str, Any] | None) -> Tag:
+        """The tag of a row with these two columns. Weights that are None are those of other rows of the same file."""
+        reward_model = reward_model or {}
+        weights = reward_model.get("weights") or {}
+        if not isinstance(weights, Mapping):
+            raise DataError(f"reward_model.weights must map judges to numbers, not {weights!r} (data_source {data_source!r})")
+        given = tuple((str(name), float(weight)) for name, weight in weights.items() if weight is not None)
+        return cls(data_source, reward_model.get("style"), reward_model.get("test_cases") is not None, given)
