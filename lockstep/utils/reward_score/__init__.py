@@ -1,35 +1,24 @@
 """Scores of strings, chosen by the tag `data_source` of a row.
 
 A rule is a function (solution_str, ground_truth) -> float, or a dict with "score". It may name more parameters, such as `extra_info`; it is
-given those it names. To add one, write a file here and a line in `_RULES`, or decorate a function with `register_score`, or load it from a
-file of your own with `load_rule`.
+given those it names. To add one, write a file here and a line in `_RULES`, or decorate a function with `register_score`, or name a file of
+your own in `reward.rules`.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.errors import DataError, MissingReward
-from lockstep.utils.files import load_object
+from lockstep.errors import MissingReward
 from lockstep.utils.reward_score import exact_match, gsm8k, math, multiple_choice
 
 Rule = Callable[..., Any]
 """(solution_str=, ground_truth=, ...) -> a number, or a dict with "score"; sync or async."""
 
-__all__ = [
-    "default_compute_score",
-    "exact_match",
-    "gsm8k",
-    "load_rule",
-    "math",
-    "multiple_choice",
-    "named_arguments",
-    "register_score",
-]
+__all__ = ["default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
 
 _RULES: dict[str, Rule] = {
     "openai/gsm8k": gsm8k.compute_score,
@@ -53,20 +42,6 @@ def register_score(data_source: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def load_rule(spec: str) -> Rule:
-    """The function that "path/to/file.py:function" (or "package.module:function") names.
-
-    Raises DataError when the file or the function does not exist, importing it raises, or it cannot be called.
-    """
-    path, colon, name = spec.rpartition(":")
-    if not colon or not path or not name.isidentifier():
-        raise DataError(f"a rule is named as 'path/to/file.py:function', not {spec!r}")
-    rule = load_object(path, name)
-    if not callable(rule):
-        raise DataError(f"{name} in {path} is a {type(rule).__name__}; a rule is a function (solution_str, ground_truth) -> score")
-    return rule
-
-
 def _select_rm_score_fn(data_source: str) -> Rule:
     """The rule for a `data_source`.
 
@@ -74,10 +49,10 @@ def _select_rm_score_fn(data_source: str) -> Rule:
     """
     if data_source not in _RULES:
         near = difflib.get_close_matches(str(data_source), _RULES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise MissingReward(
-            f"no reward function for data_source {data_source!r}; {f'did you mean {near[0]!r}? ' if near else ''}known: {sorted(_RULES)}. "
-            "Set reward.custom_reward_function.path to a Python file with "
-            "compute_score(data_source, solution_str, ground_truth, extra_info), or use register_score"
+            f"no reward function for data_source {data_source!r}{hint}; known: {sorted(_RULES)}. Name one for it in reward.rules as "
+            "file.py:function, or one for all rows in reward.custom_reward_function.path, or use register_score"
         )
     rule = _RULES[data_source]
     if rule in _CHECKS:
@@ -93,19 +68,11 @@ def default_compute_score(
     """
     rule = _select_rm_score_fn(data_source)
     offered = {"data_source": data_source, "extra_info": extra_info, **kwargs}
-    return rule(solution_str=solution_str, ground_truth=ground_truth, **named_arguments(rule, offered))
+    return rule(solution_str=solution_str, ground_truth=ground_truth, **_named_by(rule, offered))
 
 
-def named_arguments(rule: Rule, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offered arguments that the function's signature names; all of them for a function with **kwargs."""
-    names = _parameter_names(rule)
-    return dict(offered) if names is None else {name: value for name, value in offered.items() if name in names}
-
-
-@functools.lru_cache(maxsize=256)
-def _parameter_names(rule: Rule) -> frozenset[str] | None:
-    parameters = inspect.signature(rule).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
+def _named_by(rule: Rule, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the offered arguments that the rule's signature names; all of them where it takes **keywords."""
+    parameters = inspect.signature(rule).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}

@@ -49,8 +49,8 @@ def check() -> None:
 
 def is_same(answer: str, truth: str, timeout_s: float) -> bool:
     """Whether two answers, without their boxes, are the same mathematics. Raises RewardError as `compute_score` does."""
-    if not answer.strip() or max(len(answer), len(truth)) > _MAX_ANSWER:
-        return bool(answer.strip()) and answer.strip() == truth.strip()
+    if not answer.strip() or answer.strip() == truth.strip() or max(len(answer), len(truth)) > _MAX_ANSWER:
+        return answer.strip() == truth.strip() != ""
     try:
         return equal(parse(spell(answer)), parse(spell(truth)), Judge())
     except Undecided:

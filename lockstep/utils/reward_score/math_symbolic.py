@@ -2,9 +2,10 @@ r"""Equality by algebra: the expressions are read by math-verify's LaTeX parser 
 
 Runs in a process that can be killed (`lockstep.utils.killable`): a parse or an evaluation may take for ever or all the memory.
 
-Two expressions are the same when they take the same values, to 20 digits, at several random points of their variables. Decimals are read
-as exact fractions before, so 0.333 is not 1/3. What has no numerical value (matrices, unknown functions) goes to `math_verify.verify`.
-Expressions of more than 300 characters or 20 levels of brackets are not read.
+Two expressions are the same when their difference is zero, to 20 digits behind the point, at several random points of their variables.
+Decimals are read as exact fractions before, so 0.333 is not 1/3. What has no numerical value (matrices, unknown functions) goes to
+`math_verify.verify`. Expressions of more than 300 characters or 20 levels of brackets are not read, and numbers of more than 4,000 digits
+equal nothing that is written in another way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from latex2sympy2_extended import latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import verify
-from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, nan, oo, zoo
+from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, log, nan, oo, zoo
 
 from lockstep.utils.reward_score.math_spelling import spell
 from lockstep.utils.reward_score.math_structure import Judge, equal, parse
@@ -29,8 +30,9 @@ _MAX_DEPTH = 20
 _MAX_MEMORY = 4 * 1024**3
 _NUM_POINTS = 4
 _DIGITS = 30
+_MAX_DIGITS = 4_000
 _TOLERANCE = Float("1e-20")
-_ZERO = Float("1e-60")
+_SMALL = Float("1e-90")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its own time-outs are off: ours kills
 
@@ -55,21 +57,25 @@ class SymbolicJudge(Judge):
             return True
         if isinstance(a, MatrixBase) or isinstance(b, MatrixBase) or not (isinstance(a, Expr) and isinstance(b, Expr)):
             return bool(verify(b, a, timeout_seconds=None))
-        values = _values_at_points(a, b)
-        if values is None:
+        points = _points(a.free_symbols | b.free_symbols)
+        values = [(_value(a.xreplace(point)), _value(b.xreplace(point))) for point in points]
+        if any(value is None for pair in values for value in pair):
             return bool(verify(b, a, timeout_seconds=None))
-        return all(_close(x, y) for x, y in values)
+        if not all(_close(x, y) for x, y in values):
+            return False
+        return all(_is_zero((a - b).xreplace(point), max(abs(x), abs(y))) for point, (x, y) in zip(points, values, strict=True))
 
     def relations(self, sign: str, answer: tuple[str, str], truth: tuple[str, str]) -> bool:
         """The difference of the sides must be the same but for a factor: 2x > 4 is x > 2. For < and <= the factor is positive."""
         sides = [_read(side) for side in (*answer, *truth)]
         if not all(isinstance(side, Expr) for side in sides):
             return False
-        values = _values_at_points(sides[0] - sides[1], sides[2] - sides[3])
-        if values is None or any(abs(y) <= _ZERO for _, y in values):
+        a, b = sides[0] - sides[1], sides[2] - sides[3]
+        values = [(_value(a.xreplace(point)), _value(b.xreplace(point))) for point in _points(a.free_symbols | b.free_symbols)]
+        if any(x is None or y is None or abs(y) <= _TOLERANCE for x, y in values):
             return False
         factors = [x / y for x, y in values]
-        if abs(factors[0]) <= _ZERO or not all(_close(factor, factors[0]) for factor in factors):
+        if abs(factors[0]) <= _TOLERANCE or not all(_close(factor, factors[0]) for factor in factors):
             return False
         return sign in ("=", "!=") or bool(factors[0].is_extended_positive)
 
@@ -113,26 +119,35 @@ def _prepared(latex: str) -> str:
     return latex.replace("'", "_{prime}")
 
 
-def _values_at_points(a: Expr, b: Expr) -> list[tuple[Expr, Expr]] | None:
-    """Both expressions at random points, the same for both; None when one has no finite value at some of them."""
-    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    generator = random.Random(0)
-    values = []
-    for i in range(_NUM_POINTS if symbols else 1):
-        # Of both signs, so that |x| is not x; not symmetric, so that x^2 is not x^4.
-        point = {s: Rational(generator.randint(101, 499), 100) * (-1 if (i + j) % 3 == 1 else 1) for j, s in enumerate(symbols)}
-        pair = tuple(expression.xreplace(point).evalf(_DIGITS, maxn=120) for expression in (a, b))
-        if not all(value.is_number and value.is_finite and not value.has(nan, zoo, oo) and _is_evaluated(value) for value in pair):
-            return None
-        values.append((pair[0], pair[1]))
-    return values
+def _points(symbols: set[Any]) -> list[dict[Any, Rational]]:
+    """Random values of the variables: of both signs, so that |x| is not x. One empty point where there are none."""
+    generator, ordered = random.Random(0), sorted(symbols, key=str)
+    return [
+        {s: Rational(generator.randint(101, 499), 100) * (-1 if (i + j) % 3 == 1 else 1) for j, s in enumerate(ordered)}
+        for i in range(_NUM_POINTS if symbols else 1)
+    ]
 
 
-def _is_evaluated(value: Expr) -> bool:
+def _value(expression: Expr) -> Any:
+    """A finite real or complex number of 30 digits; None where there is no such number."""
+    value = expression.evalf(_DIGITS)
+    if not value.is_number or not value.is_finite or value.has(nan, zoo, oo):
+        return None
     real, imaginary = value.as_real_imag()
-    return bool(real.is_Number and imaginary.is_Number)
+    return value if real.is_Number and imaginary.is_Number else None
 
 
-def _close(a: Expr, b: Expr) -> bool:
-    difference, size = abs(a - b).evalf(_DIGITS), max(abs(a).evalf(_DIGITS), abs(b).evalf(_DIGITS))
-    return bool(difference <= _ZERO) or bool(difference <= _TOLERANCE * size)
+def _close(a: Any, b: Any) -> bool:
+    """Equal to 20 digits, or both so small that they may be zero, which has no digits."""
+    size = max(abs(a), abs(b))
+    return bool(abs(a - b) <= _TOLERANCE * size or size < _SMALL)
+
+
+def _is_zero(difference: Expr, size: Any) -> bool:
+    """Whether a difference of two numbers is zero beside 1 and their size, with the digits that takes: 2^{2005} + 1 is not 2^{2005}."""
+    if size == 0:
+        return True
+    num_digits = abs(int(log(size, 10).evalf(5)))
+    if num_digits > _MAX_DIGITS:
+        return False
+    return bool(abs(difference.evalf(_DIGITS, maxn=2 * _DIGITS + num_digits)) <= _TOLERANCE * min(1, size))
