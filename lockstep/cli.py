@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
+    "check": ("lockstep.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
 }
 """Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""

@@ -22,15 +22,20 @@ uid                 O     -      stages.generate    one id a prompt; its n sampl
 sample              O     -      stages.generate    0..n-1 within the prompt
 prompts             R     P      RLHFDataset        prompt token ids
 responses           R     T      generate           sampled token ids
-response_mask       R     T      generate           1 where the policy wrote the token, 0 elsewhere (tools, user turns)
+response_mask       R     T      generate           1 where the policy wrote the token, 0 elsewhere (tools, user turns);
+                                                    all 0 in a row that is left out: its reward is missing, or it was rejected
 rollout_log_probs   R     T      generate           log-prob of the token under the sampler
 finish_reason       O     -      generate           "stop" (end of sequence) or "length"
 rm_scores           R     T      reward model       a reward model's score, on the last token
-token_level_scores  R     T      stages.score       the reward, on the last token
+rm_judged           D     -      rewards.model_scores  whether the reward model scored the row
+token_level_scores  R     T      rewards.score      the reward, on the last token
 old_log_probs       R     T      stages.old_log_prob  log-prob under the policy before the update
 entropys            R     T      stages.old_log_prob  entropy of the policy at the token
+rollout_is_weights  R     T      stages.correct     weight of the token's policy loss, where algorithm.rollout_correction asks for it
 ref_log_prob        R     T      stages.ref_log_prob  log-prob under the reference policy
 values              R     T      stages.values      the critic's estimate before the token
+reward_baselines    D     -      rewards.baselines  score of the greedy answer to the row's prompt (remax)
+reward_parts        D     K      rewards.set_parts  parts of the reward; meta_info["reward_part_names"] names them (gdpo)
 token_level_rewards R     T      stages.advantage   score minus the KL penalty, where that is on
 advantages, returns R     T      stages.advantage   what the actor and the critic learn from
 input_ids, attention_mask, position_ids             derived from prompts and responses, only in the padded view

@@ -24,12 +24,13 @@ ARROWS: dict[str, set[str]] = {
     "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/rollout": {"models", "protocol", "config", "observability", "utils"},
     "workers/weight_sync": {"workers/engine"},
-    "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability"},
+    "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/reward_manager": {"protocol", "config", "utils", "sandbox"},
     "workers/engine_workers": {
         "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",
         "models", "algorithms", "protocol", "config", "observability", "utils",
     },
+    "check": {"algorithms", "config", "utils"},
     "trainer/ppo": {"single_controller", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
     "trainer/summary": {"trainer/ppo"},
 }  # fmt: skip

@@ -1,10 +1,11 @@
-"""What the registries of this package share: a helpful miss, and no silent overwriting."""
+"""What the registries of this package share: a helpful miss, no silent overwriting, and calls by the names of arguments."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from lockstep.errors import ConfigError
 
@@ -29,3 +30,32 @@ def registering(what: str, table: dict[str, F], name: str) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def input_names(what: str, function: Callable[..., Any]) -> dict[str, bool]:
+    """The keyword-only arguments of a function, and whether each is required. `what` names the function in messages.
+
+    Raises ConfigError when an argument is of another kind: inputs are matched by name.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            raise ConfigError(
+                f"{what} takes {str(parameter)!r}, but its arguments must be keyword-only: put '*' before the first one"
+            )
+    return {p.name: p.default is p.empty for p in parameters}
+
+
+def call_by_name(what: str, function: Callable[..., Any], available: Mapping[str, Any], remedy: str) -> Any:
+    """Call a function with those of the `available` inputs that its arguments name. None counts as not available.
+
+    Raises ConfigError, ending with `remedy`, when a required input is not available.
+    """
+    names = input_names(what, function)
+    missing = [name for name, is_required in names.items() if is_required and available.get(name) is None]
+    if missing:
+        present = sorted(key for key, value in available.items() if value is not None)
+        raise ConfigError(
+            f"{what} needs {', '.join(missing)}, which this run does not have (it has {', '.join(present)}): {remedy}"
+        )
+    return function(**{name: available[name] for name in names if available.get(name) is not None})

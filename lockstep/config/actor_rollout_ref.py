@@ -1,8 +1,9 @@
 """`actor_rollout_ref.*`: the policy that is trained, how it generates, and its frozen reference."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from lockstep.config.check import at_least, in_range, one_of
+from lockstep.config.check import absolute_reference, at_least, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig, OptimConfig
 
@@ -13,7 +14,25 @@ ROLLOUTS = ("native", "hf")
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """The policy loss: vanilla (PPO's clipped loss with dual clip), gspo, cispo, gpg, geo_mean; see docs/algorithms.md."""
+    """The policy loss: vanilla (PPO's clipped loss with dual clip), gspo, cispo, gpg, geo_mean, sapo, dro, dppo_tv, dppo_kl, clip_cov,
+    kl_cov, or path.py:function of your own; see docs/algorithms/."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: the share of tokens that are left out of an update."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: they are drawn among tokens with a covariance above this..."""
+    clip_cov_ub: float = 5.0
+    """...and below this."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: the share of tokens, those of the highest covariance, that are penalised."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: the weight of their penalty."""
+    dro_beta: float = 0.1
+    """dro: the weight of the pull back to the old policy."""
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a policy loss of your own, by name."""
+
+    def __post_init__(self) -> None:
+        self.loss_mode = absolute_reference(self.loss_mode)
 
 
 @dataclass
@@ -37,7 +56,11 @@ class ActorConfig:
     clip_ratio_high: float | None = None
     """The clip range above 1; null means clip_ratio."""
     clip_ratio_c: float = 3.0
-    """Dual clip: the loss of a token with negative advantage is at most this times the advantage."""
+    """Dual clip: the loss of a token with negative advantage is at most this times the advantage. dppo: the largest weight."""
+    tau_pos: float = 1.0
+    """sapo: how fast the gate of a token with positive advantage closes."""
+    tau_neg: float = 1.05
+    """sapo: the same with negative advantage."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
     loss_scale_factor: float | None = None
@@ -49,7 +72,7 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Its weight."""
     kl_loss_type: str = "low_var_kl"
-    """Its estimator: kl, abs, mse, low_var_kl; with a final + the value keeps and the gradient is that of mse."""
+    """Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3); with a final + the value keeps and the gradient is that of mse."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
@@ -70,6 +93,24 @@ class ActorConfig:
     def clip_high(self) -> float:
         """The clip range above 1."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    @property
+    def loss_parameters(self) -> dict[str, Any]:
+        """The numbers that a policy loss may ask for, by the names of its arguments."""
+        own = self.policy_loss
+        return {
+            "clip_ratio_low": self.clip_low,
+            "clip_ratio_high": self.clip_high,
+            "clip_ratio_c": self.clip_ratio_c,
+            "tau_pos": self.tau_pos,
+            "tau_neg": self.tau_neg,
+            "clip_cov_ratio": own.clip_cov_ratio,
+            "clip_cov_lb": own.clip_cov_lb,
+            "clip_cov_ub": own.clip_cov_ub,
+            "kl_cov_ratio": own.kl_cov_ratio,
+            "ppo_kl_coef": own.ppo_kl_coef,
+            "dro_beta": own.dro_beta,
+        } | own.loss_kwargs
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """`algorithm.*`: how rewards become advantages."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from lockstep.config.check import at_least, in_range, one_of
+from lockstep.config.check import absolute_reference, at_least, in_range, one_of
+from lockstep.errors import ConfigError
 
 
 @dataclass
@@ -35,25 +37,60 @@ class FilterGroupsConfig:
 
 
 @dataclass
+class RolloutCorrectionConfig:
+    """What is done about a sampler whose probabilities are not the trainer's; see docs/algorithms/mismatch.md."""
+
+    rollout_is: str | None = None
+    """Weigh the policy loss by trainer / sampler probability: of each token (token) or of the whole response (sequence); null: no."""
+    rollout_is_threshold: Any = 2.0
+    """Weights above it are cut to it; a string "0.5_5.0" sets weights outside that band to 0 instead (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Take tokens, responses or groups out of the batch: token_, seq_sum_, seq_mean_, seq_max_ or group_ with k1, k2 or k3; several
+    with commas."""
+    rollout_rs_threshold: Any = None
+    """One threshold for each kind: for k1 the ratios that stay, "0.5_2.0" or 2.0; for k2 and k3 the largest divergence."""
+    bypass_mode: bool = False
+    """Always take the sampler's log-probs as the old ones, without recomputing them: the policy loss alone corrects."""
+
+    def __post_init__(self) -> None:
+        if self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None):
+            raise ConfigError(
+                "algorithm.rollout_correction.bypass_mode=true makes the sampler's log-probs the old ones, so rollout_is and rollout_rs "
+                "would compare them with themselves; leave them out, or set bypass_mode=false"
+            )
+
+
+@dataclass
 class AlgorithmConfig:
     adv_estimator: str = "gae"
     """How advantages are estimated: gae (needs a critic), grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus,
-    reinforce_plus_plus_baseline; see docs/algorithms.md."""
+    reinforce_plus_plus_baseline, gdpo, remax, optimal_token_baseline, or path.py:function of your own; see docs/algorithms/."""
     gamma: float = 1.0
     """Discount a token."""
     lam: float = 1.0
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk: divide by the group's standard deviation; false is Dr.GRPO."""
+    """grpo, grpo_passk, gdpo: divide by the group's standard deviation; false is Dr.GRPO."""
+    gdpo_reward_keys: list[str] | None = None
+    """gdpo: the parts of the reward to balance, by name: judges of reward.weights, or keys that a reward function returned."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: their weights; null weighs all alike."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference policy from the reward."""
     kl_penalty: str = "kl"
-    """Its estimator: kl, abs, mse, low_var_kl."""
+    """Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    gdpo_reward_keys: list[str] = field(default_factory=list)
-    """gdpo: the reward parts, by name: judges of reward.weights, or keys that a reward function returned."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def __post_init__(self) -> None:
         in_range("algorithm.gamma", self.gamma, 0.0, 1.0)
         in_range("algorithm.lam", self.lam, 0.0, 1.0)
+        self.adv_estimator = absolute_reference(self.adv_estimator)
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if weights is not None and len(weights) != len(keys or ()):
+            raise ConfigError(
+                f"algorithm.gdpo_reward_weights={weights} needs one weight for each of algorithm.gdpo_reward_keys={keys}"
+            )

@@ -1,5 +1,6 @@
 """Checks that the sections share. Each raises ConfigError with the key, what came, and what would do."""
 
+import os
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
@@ -21,3 +22,9 @@ def in_range(key: str, value: float, low: float, high: float) -> None:
     """`value` must lie in [low, high]."""
     if not low <= value <= high:
         raise ConfigError(f"{key}={value} is out of range; it must be between {low} and {high}")
+
+
+def absolute_reference(text: str) -> str:
+    """A reference `path.py:name` with its path made absolute, since workers may run in another folder; other text as it is."""
+    path, colon, name = text.rpartition(":")
+    return f"{os.path.abspath(os.path.expanduser(path))}:{name}" if colon and path.endswith(".py") else text

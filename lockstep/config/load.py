@@ -26,6 +26,7 @@ REMOVED_KEYS = {
     "max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "hybrid_engine": "the roles in role_worker_mapping say what shares a process",
+    "loss_type": "bypass_mode uses actor.policy_loss.loss_mode: vanilla is ppo_clip, cispo with clip_ratio_low=1 is reinforce",
     "load_format": "the native engine uses the trainer's own weights",
 }
 """Keys of other systems that need no counterpart here, and why."""

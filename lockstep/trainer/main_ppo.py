@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
@@ -123,15 +123,15 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
 def _judging(config: PPOConfig) -> dict[str, Any]:
     """The arguments of RewardManager that the config decides."""
     from lockstep.sandbox import make_sandbox
-    from lockstep.utils.files import load_object, load_reference
+    from lockstep.utils.files import load_object
     from lockstep.utils.reward_score import register_score
 
     reward, custom = config.reward, config.reward.custom_reward_function
     for data_source, reference in reward.rules.items():
-        register_score(data_source)(load_reference(reference))
+        register_score(data_source)(_function(f"reward.rules.{data_source}", reference))
     return {
         "compute_score": functools.partial(load_object(custom.path, custom.name), **custom.reward_kwargs) if custom.path else None,
-        "functions": {name: load_reference(reference) for name, reference in reward.functions.items()},
+        "functions": {name: _function(f"reward.functions.{name}", reference) for name, reference in reward.functions.items()},
         "weights": reward.weights,
         "timeout_s": reward.timeout_s,
         "num_workers": reward.num_workers,
@@ -144,6 +144,15 @@ def _judging(config: PPOConfig) -> dict[str, Any]:
             accept_weak_isolation=reward.sandbox.accept_weak_isolation,
         ),
     }
+
+
+def _function(key: str, reference: str) -> Callable[..., Any]:
+    from lockstep.utils.files import load_reference
+
+    function = load_reference(reference)
+    if function is None:
+        raise ConfigError(f"{key}={reference} must have the form file.py:function")
+    return cast("Callable[..., Any]", function)
 
 
 def _with_embedded_task(config: PPOConfig) -> PPOConfig:

@@ -14,6 +14,12 @@ from typing import Any
 from lockstep.errors import DataError
 
 
+def load_reference(text: str) -> Any:
+    """The object that `path.py:name` refers to; None when `text` is not of that form. Raises as `load_object` does."""
+    path, colon, name = text.rpartition(":")
+    return load_object(path, name) if colon and path.endswith(".py") else None
+
+
 def load_object(path: str, name: str) -> Any:
     """The attribute `name` of a Python file (`path` ends in .py) or of an importable module (`path` is dotted).
 
@@ -25,14 +31,6 @@ def load_object(path: str, name: str) -> Any:
         public = sorted(n for n in vars(module) if not n.startswith("_"))
         raise DataError(f"{path} has no {name!r}; it defines {public}")
     return getattr(module, name)
-
-
-def load_reference(reference: str) -> Any:
-    """The object that `file.py:name` or `package.module:name` stands for. Raises DataError as `load_object` does."""
-    path, colon, name = reference.rpartition(":")
-    if not colon or not path or not name:
-        raise DataError(f"{reference!r} must have the form file.py:name or package.module:name")
-    return load_object(path, name)
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -8,21 +8,28 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import masked_sum, zero_outside
-from lockstep.algorithms.policy_losses import get_policy_loss
+from lockstep.algorithms.policy_losses import compute_policy_loss, get_policy_loss, loss_inputs
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
+from lockstep.errors import NumericalError
 from lockstep.observability.metrics import Max, Mean, Metric, Sum
 from lockstep.protocol import DataProto
+from lockstep.utils.files import load_reference
 from lockstep.workers.engine.base import LossFn, TokenOutputs
 
 
 def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale_factor: float) -> LossFn:
     """pg_loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference; every term aggregated the same way.
 
-    Reads the columns response_mask, old_log_probs, advantages and, with use_kl_loss, ref_log_prob.
+    pg_loss is weighted by the column rollout_is_weights where the batch has it; the other terms are not.
+
+    Reads the columns response_mask, old_log_probs, advantages, with use_kl_loss ref_log_prob, and those that the policy loss
+    names. The loss function raises NumericalError, naming dataset rows, when a log-prob or a token's loss is not finite.
     """
-    policy_loss = get_policy_loss(config.policy_loss.loss_mode)
+    mode = config.policy_loss.loss_mode
+    policy_loss = load_reference(mode) or get_policy_loss(mode)
+    names = loss_inputs(policy_loss)
 
     def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric]]:
         assert outputs.log_probs is not None
@@ -32,15 +39,13 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         def aggregate(loss_mat: Tensor) -> Tensor:
             return agg_loss(loss_mat, mask, config.loss_agg_mode, denominators, loss_scale_factor)
 
-        loss_mat, token_metrics = policy_loss(
-            old_log_prob=old_log_probs,
-            log_prob=outputs.log_probs,
-            advantages=rows.batch["advantages"],
-            response_mask=mask,
-            clip_ratio_low=config.clip_low,
-            clip_ratio_high=config.clip_high,
-            clip_ratio_c=config.clip_ratio_c,
-        )
+        _require_finite("log-probs", outputs.log_probs, mask, rows)
+        columns = {name: rows.batch[name] for name in names if name in rows.columns}
+        own = {"old_log_prob": old_log_probs, "log_prob": outputs.log_probs, "response_mask": mask}
+        loss_mat, token_metrics = compute_policy_loss(policy_loss, config.loss_parameters | columns | own)
+        if "rollout_is_weights" in rows:
+            loss_mat = loss_mat * zero_outside(rows.batch["rollout_is_weights"], mask)
+        _require_finite("policy loss", loss_mat, mask, rows)
         loss = aggregate(loss_mat)
         metrics: dict[str, Metric] = {"actor/pg_loss": Sum(loss.item())}
         if config.entropy_coeff:
@@ -68,6 +73,7 @@ def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
     def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric]]:
         assert outputs.values is not None
         mask = rows.batch["response_mask"].bool()
+        _require_finite("values", outputs.values, mask, rows)
         loss_mat, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
             values=rows.batch["values"],
@@ -87,6 +93,17 @@ def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
 def token_mean(values: Tensor, mask: Tensor) -> Mean:
     """The mean over unmasked tokens, as a metric that merges exactly."""
     return Mean(masked_sum(values.detach(), mask).item(), float(mask.sum()))
+
+
+def _require_finite(name: str, values: Tensor, mask: Tensor, rows: DataProto) -> None:
+    """NumericalError, with the dataset rows, unless the values [B, T] under the mask are finite."""
+    bad = (zero_outside(values.detach(), mask).isfinite().logical_not()).any(dim=1).nonzero().flatten().tolist()
+    if bad:
+        indices = rows.non_tensor_batch.get("index", range(len(rows)))
+        raise NumericalError(
+            f"{name} of the update are not finite for {len(bad)} rows; dataset rows {[indices[i] for i in bad[:10]]}. "
+            "Nothing was updated"
+        )
 
 
 def _largest(values: Tensor, mask: Tensor) -> float:

@@ -37,3 +37,10 @@ def fails_on_six(solution_str):
 def length(solution_str):
     """The number of words, and the words."""
     return {"score": len(solution_str.split()), "words": solution_str.split()}
+
+
+def fails_for_short_words(solution_str, ground_truth):
+    """Exact match that raises for words under five letters."""
+    if len(ground_truth) < 5:
+        raise ValueError("this word is too short for me")
+    return float(solution_str == ground_truth)

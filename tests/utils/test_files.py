@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.utils.files import load_object
+from lockstep.utils.files import load_object, load_reference
 
 
 def test_an_object_is_loaded_from_a_file_and_can_be_pickled(tmp_path):
@@ -45,3 +45,13 @@ def test_a_file_that_cannot_be_imported_shows_its_own_traceback(tmp_path, monkey
     for name in (str(path), "broken_reward"):
         with pytest.raises(DataError, match=r"importing .* failed(.|\n)*line 1(.|\n)*a_package_that_is_not_there"):
             load_object(name, "score")
+
+
+def test_a_reference_names_a_file_and_an_object_and_other_text_is_none(tmp_path):
+    file = tmp_path / "some:thing.py"
+    file.write_text("answer = 42\n")
+    assert load_reference(f"{file}:answer") == 42
+    assert load_reference("vanilla") is None
+    assert load_reference("a:b") is None
+    with pytest.raises(DataError, match="has no 'question'"):
+        load_reference(f"{file}:question")

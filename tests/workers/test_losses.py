@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators
 from lockstep.algorithms.kl import KL_KINDS
-from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.config.critic import CriticConfig
+from lockstep.errors import NumericalError
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import LossFn, TokenOutputs
@@ -151,6 +155,63 @@ def test_the_value_loss_equals_a_loop_however_the_rows_are_cut(
         assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
         assert metrics["critic/vf_loss"] == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+@settings(max_examples=15, deadline=None)
+@given(cut=cuts(), seed=st.integers(0, 1000))
+def test_every_policy_loss_with_importance_weights_is_the_same_however_the_rows_are_cut(
+    loss_mode: str, cut: tuple[list[int], list[list[int]]], seed: int
+) -> None:
+    lengths, parts = cut
+    data, outputs = make_batch(lengths, seed)
+    generator = torch.Generator().manual_seed(seed)
+    data.set("rollout_is_weights", data.ragged("advantages").like(torch.rand(sum(lengths), generator=generator) * 2))
+    data.set("cov_selected", data.ragged("advantages").like((torch.rand(sum(lengths), generator=generator) < 0.3).float()))
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    loss_fn = make_policy_loss(config, denominators_of(data), SCALE)
+    whole = evaluate(loss_fn, data, outputs, [list(range(len(lengths)))])
+    split = evaluate(loss_fn, data, outputs, parts)
+    assert split[0] == pytest.approx(whole[0], rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(split[1], whole[1], atol=1e-5, rtol=1e-4)
+    assert split[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+def test_importance_weights_multiply_the_policy_loss_and_no_other_term() -> None:
+    data, outputs = make_batch([3, 2], 0)
+    config = actor_config("token-mean")
+    plain = evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])[2]
+    data.set("rollout_is_weights", data.ragged("advantages").like(torch.full((5,), 2.0)))
+    doubled = evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])[2]
+    assert doubled["actor/pg_loss"] == pytest.approx(2 * plain["actor/pg_loss"], rel=1e-5)
+    assert doubled["actor/kl_loss"] == plain["actor/kl_loss"]
+    assert doubled["actor/entropy_loss"] == plain["actor/entropy_loss"]
+
+
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_log_probs_that_are_not_finite_stop_the_update_with_their_dataset_rows(loss_mode: str, bad: float) -> None:
+    """A ratio is clamped, so that an infinite log-prob need not show in the loss."""
+    data, outputs = make_batch([4, 5, 3], 3)
+    data.set("cov_selected", data.ragged("advantages").like(torch.zeros(12)))
+    data.non_tensor_batch["index"] = np.array([70, 71, 72], dtype=object)
+    outputs[1][0, data.ragged("response_mask")[1].nonzero()[0]] = bad
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    with pytest.raises(NumericalError, match=r"log-probs of the update are not finite for 1 rows; dataset rows \[71\]"):
+        evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1, 2]])
+
+
+def test_a_loss_from_a_file_gets_its_own_arguments_and_is_stopped_when_it_is_not_finite(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(*, log_prob, response_mask, power):\n    return (log_prob * response_mask) ** power, {}\n")
+    data, outputs = make_batch([3, 2], 0)
+    own = PolicyLossConfig(loss_mode=f"{file}:mine", loss_kwargs={"power": 2})
+    loss, _, _ = evaluate(make_policy_loss(ActorConfig(policy_loss=own), denominators_of(data), SCALE), data, outputs, [[0, 1]])
+    mask = data.ragged("response_mask").values.bool()
+    assert loss == pytest.approx(torch.cat([o[0] for o in outputs])[mask].square().mean().item(), rel=1e-5)
+    own = PolicyLossConfig(loss_mode=f"{file}:mine", loss_kwargs={"power": 0.5})
+    with pytest.raises(NumericalError, match="policy loss of the update are not finite"):
+        evaluate(make_policy_loss(ActorConfig(policy_loss=own), denominators_of(data), SCALE), data, outputs, [[0, 1]])
 
 
 def test_terms_that_are_off_are_neither_computed_nor_reported() -> None:

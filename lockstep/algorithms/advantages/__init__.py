@@ -7,18 +7,27 @@ token_level_rewards      [B, T] float  reward of each token; read under the mask
 response_mask            [B, T]        1 where the policy wrote the token
 values                   [B, T] float  the critic's estimate before each token
 group                    [B] int64     rows of one prompt share a number
+reward_baselines         [B] float     score of the greedy answer to the row's prompt; the trainer generates it when asked
+reward_parts             [B, K] float  the parts that algorithm.gdpo_reward_keys names, of each row's reward
+reward_part_weights      [K] float     their weights
+old_log_probs            [B, T] float  log-prob of each token under the policy before the update
+sum_pi_squared           [B, T] float  sum over the vocabulary of squared probabilities; no worker writes it yet
+rollout_is_weights       [B, T] float  importance weights, where algorithm.rollout_correction makes them
 gamma, lam               float         discount, and decay of GAE
 norm_adv_by_std_in_grpo  bool          divide by the group's standard deviation
+index                    [B] object    the prompt ids of the rows as a numpy array: `group` as estimators written for verl take it
+config                   object        the section `algorithm` of the configuration, for the same estimators
 ```
 
 It returns `(advantages, returns)`, both [B, T] and 0 outside the mask. A row without a selected token influences no
 other row.
 
 ```text
-gae      from a critic's values: gae
-group    a response against the other responses to its prompt: grpo, grpo_passk, rloo, opo, gpg
-returns  against the whole batch, by whitening: reinforce_plus_plus, reinforce_plus_plus_baseline
-scores   the scores of the rows and the statistics of their groups, which the last two share
+gae             from a critic's values: gae
+group           a response against the other responses to its prompt: grpo, grpo_passk, rloo, opo, gpg
+returns         rewards to come, or whitened over the batch: reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, remax
+token_baseline  a baseline for each token: optimal_token_baseline
+scores          the scores of the rows and the statistics of their groups, which these share
 ```
 
 To add one:
@@ -34,7 +43,6 @@ def reward_to_go(*, token_level_rewards, response_mask):
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,9 +50,9 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages.gae import gae
 from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rloo
-from lockstep.algorithms.advantages.returns import reinforce_plus_plus, reinforce_plus_plus_baseline
-from lockstep.algorithms.registry import registering, unknown_name
-from lockstep.errors import ConfigError
+from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
+from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
@@ -57,6 +65,10 @@ ADV_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "gpg": gpg,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gdpo": gdpo,
+    "remax": remax,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": optimal_token_baseline,
 }
 """Name -> estimator: the values of `algorithm.adv_estimator`."""
 
@@ -68,12 +80,7 @@ def register_adv_est(name: str) -> Callable[[AdvantageEstimator], AdvantageEstim
     """
 
     def decorate(estimator: AdvantageEstimator) -> AdvantageEstimator:
-        for parameter in inspect.signature(estimator).parameters.values():
-            if parameter.kind is not parameter.KEYWORD_ONLY:
-                raise ConfigError(
-                    f"advantage estimator {name!r} takes {str(parameter)!r}, but its arguments must be keyword-only: "
-                    "put '*' before the first one"
-                )
+        input_names(f"advantage estimator {name!r}", estimator)
         return registering("advantage estimator", ADV_ESTIMATORS, name)(estimator)
 
     return decorate
@@ -86,24 +93,23 @@ def get_adv_estimator(name: str) -> AdvantageEstimator:
     return ADV_ESTIMATORS[name]
 
 
-def required_inputs(name: str) -> tuple[str, ...]:
-    """The arguments the estimator cannot do without: what a trainer must produce before it can use this estimator."""
-    parameters = inspect.signature(get_adv_estimator(name)).parameters.values()
-    return tuple(p.name for p in parameters if p.default is p.empty)
+def required_inputs(estimator: str | AdvantageEstimator) -> tuple[str, ...]:
+    """The arguments the estimator (or the one of that name) cannot do without: what a trainer must produce before using it."""
+    what, function = _resolve(estimator)
+    return tuple(name for name, is_required in input_names(what, function).items() if is_required)
 
 
-def compute_advantage(name: str, available: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Call the estimator `name` with those of the `available` inputs that it names. None counts as not available.
+def compute_advantage(estimator: str | AdvantageEstimator, available: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Call the estimator, or the one of that name, with those of the `available` inputs that it names. None is not available.
 
-    Raises ConfigError when the estimator is unknown or an input it requires is not available.
+    Raises ConfigError when the name is unknown, an argument is not keyword-only, or a required input is not available.
     """
-    estimator = get_adv_estimator(name)
-    inputs = {p: available[p] for p in inspect.signature(estimator).parameters if available.get(p) is not None}
-    missing = [p for p in required_inputs(name) if p not in inputs]
-    if missing:
-        present = sorted(key for key, value in available.items() if value is not None)
-        raise ConfigError(
-            f"advantage estimator {name!r} needs {', '.join(missing)}, which this run does not have "
-            f"(it has {', '.join(present)}): choose another algorithm.adv_estimator, or switch on what produces it"
-        )
-    return estimator(**inputs)
+    what, function = _resolve(estimator)
+    return call_by_name(what, function, available, "choose another algorithm.adv_estimator, or switch on what produces it")
+
+
+def _resolve(estimator: str | AdvantageEstimator) -> tuple[str, AdvantageEstimator]:
+    """What messages call it, and the function."""
+    if isinstance(estimator, str):
+        return f"advantage estimator {estimator!r}", get_adv_estimator(estimator)
+    return f"advantage estimator {getattr(estimator, '__name__', estimator)!r}", estimator

@@ -26,13 +26,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.scores import GroupScores
+from lockstep.algorithms.advantages.scores import group_scores
 
-_STD_FLOOR = 1e-6
+STD_FLOOR = 1e-6
 
 
 def grpo(
-    *, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool
+    *, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool, epsilon: float = STD_FLOOR
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (Shao et al., arXiv 2402.03300): a response against the other responses to its prompt.
 
@@ -42,15 +42,12 @@ def grpo(
 
     Without `norm_adv_by_std_in_grpo` nothing is divided (Dr. GRPO, Liu et al., arXiv 2503.20783).
     """
-    rows = GroupScores(token_level_rewards, response_mask, group)
-    advantage = rows.centred
-    if norm_adv_by_std_in_grpo:
-        advantage = advantage / (rows.std() + _STD_FLOOR)
-    return rows.over_tokens(rows.score_if_alone(advantage)), rows.over_tokens(rows.scores)
+    rows = group_scores(token_level_rewards, response_mask, group)
+    return rows.over_tokens(rows.normalised(norm_adv_by_std_in_grpo, epsilon)), rows.over_tokens(rows.scores)
 
 
 def grpo_passk(
-    *, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool
+    *, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool, epsilon: float = STD_FLOOR
 ) -> tuple[Tensor, Tensor]:
     """By how much the best of the group would drop without this row (Tang et al., arXiv 2503.19595).
 
@@ -61,13 +58,13 @@ def grpo_passk(
     Without `norm_adv_by_std_in_grpo` nothing is divided. When several rows share the best score, no single one is
     missed and all get 0. With rewards of 0 and 1, only a group with exactly one success teaches anything.
     """
-    rows = GroupScores(token_level_rewards, response_mask, group)
+    rows = group_scores(token_level_rewards, response_mask, group)
     is_best = (rows.below == 0) & (rows.counted > 0)
     second_below = rows.max(torch.where(is_best, -torch.inf, rows.below))
     has_margin = is_best & (rows.sum(is_best.double()) == 1) & (rows.size > 1)
     advantage = torch.where(has_margin, -second_below, 0)
     if norm_adv_by_std_in_grpo:
-        advantage = advantage / (rows.std() + _STD_FLOOR)
+        advantage = advantage / (rows.std() + epsilon)
     # A score that is not finite equals no maximum: it must show, and not become a 0.
     advantage = torch.where(rows.below.isfinite(), advantage, torch.nan)
     return rows.over_tokens(advantage), rows.over_tokens(rows.scores)
@@ -82,7 +79,7 @@ def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -
 
     The baseline does not depend on the row itself, so the gradient is unbiased.
     """
-    rows = GroupScores(token_level_rewards, response_mask, group)
+    rows = group_scores(token_level_rewards, response_mask, group)
     advantage = rows.centred * rows.size / (rows.size - 1).clamp(min=1)
     return rows.over_tokens(rows.score_if_alone(advantage)), rows.over_tokens(rows.scores)
 
@@ -94,7 +91,7 @@ def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) ->
     advantages  = s_i - sum_j(len_j s_j) / sum_j(len_j)    over rows j of the group, len = selected tokens
     ```
     """
-    rows = GroupScores(token_level_rewards, response_mask, group)
+    rows = group_scores(token_level_rewards, response_mask, group)
     baseline = rows.sum(rows.lengths * rows.below) / rows.sum(rows.lengths).clamp(min=1)
     return rows.over_tokens(rows.score_if_alone(rows.below - baseline)), rows.over_tokens(rows.scores)
 
@@ -110,6 +107,6 @@ def gpg(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) ->
     alpha is a property of the whole batch, and zero is a special score: adding a constant to all scores changes it, and
     a KL penalty in the reward makes it 1.
     """
-    rows = GroupScores(token_level_rewards, response_mask, group)
+    rows = group_scores(token_level_rewards, response_mask, group)
     alpha = rows.counted.sum() / rows.scores.count_nonzero().clamp(min=1)
     return rows.over_tokens(alpha * rows.score_if_alone(rows.centred)), rows.over_tokens(rows.scores)

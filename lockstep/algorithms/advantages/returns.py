@@ -1,6 +1,13 @@
-"""Estimators that judge a token by the whole batch: REINFORCE++ (Hu, arXiv 2501.03262). They need no critic.
+"""Estimators without a critic that use the rewards still to come, or whiten over the whole batch.
 
-Both are whitened over the selected tokens of the batch, as in `masked.masked_whiten`; the returns are not.
+```text
+reinforce_plus_plus           the discounted rewards to come, whitened            (Hu, arXiv 2501.03262)
+reinforce_plus_plus_baseline  the score against its group's mean, whitened        (the same)
+gdpo                          each part of the reward against its group, summed, whitened   (arXiv 2601.05242)
+remax                         the rewards to come against the greedy answer's score         (Li et al., arXiv 2310.10505)
+```
+
+Whitening is over the selected tokens of the batch, as in `masked.masked_whiten`; returns are never whitened.
 """
 
 from __future__ import annotations
@@ -8,8 +15,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.scores import GroupScores
+from lockstep.algorithms.advantages.group import STD_FLOOR
+from lockstep.algorithms.advantages.scores import GroupScores, group_scores
 from lockstep.algorithms.masked import masked_whiten, zero_outside
+
+
+def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = r_t + gamma G_next [B, T], 0 outside the mask; "next" is the row's next selected token."""
+    rewards, mask = zero_outside(token_level_rewards, response_mask), response_mask.bool()
+    returns = torch.zeros_like(rewards)
+    togo = rewards.new_zeros(rewards.shape[0])
+    for t in reversed(range(rewards.shape[1])):
+        togo = torch.where(mask[:, t], rewards[:, t] + gamma * togo, togo)
+        returns[:, t] = togo
+    return zero_outside(returns, response_mask)
 
 
 def reinforce_plus_plus(*, token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
@@ -22,13 +41,7 @@ def reinforce_plus_plus(*, token_level_rewards: Tensor, response_mask: Tensor, g
 
     "Next" is the row's next token *of the policy*: tool output in between costs no discount. After the last one G is 0.
     """
-    rewards, mask = zero_outside(token_level_rewards, response_mask), response_mask.bool()
-    returns = torch.zeros_like(rewards)
-    togo = rewards.new_zeros(rewards.shape[0])
-    for t in reversed(range(rewards.shape[1])):
-        togo = torch.where(mask[:, t], rewards[:, t] + gamma * togo, togo)
-        returns[:, t] = togo
-    returns = zero_outside(returns, response_mask)
+    returns = rewards_to_go(token_level_rewards, response_mask, gamma)
     return masked_whiten(returns, response_mask), returns
 
 
@@ -45,6 +58,68 @@ def reinforce_plus_plus_baseline(*, token_level_rewards: Tensor, response_mask: 
 
     Raises ValueError when `group` is not one number a row.
     """
-    rows = GroupScores(token_level_rewards, response_mask, group)
+    rows = group_scores(token_level_rewards, response_mask, group)
     centred = rows.over_tokens(rows.score_if_alone(rows.centred))
     return masked_whiten(centred, response_mask), rows.over_tokens(rows.scores)
+
+
+def gdpo(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group: Tensor,
+    reward_parts: Tensor,
+    reward_part_weights: Tensor | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+    epsilon: float = STD_FLOOR,
+) -> tuple[Tensor, Tensor]:
+    """Every part of the reward has the same voice, whatever its spread (GDPO, arXiv 2601.05242).
+
+    ```text
+    a_ik        = (p_ik - mean_g) / (std_g + epsilon)      part k of row i within its group, as in grpo
+    advantages  = whiten(sum_k w_k a_ik)                   over tokens
+    returns     = s_i, the row's reward as it is
+    ```
+
+    A sum of parts that is normalised afterwards (grpo) lets the part of the widest spread decide.
+
+    Args:
+        reward_parts: [B, K]. A row without a selected token may hold NaN.
+        reward_part_weights: [K]; all 1 when None.
+
+    The special cases of `group` hold for each part, before whitening. Raises ValueError when shapes do not fit.
+    """
+    rows = response_mask.shape[0]
+    if reward_parts.dim() != 2 or reward_parts.shape[0] != rows:
+        raise ValueError(f"reward_parts must be [{rows}, parts], but its shape is {tuple(reward_parts.shape)}")
+    weights = reward_parts.new_ones(reward_parts.shape[1]) if reward_part_weights is None else reward_part_weights
+    if weights.shape != reward_parts.shape[1:]:
+        raise ValueError(f"{reward_parts.shape[1]} reward parts need as many weights, not {tuple(weights.shape)}")
+    written = response_mask.bool().any(dim=-1)
+    total = torch.zeros(rows, dtype=torch.float64, device=reward_parts.device)
+    for part, weight in zip(reward_parts.double().unbind(1), weights.tolist(), strict=True):
+        scores = GroupScores(torch.where(written, part, 0), response_mask, group, token_level_rewards.dtype)
+        total = total + weight * scores.normalised(norm_adv_by_std_in_grpo, epsilon)
+    whole = group_scores(token_level_rewards, response_mask, group)
+    return masked_whiten(whole.over_tokens(total), response_mask), whole.over_tokens(whole.scores)
+
+
+def remax(*, token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
+    """REINFORCE with the score of the greedy answer to the same prompt as baseline (Li et al., arXiv 2310.10505).
+
+    ```text
+    G_t         = r_t + G_next             returns = G
+    advantages  = G_t - b_i                b_i: `reward_baselines` [B]
+    ```
+
+    It needs one more response for each prompt, and no group: one sample a prompt is enough. Where the greedy answer is
+    as good as the samples nothing is learned from the prompt, however they differ from each other.
+
+    Raises ValueError when `reward_baselines` is not one number a row.
+    """
+    if reward_baselines.shape != response_mask.shape[:1]:
+        raise ValueError(
+            f"reward_baselines must have one number for each of {response_mask.shape[0]} rows, not {tuple(reward_baselines.shape)}"
+        )
+    returns = rewards_to_go(token_level_rewards, response_mask)
+    return zero_outside(returns - reward_baselines.to(returns.dtype)[:, None], response_mask), returns

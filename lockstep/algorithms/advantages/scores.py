@@ -15,6 +15,19 @@ from torch import Tensor
 from lockstep.algorithms.masked import masked_sum, zero_outside
 
 
+def group_scores(token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -> GroupScores:
+    """The statistics of the rows' summed rewards. Raises ValueError when `group` is not one number a row."""
+    scores = masked_sum(token_level_rewards.double(), response_mask, dim=-1)
+    return GroupScores(scores, response_mask, group, token_level_rewards.dtype)
+
+
+def group_index(group: Tensor, rows: int) -> Tensor:
+    """The groups numbered from 0 [B]. Raises ValueError when `group` is not one number for each of `rows` rows."""
+    if group.shape != (rows,):
+        raise ValueError(f"group must have one number for each of {rows} rows, but its shape is {tuple(group.shape)}")
+    return group.unique(return_inverse=True)[1]
+
+
 class GroupScores:
     """The scores of a batch and what a group says about them; every attribute is float64 [B], one number a row.
 
@@ -30,13 +43,11 @@ class GroupScores:
     Raises ValueError when `group` is not one number a row.
     """
 
-    def __init__(self, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -> None:
-        rows = response_mask.shape[0]
-        if group.shape != (rows,):
-            raise ValueError(f"group must have one number for each of {rows} rows, but its shape is {tuple(group.shape)}")
-        self._mask, self._dtype = response_mask, token_level_rewards.dtype
-        _, self._group_index = group.unique(return_inverse=True)
-        self.scores = masked_sum(token_level_rewards.double(), response_mask, dim=-1)
+    def __init__(self, scores: Tensor, response_mask: Tensor, group: Tensor, dtype: torch.dtype) -> None:
+        """`scores` [B] float64, and the dtype of the results of `over_tokens`."""
+        self._mask, self._dtype = response_mask, dtype
+        self._group_index = group_index(group, response_mask.shape[0])
+        self.scores = scores
         self.lengths = response_mask.bool().sum(dim=-1).double()
         self.counted = (self.lengths > 0).double()
         self.size = self.sum(torch.ones_like(self.scores))
@@ -56,6 +67,10 @@ class GroupScores:
     def std(self) -> Tensor:
         """Unbiased standard deviation of the scores in each row's group, [B]; 0 in a group of one."""
         return (self.sum(self.centred.square()) / (self.size - 1).clamp(min=1)).sqrt()
+
+    def normalised(self, by_std: bool, epsilon: float) -> Tensor:
+        """(s_i - mean_g) / (std_g + epsilon), or without the division, [B]; s_i itself in a group of one."""
+        return self.score_if_alone(self.centred / (self.std() + epsilon) if by_std else self.centred)
 
     def score_if_alone(self, advantage: Tensor) -> Tensor:
         """`advantage` [B], but the score itself in a group of one: with nothing to compare with, the baseline is 0."""

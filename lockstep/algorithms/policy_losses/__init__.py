@@ -1,61 +1,65 @@
 """Policy losses: from log-probs and advantages to a loss per token.
 
-A policy loss returns the loss matrix, which `aggregation.agg_loss` turns into a number, and metrics per token, which
-the caller averages over the mask. Keeping both per token is what makes them independent of how the rows are batched.
+A policy loss is a function whose keyword-only arguments say what it reads, from this vocabulary:
 
 ```text
-per_token     each token has a weight of its own: vanilla, cispo, gpg
+old_log_prob     [B, T]  log-prob of each token under the policy before the update
+log_prob         [B, T]  the same under the policy that learns; the gradient flows here
+advantages       [B, T]
+response_mask    [B, T]  1 where the policy wrote the token. What lies under its zeros may be NaN and must not reach the
+                         gradient, so clean the inputs with `masked.zero_outside` first
+clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg      `actor_rollout_ref.actor.*`
+clip_cov_ratio, clip_cov_lb, clip_cov_ub, kl_cov_ratio, ppo_kl_coef, dro_beta   `actor_rollout_ref.actor.policy_loss.*`
+any other name   a key of `actor_rollout_ref.actor.policy_loss.loss_kwargs`, or a column that the loss's `prepare` wrote
+```
+
+It returns the loss per token [B, T], which `aggregation.agg_loss` turns into a number, and detached metrics per token,
+each [B, T], which the caller averages over the mask. All are 0 outside the mask. Keeping both per token is what makes
+them independent of how the rows are batched. Every loss here has the same three metrics, so that runs can be compared:
+
+```text
+pg_clipfrac        1 where the clip changed the loss (for cispo: the weight; for geo_mean: the log-ratio)
+pg_clipfrac_lower  1 where the dual clip did (for dppo_tv, dppo_kl: where c bounds the weight); 0 where there is none
+ppo_kl             old_log_prob - log_prob, within -20 and 20: the k1 estimate of KL(old || new)
+```
+
+What depends on other rows (a statistic of the mini-batch) has no place in the loss, which sees one micro-batch. It goes
+into a `prepare`: a function with keyword-only arguments of the same vocabulary (without log_prob, with `row_keys` [B]
+int64 for counted randomness), called once with the whole mini-batch before it is cut. It returns columns [B, T] by name.
+
+```text
+per_token     each token has a weight of its own: vanilla, cispo, gpg, sapo, dro
 per_sequence  the tokens of a row share one ratio: gspo, geo_mean
-ratio         the log-ratio, the clip and the metrics, which both use
+divergence    a trust region of probabilities: dppo_tv, dppo_kl
+covariance    tokens chosen by their covariance in the mini-batch: clip_cov, kl_cov
+ratio         the log-ratio, the clip and the metrics, which these share
+```
+
+To add one:
+
+```python
+@register_policy_loss("mine")
+def mine(*, old_log_prob, log_prob, advantages, response_mask, clip_ratio_high):
+    ratio = zero_outside(log_prob - old_log_prob, response_mask).exp().clamp(max=1 + clip_ratio_high)
+    return -zero_outside(advantages, response_mask) * ratio, {}
 ```
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from torch import Tensor
 
+from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
+from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
-from lockstep.algorithms.policy_losses.per_token import cispo, gpg, vanilla
-from lockstep.algorithms.registry import registering, unknown_name
+from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
+from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
 
-
-class PolicyLoss(Protocol):
-    """What `actor.policy_loss.loss_mode` names.
-
-    Args:
-        old_log_prob: [B, T] log-prob of each token under the policy before the update.
-        log_prob: [B, T] the same under the policy that learns; the gradient flows here.
-        advantages: [B, T].
-        response_mask: [B, T] 1 where the policy wrote the token. What lies under its zeros may be NaN and must not
-            reach the gradient, so clean the inputs with `zero_outside` first.
-        clip_ratio_low, clip_ratio_high: the ratio is clipped to [1 - low, 1 + high].
-        clip_ratio_c: bound of the dual clip for negative advantages, above 1.
-        A loss ignores those of the three that its docstring does not name.
-
-    Returns:
-        The loss per token [B, T], and detached metrics per token, each [B, T]. All are 0 outside the mask. Every loss
-        here has the same three metrics, so that runs can be compared:
-
-        pg_clipfrac        1 where the clip changed the loss (for cispo: the weight; for geo_mean: the log-ratio)
-        pg_clipfrac_lower  1 where the dual clip did; 0 in every loss that has none
-        ppo_kl             old_log_prob - log_prob, within -20 and 20: the k1 estimate of KL(old || new)
-    """
-
-    def __call__(
-        self,
-        *,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        clip_ratio_low: float,
-        clip_ratio_high: float,
-        clip_ratio_c: float,
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+Prepare = Callable[..., dict[str, Tensor]]
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "vanilla": vanilla,
@@ -63,13 +67,39 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": cispo,
     "gpg": gpg,
     "geo_mean": geo_mean,
+    "sapo": sapo,
+    "dro": dro,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
 """Name -> loss: the values of `actor.policy_loss.loss_mode`."""
 
+PREPARATIONS: dict[PolicyLoss, Prepare] = {clip_cov: choose_clip_cov, kl_cov: choose_kl_cov}
+"""Loss -> what it needs done once for a mini-batch."""
 
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Make the decorated function the policy loss `name`; ConfigError when the name is taken."""
-    return registering("policy loss", POLICY_LOSSES, name)
+BATCH_INPUTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "row_keys", "ref_log_prob", "rollout_is_weights")
+"""The inputs that come from the batch; the last two only in runs that have them."""
+
+_REMEDY = "add it to actor_rollout_ref.actor.policy_loss.loss_kwargs, or give the argument a default"
+
+
+def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Make the decorated function the policy loss `name`, with its whole-mini-batch `prepare` if it has one.
+
+    Raises ConfigError when the name is taken, or when an argument is not keyword-only (arguments are matched by name).
+    """
+
+    def decorate(loss: PolicyLoss) -> PolicyLoss:
+        input_names(_what(name), loss)
+        registering("policy loss", POLICY_LOSSES, name)(loss)
+        if prepare is not None:
+            input_names(f"the prepare of {_what(name)}", prepare)
+            PREPARATIONS[loss] = prepare
+        return loss
+
+    return decorate
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
@@ -77,3 +107,32 @@ def get_policy_loss(name: str) -> PolicyLoss:
     if name not in POLICY_LOSSES:
         raise unknown_name("policy loss", name, POLICY_LOSSES)
     return POLICY_LOSSES[name]
+
+
+def loss_inputs(loss: PolicyLoss) -> dict[str, bool]:
+    """The names that the loss and its `prepare` read, and whether each is required. ConfigError when one is not keyword-only."""
+    prepare = PREPARATIONS.get(loss)
+    own = input_names(_what(loss), loss)
+    return own if prepare is None else input_names(f"the prepare of {_what(loss)}", prepare) | own
+
+
+def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
+    """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
+    required = [name for name, is_required in input_names(_what(loss), PREPARATIONS.get(loss, loss)).items() if is_required]
+    return [name for name in required if name not in given and name not in BATCH_INPUTS]
+
+
+def compute_policy_loss(loss: PolicyLoss, available: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Call the loss with those of the `available` inputs that it names; ConfigError when a required one is missing."""
+    return call_by_name(_what(loss), loss, available, _REMEDY)
+
+
+def prepare_columns(loss: PolicyLoss, available: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The columns [B, T] that the loss's `prepare` computes from a whole mini-batch; none where it has no `prepare`."""
+    prepare = PREPARATIONS.get(loss)
+    return {} if prepare is None else call_by_name(f"the prepare of {_what(loss)}", prepare, available, _REMEDY)
+
+
+def _what(loss: str | PolicyLoss) -> str:
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", loss)
+    return f"policy loss {name!r}"

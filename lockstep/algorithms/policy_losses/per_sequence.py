@@ -1,4 +1,4 @@
-"""Losses in which the tokens of a row share one ratio: the geometric mean of theirs. See `PolicyLoss`.
+"""Losses in which the tokens of a row share one ratio: the geometric mean of theirs. What they take and return: see the package.
 
 The papers average over rows, which is `loss_agg_mode` seq-mean-token-mean.
 """
@@ -23,7 +23,6 @@ def gspo(
     response_mask: Tensor,
     clip_ratio_low: float,
     clip_ratio_high: float,
-    clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clip on the ratio of the whole row (Zheng et al., arXiv 2507.18071), in the form that allows A per token.
 
@@ -54,7 +53,6 @@ def geo_mean(
     response_mask: Tensor,
     clip_ratio_low: float,
     clip_ratio_high: float,
-    clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Geometric-mean policy optimisation (Zhao et al., arXiv 2507.20673): tokens are clipped, then averaged to a ratio.
 

@@ -1,4 +1,4 @@
-"""Losses in which each token has a ratio, or a weight, of its own. What they take and return: see `PolicyLoss`."""
+"""Losses in which each token has a ratio, or a weight, of its own. What they take and return: see the package."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def cispo(
     response_mask: Tensor,
     clip_ratio_low: float,
     clip_ratio_high: float,
-    clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with a clipped importance weight (MiniMax-M1, arXiv 2506.13585): a clipped token still learns.
 
@@ -82,9 +81,6 @@ def gpg(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The plain policy gradient, as in group policy gradient (Chu et al., arXiv 2504.02546).
 
@@ -98,3 +94,57 @@ def gpg(
     log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
     loss = -zero_outside(advantages, response_mask) * zero_outside(log_prob, response_mask)
     return loss, token_metrics(log_ratio)
+
+
+def sapo(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    tau_pos: float,
+    tau_neg: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A gate that closes smoothly instead of a clip (SAPO, arXiv 2511.20347).
+
+    ```text
+    rho   = exp(clamp(log_prob - old_log_prob, -20, 20))
+    loss  = -A sigmoid(tau (rho - 1)) 4 / tau                 tau = tau_pos where A > 0, else tau_neg
+    ```
+
+    The gradient is that of -A log_prob at ratio 1 and fades on both sides of it, faster for a larger tau: also for a
+    token that moves back towards the old policy. The paper averages over rows (seq-mean-token-mean).
+
+    Raises ConfigError unless both temperatures are positive.
+    """
+    if not (tau_pos > 0 and tau_neg > 0):
+        raise ConfigError(
+            f"the sapo policy loss needs tau_pos and tau_neg above 0, not {tau_pos} and {tau_neg}: set "
+            "actor_rollout_ref.actor.tau_pos and tau_neg"
+        )
+    advantages = zero_outside(advantages, response_mask)
+    log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
+    tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
+    return -advantages * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau, token_metrics(log_ratio)
+
+
+def dro(
+    *, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, dro_beta: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy gradient with a quadratic pull back to the old policy (DRO, Richemond et al., arXiv 2405.19107).
+
+    ```text
+    loss  = -(A log_prob - dro_beta / 2 (log_prob - old_log_prob)^2)
+    ```
+
+    No ratio and no clip: the pull alone limits a second update on the same rows. It is not clamped.
+
+    Raises ConfigError unless dro_beta is positive.
+    """
+    if not dro_beta > 0:
+        raise ConfigError(
+            f"the dro policy loss needs dro_beta above 0, not {dro_beta}: set actor_rollout_ref.actor.policy_loss.dro_beta"
+        )
+    difference = zero_outside(log_prob - old_log_prob, response_mask)
+    gain = zero_outside(advantages, response_mask) * zero_outside(log_prob, response_mask)
+    return dro_beta / 2 * difference.square() - gain, token_metrics(token_log_ratio(log_prob, old_log_prob, response_mask))

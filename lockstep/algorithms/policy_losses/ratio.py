@@ -35,7 +35,7 @@ def check_clip_range(loss: str, low: float, high: float) -> None:
 
 
 def token_metrics(log_ratio: Tensor, is_clipped: Tensor | None = None, is_bounded: Tensor | None = None) -> dict[str, Tensor]:
-    """The metrics that every loss has, [B, T] each: see `PolicyLoss`. None means that the loss has no such clip."""
+    """The metrics that every loss has, [B, T] each: see the package. None means that the loss has no such clip."""
     log_ratio = log_ratio.detach()
     none = torch.zeros_like(log_ratio)
     return {

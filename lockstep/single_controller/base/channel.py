@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ class Outbox:
         try:
             if self._connection is None:
                 self._connection = Client(self._address, authkey=self._key)
-            self._connection.send(message)
+            # Not `send`: torch teaches that to pass tensors by file descriptor, which works on one machine only.
+            self._connection.send_bytes(pickle.dumps(message))
         except (OSError, EOFError):
             self._is_broken = True
 
@@ -53,7 +55,7 @@ def inbox(host: str, handle: Callable[[Any], None]) -> Iterator[Outbox]:
     def read(connection: Connection) -> None:
         with contextlib.suppress(OSError, EOFError), connection:
             while True:
-                message = connection.recv()
+                message = pickle.loads(connection.recv_bytes())
                 with lock:
                     if not is_open:
                         return

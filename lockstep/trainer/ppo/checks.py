@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from lockstep.algorithms.advantages import required_inputs
+from lockstep.algorithms.advantages import get_adv_estimator, required_inputs
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.kl import KL_KINDS
-from lockstep.algorithms.policy_losses import get_policy_loss
+from lockstep.algorithms.policy_losses import get_policy_loss, loss_inputs, missing_numbers
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
 from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError
+from lockstep.trainer.ppo.stages import read_correction
+from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
 
 _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
@@ -23,19 +27,56 @@ _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
 def check_algorithm(config: PPOConfig) -> None:
     """The named algorithms exist, and the run has what they read."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    get_policy_loss(actor.policy_loss.loss_mode)
+    _check_policy_loss(actor)
+    read_correction(algorithm.rollout_correction)
     one_of("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
     one_of("critic.loss_agg_mode", config.critic.loss_agg_mode, [m for m in LOSS_AGG_MODES if not m.endswith("-norm")])
     one_of("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, KL_KINDS)
     one_of("algorithm.kl_penalty", algorithm.kl_penalty, KL_KINDS)
-    if "group" in required_inputs(algorithm.adv_estimator) and config.actor_rollout_ref.rollout.n == 1:
+    estimator = load_reference(algorithm.adv_estimator) or get_adv_estimator(algorithm.adv_estimator)
+    required = required_inputs(estimator)
+    if {"group", "index"} & set(required) and config.actor_rollout_ref.rollout.n == 1:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples of one prompt, but actor_rollout_ref.rollout.n=1; "
             "set actor_rollout_ref.rollout.n to 2 or more"
         )
-    if "values" in required_inputs(algorithm.adv_estimator) and not config.use_critic:
+    if "reward_parts" in required:
+        _check_reward_parts(algorithm)
+    if "values" in required and not config.use_critic:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} needs values, but the run has no critic; set critic.enable=true"
+        )
+
+
+def _check_policy_loss(actor: ActorConfig) -> None:
+    """The loss exists, every number it requires is given, and every value of loss_kwargs is an argument of it."""
+    policy_loss = actor.policy_loss
+    loss = load_reference(policy_loss.loss_mode) or get_policy_loss(policy_loss.loss_mode)
+    names = loss_inputs(loss)
+    for key in policy_loss.loss_kwargs:
+        if key not in names:
+            raise ConfigError(
+                f"actor_rollout_ref.actor.policy_loss.loss_kwargs.{key} is not an argument of the policy loss "
+                f"{policy_loss.loss_mode}, which reads {', '.join(names)}"
+            )
+    missing = missing_numbers(loss, actor.loss_parameters)
+    if missing:
+        raise ConfigError(
+            f"the policy loss {policy_loss.loss_mode} needs {', '.join(missing)}; set "
+            f"actor_rollout_ref.actor.policy_loss.loss_kwargs.{missing[0]}"
+        )
+
+
+def _check_reward_parts(algorithm: AlgorithmConfig) -> None:
+    if not algorithm.gdpo_reward_keys:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} balances the parts of a reward; name them in "
+            "algorithm.gdpo_reward_keys, as the reward function returns them"
+        )
+    if algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} reads the parts of the reward, which a KL penalty in the reward is not "
+            "one of: set algorithm.use_kl_in_reward=false and, for a KL term, actor_rollout_ref.actor.use_kl_loss=true"
         )
 
 

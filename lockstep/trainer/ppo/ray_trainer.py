@@ -1,7 +1,8 @@
 """RayPPOTrainer: one driver, groups of workers, and the loop. `fit` reads as the algorithm; each line of it is a stage.
 
 ```text
-prompts -> generate -> score -> old_log_prob -> ref_log_prob -> values -> advantage -> update_critic -> update_actor -> sync -> record
+prompts -> generate -> score -> old_log_prob -> correct -> ref_log_prob -> values -> advantage
+        -> update_critic -> update_actor -> sync -> record
 ```
 """
 
@@ -43,7 +44,7 @@ from lockstep.trainer.ppo.validation import validation_metrics
 from lockstep.utils.dataset.rl_dataset import RLHFDataset
 from lockstep.utils.dataset.schedule import PromptSchedule
 from lockstep.utils.device import resolve_device
-from lockstep.utils.files import load_object
+from lockstep.utils.files import load_object, load_reference
 from lockstep.utils.hf_config import stop_token_ids
 from lockstep.utils.model_size import count_parameters
 
@@ -239,6 +240,7 @@ class RayPPOTrainer:
         with self.timer.stage("step"):
             batch, scored, metrics = self._scored_batch()
             metrics |= self._old_log_prob(batch)
+            metrics |= stages.correct(batch, self.config.algorithm.rollout_correction)
             if self.ref_policy_wg is not None:
                 with self.timer.stage("ref"):
                     stages.ref_log_prob(self.ref_policy_wg, batch)
@@ -252,7 +254,9 @@ class RayPPOTrainer:
                     metrics |= stages.update_critic(self.critic_wg, batch, self._critic_mini_batches(step, batch))
             if step > self.config.trainer.critic_warmup:
                 with self.timer.stage("update_actor"):
-                    update_metrics, drift = stages.update_actor(self.actor_wg, batch, self._actor_mini_batches(step, batch))
+                    update_metrics, drift = stages.update_actor(
+                        self.actor_wg, batch, self._actor_mini_batches(step, batch), self.config.actor_rollout_ref.actor
+                    )
                     metrics |= update_metrics
                     self._watch_drift(drift)
                 with self.timer.stage("update_weights"):
@@ -313,7 +317,8 @@ class RayPPOTrainer:
             metrics |= rewards.penalise_overlong(batch, self.config.reward.overlong_buffer, self.config.data.max_response_length)
             if keys := self.config.algorithm.gdpo_reward_keys:
                 rewards.set_parts(batch, scored, keys)
-        if "reward_baselines" in required_inputs(self.config.algorithm.adv_estimator):
+        estimator = self.config.algorithm.adv_estimator
+        if "reward_baselines" in required_inputs(load_reference(estimator) or estimator):
             metrics |= self._baselines(batch, number)
         return batch, scored, metrics
 
@@ -337,9 +342,10 @@ class RayPPOTrainer:
         return scored
 
     def _old_log_prob(self, batch: DataProto) -> dict[str, float]:
-        """Recompute the old log-probs, unless the sampler's were the trainer's own when they were last compared."""
+        """Recompute the old log-probs, unless the sampler's are to be used as they are, or were the trainer's own when last compared."""
         bound = self.config.actor_rollout_ref.rollout.exactness_bound
-        if self.sampler_drift is not None and self.sampler_drift < bound:
+        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        if bypass or (self.sampler_drift is not None and self.sampler_drift < bound):
             stages.use_sampler_log_probs(batch)
             return {}
         with self.timer.stage("old_log_prob"):
@@ -349,7 +355,7 @@ class RayPPOTrainer:
 
     def _watch_drift(self, drift: float) -> None:
         """Where the old log-prob pass was skipped, the first update measures what that pass would have."""
-        if "old_log_prob" in self.timer.seconds:
+        if "old_log_prob" in self.timer.seconds or self.config.algorithm.rollout_correction.bypass_mode:
             return
         self.sampler_drift = drift
         bound = self.config.actor_rollout_ref.rollout.exactness_bound

@@ -152,7 +152,8 @@ def penalise_overlong(batch: DataProto, config: OverlongConfig, max_response_len
 
 
 def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
-    """Writes reward_parts [B, K] (float): the judges' scores or the reward function's numbers named `keys`. Missing rows are 0.
+    """Writes reward_parts [B, K] (float), with its names in meta_info: what `keys` name of the judges' scores and the function's numbers.
+    Missing rows are 0.
 
     Raises RewardError when a row that has a reward lacks one of them.
     """
@@ -168,6 +169,7 @@ def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
             )
         columns.append([0.0 if f is not None else float(v or 0.0) for v, f in zip(values, scored.failures, strict=True)])
     batch.set("reward_parts", torch.tensor(columns, dtype=torch.float32).T.contiguous())
+    batch.meta_info["reward_part_names"] = list(keys)
 
 
 def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:

@@ -12,15 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.algorithms import mismatch
 from lockstep.algorithms.advantages import compute_advantage
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
-from lockstep.config.algorithm import AlgorithmConfig
+from lockstep.algorithms.policy_losses import get_policy_loss, prepare_columns
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import NumericalError
+from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Metric, average_updates, merge_metrics
 from lockstep.protocol import DataProto, Ragged
+from lockstep.utils.files import load_reference
+
+_OPTIONAL_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+"""Columns that estimators may read, where the run has them."""
 
 UPDATE_COLUMNS = ("prompts", "responses", "response_mask")
 """What every update needs of a row beside the columns of its own loss."""
@@ -89,8 +96,51 @@ def values(critic: Any, batch: DataProto) -> None:
     _check_finite(batch, "values")
 
 
+def correct(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Reads old_log_probs, rollout_log_probs, response_mask, uid. Writes rollout_is_weights; rejected tokens leave response_mask.
+
+    What has left the mask is out of the losses' denominators, the estimators' sums and the groups' statistics. Where the sampler's
+    log-probs serve as old log-probs the correction is the identity. Does nothing when the config asks for nothing.
+    """
+    correction = read_correction(config)
+    if not correction.is_on:
+        return {}
+    responses, mask = batch.ragged("responses"), batch.batch["response_mask"].bool()
+    old, rollout = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
+    metrics = mismatch.mismatch_metrics(old, rollout, mask)
+    x = mismatch.log_ratio(old, rollout, mask)
+    if correction.level is not None:
+        raw = mismatch.raw_weights(x, mask, correction.level)
+        metrics |= mismatch.weight_metrics(raw, mask, correction.level, correction.band)
+        weights = mismatch.importance_weights(x, mask, correction.level, correction.band, correction.normalise)
+        batch.set("rollout_is_weights", Ragged.from_padded(weights, responses.lengths))
+        _check_finite(batch, "rollout_is_weights")
+    kept = mask
+    for kind, bounds in correction.rejections:
+        passed = mismatch.kept_tokens(x, mask, kind, bounds, _group(batch))
+        metrics[f"rollout_rs_{kind}_masked_fraction"] = _share_lost(mask, passed)
+        kept = kept & passed
+    if correction.rejections:
+        metrics["rollout_rs_masked_fraction"] = _share_lost(mask, kept)
+        metrics["rollout_rs_seq_masked_fraction"] = _share_lost(mask.any(1), kept.any(1))
+        batch.set("response_mask", Ragged.from_padded(kept.long(), responses.lengths))
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def read_correction(config: RolloutCorrectionConfig) -> mismatch.Correction:
+    """The section as the algorithms take it. Raises ConfigError when it cannot work."""
+    return mismatch.make_correction(
+        config.rollout_is,
+        config.rollout_is_threshold,
+        config.rollout_is_batch_normalize,
+        config.rollout_rs,
+        config.rollout_rs_threshold,
+    )
+
+
 def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLController) -> dict[str, float]:
-    """Reads token_level_scores, response_mask, uid and, where the run has them, ref_log_prob, old_log_probs, values.
+    """Reads token_level_scores, response_mask, uid and, where the run has them, ref_log_prob, old_log_probs, values, reward_baselines,
+    reward_parts, sum_pi_squared, rollout_is_weights.
 
     Writes token_level_rewards, advantages, returns. With KL in the reward, `kl_control` is updated.
     """
@@ -106,13 +156,19 @@ def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLControlle
     available = {
         "token_level_rewards": rewards,
         "response_mask": mask,
-        "values": batch.batch["values"] if "values" in batch else None,
-        "group": torch.from_numpy(np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1]),
+        **{name: batch.batch[name] for name in _OPTIONAL_INPUTS if name in batch},
+        "reward_parts": _reward_parts(batch, config),
+        "reward_part_weights": torch.tensor(config.gdpo_reward_weights, dtype=torch.float64)
+        if config.gdpo_reward_weights
+        else None,
+        "group": _group(batch),
+        "index": batch.non_tensor_batch["uid"],
+        "config": config,
         "gamma": config.gamma,
         "lam": config.lam,
         "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
     }
-    advantages, returns = compute_advantage(config.adv_estimator, available)
+    advantages, returns = compute_advantage(load_reference(config.adv_estimator) or config.adv_estimator, available)
     for name, padded in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
         batch.set(name, Ragged.from_padded(padded, responses.lengths))
         _check_finite(batch, name)
@@ -122,18 +178,23 @@ def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLControlle
 def update_critic(critic: Any, batch: DataProto, mini_batches: Sequence[Tensor]) -> dict[str, float]:
     """Reads values, returns. One optimizer step for each of `mini_batches` (row numbers)."""
     data = batch.select([*UPDATE_COLUMNS, "values", "returns"], ["index"])
-    return average_updates([_update(critic.update_critic, data, rows) for rows in mini_batches])
+    return average_updates([_update(critic.update_critic, data.select_idxs(rows)) for rows in mini_batches])
 
 
-def update_actor(actor: Any, batch: DataProto, mini_batches: Sequence[Tensor]) -> tuple[dict[str, float], float]:
-    """Reads old_log_probs, advantages and, with a KL loss, ref_log_prob. One optimizer step for each of `mini_batches`.
+def update_actor(
+    actor: Any, batch: DataProto, mini_batches: Sequence[Tensor], config: ActorConfig
+) -> tuple[dict[str, float], float]:
+    """Reads old_log_probs, advantages and, where the run has them, ref_log_prob and rollout_is_weights.
+
+    One optimizer step for each of `mini_batches` (row numbers). What the policy loss needs of a whole mini-batch is computed here,
+    before it is cut.
 
     Also returns the largest |log-prob - old log-prob| in the first mini-batch: before any step it is how far the sampler (or the
     old-log-prob pass) is from the policy that is trained.
     """
-    columns = [*UPDATE_COLUMNS, "old_log_probs", "advantages", *(["ref_log_prob"] if "ref_log_prob" in batch else [])]
-    data = batch.select(columns, ["index"])
-    updates = [_update(actor.update_actor, data, rows) for rows in mini_batches]
+    optional = [name for name in ("ref_log_prob", "rollout_is_weights") if name in batch]
+    data = batch.select([*UPDATE_COLUMNS, "old_log_probs", "advantages", *optional], ["index", "sample"])
+    updates = [_update(actor.update_actor, _prepared(data.select_idxs(rows), config)) for rows in mini_batches]
     return average_updates(updates), updates[0]["actor/log_ratio_max"].value
 
 
@@ -153,8 +214,50 @@ def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int
     return [rows for epoch in range(epochs) for rows in one_epoch(epoch)]
 
 
-def _update(update: Callable[..., Any], data: DataProto, rows: Tensor) -> dict[str, Metric]:
-    mini_batch = data.select_idxs(rows)
+def _prepared(mini_batch: DataProto, config: ActorConfig) -> DataProto:
+    """The mini-batch with the columns that the policy loss wants computed from the whole of it."""
+    mode = config.policy_loss.loss_mode
+    keys = [
+        (int(index) << 24) + int(sample)
+        for index, sample in zip(mini_batch.non_tensor_batch["index"], mini_batch.non_tensor_batch["sample"], strict=True)
+    ]
+    available = config.loss_parameters | {
+        "old_log_prob": mini_batch.batch["old_log_probs"],
+        "advantages": mini_batch.batch["advantages"],
+        "response_mask": mini_batch.batch["response_mask"].bool(),
+        "row_keys": torch.tensor(keys, dtype=torch.int64),
+    }
+    lengths = mini_batch.ragged("responses").lengths
+    for name, column in prepare_columns(load_reference(mode) or get_policy_loss(mode), available).items():
+        mini_batch.set(name, Ragged.from_padded(column, lengths))
+        _check_finite(mini_batch, name)
+    return mini_batch
+
+
+def _group(batch: DataProto) -> Tensor:
+    """[rows]: rows of one prompt share a number."""
+    return torch.from_numpy(np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1])
+
+
+def _reward_parts(batch: DataProto, config: AlgorithmConfig) -> Tensor | None:
+    """The columns of reward_parts that algorithm.gdpo_reward_keys names [rows, K], or None where it names none."""
+    if config.gdpo_reward_keys is None:
+        return None
+    names = list(batch.meta_info.get("reward_part_names", ()))
+    missing = [key for key in config.gdpo_reward_keys if key not in names]
+    if missing or "reward_parts" not in batch:
+        raise ConfigError(
+            f"algorithm.gdpo_reward_keys names {config.gdpo_reward_keys}, but the reward function gave the parts {names}: make it "
+            f"return a dict with {missing or config.gdpo_reward_keys}, or change the keys"
+        )
+    return batch.batch["reward_parts"][:, [names.index(key) for key in config.gdpo_reward_keys]]
+
+
+def _share_lost(before: Tensor, after: Tensor) -> float:
+    return 1 - int(after.sum()) / max(int(before.sum()), 1)
+
+
+def _update(update: Callable[..., Any], mini_batch: DataProto) -> dict[str, Metric]:
     return merge_metrics(update(mini_batch, denominators=Denominators.of(mini_batch.batch["response_mask"].bool())))
 
 

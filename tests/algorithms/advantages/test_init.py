@@ -1,7 +1,9 @@
 import pytest
+import torch
 
 from lockstep.algorithms import advantages as module
 from lockstep.algorithms.advantages import compute_advantage, get_adv_estimator, required_inputs
+from lockstep.algorithms.masked import masked_whiten
 from lockstep.errors import ConfigError
 
 
@@ -42,3 +44,97 @@ def test_an_estimator_with_positional_arguments_is_refused_when_registered():
     with pytest.raises(ConfigError, match=r"'rewards'.*keyword-only"):
         module.register_adv_est("positional")(lambda rewards: (rewards, rewards))
     assert "positional" not in module.ADV_ESTIMATORS
+
+
+# -- the special cases, the same in every estimator -------------------------------------------------------------------------
+
+COMPARING = sorted(name for name in module.ADV_ESTIMATORS if "group" in required_inputs(name))
+WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
+
+
+def inputs_of(scores, lengths, width=3):
+    """Rows with the score on their last token; `lengths` may be 0."""
+    rewards, mask = torch.zeros(len(scores), width, dtype=torch.float64), torch.zeros(len(scores), width)
+    for i, (score, length) in enumerate(zip(scores, lengths, strict=True)):
+        mask[i, :length] = 1
+        if length:
+            rewards[i, length - 1] = score
+    column = torch.tensor(scores, dtype=torch.float64)
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "values": torch.zeros_like(rewards),
+        "old_log_probs": torch.full_like(rewards, -1.0),
+        "reward_baselines": torch.zeros_like(column),
+        "reward_parts": torch.stack([column, column], dim=1),
+        "gamma": 1.0,
+        "lam": 1.0,
+        "norm_adv_by_std_in_grpo": True,
+    }
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_group_of_one_has_the_baseline_zero(name):
+    inputs = inputs_of([2.0, -3.0, 0.5], [2, 2, 2]) | {"group": torch.tensor([0, 1, 2])}
+    advantages, _ = compute_advantage(name, inputs)
+    expected = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)[:, None] * inputs["response_mask"]
+    if name == "grpo_passk":
+        expected = torch.zeros_like(expected)  # no second best to be better than
+    if name in WHITENED:
+        expected = masked_whiten(expected, inputs["response_mask"])
+    torch.testing.assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_groups_of_equal_scores_get_exactly_zero(name, dtype):
+    # The mean of seven times 0.1 is not 0.1, neither in float32 nor in float64.
+    inputs = inputs_of([0.1] * 7 + [0.3] * 3, [2] * 10) | {"group": torch.tensor([4] * 7 + [2] * 3)}
+    inputs["token_level_rewards"] = inputs["token_level_rewards"].to(dtype)
+    advantages, _ = compute_advantage(name, inputs)
+    assert advantages.dtype == dtype
+    assert not advantages.any()
+
+
+@pytest.mark.parametrize("name", sorted(module.ADV_ESTIMATORS))
+def test_an_empty_row_or_one_without_a_reward_is_as_if_it_were_not_there(name):
+    """The trainer masks a row whose reward is missing: whatever it holds, NaN too, reaches nothing."""
+    full = inputs_of([1.0, 4.0, 2.0, 7.0], [2, 3, 0, 1]) | {"group": torch.tensor([0, 0, 0, 1])}
+    for missing in ("token_level_rewards", "reward_baselines", "reward_parts", "values", "old_log_probs"):
+        full[missing][2] = torch.nan
+    kept = [0, 1, 3]
+    reduced = {key: x[kept] if isinstance(x, torch.Tensor) else x for key, x in full.items()}
+    for x, y in zip(compute_advantage(name, full), compute_advantage(name, reduced), strict=True):
+        torch.testing.assert_close(x[kept], y)
+        assert not x[2].any()
+
+
+@pytest.mark.parametrize("name", sorted(module.ADV_ESTIMATORS))
+def test_a_batch_without_any_token_gives_zeros(name):
+    inputs = inputs_of([1.0, 4.0], [0, 0]) | {"group": torch.tensor([0, 0])}
+    for x in compute_advantage(name, inputs):
+        assert x.shape == (2, 3)
+        assert not x.any()
+
+
+@pytest.mark.parametrize("name", sorted(module.ADV_ESTIMATORS))
+def test_tool_tokens_in_the_middle_are_skipped(name):
+    """The same response with the environment's tokens in between has the same advantages on the policy's own tokens."""
+    plain = inputs_of([1.0, 4.0, 2.0], [2, 3, 3]) | {"group": torch.tensor([0, 0, 0]), "gamma": 0.9, "lam": 0.8}
+    places = torch.tensor([0, 2, 5])
+    spread = dict(plain)
+    for key in ("token_level_rewards", "values", "old_log_probs", "response_mask"):
+        spread[key] = torch.full((3, 7), 0.0 if key == "response_mask" else torch.nan, dtype=torch.float64)
+        spread[key][:, places] = plain[key].double()
+    for x, y in zip(compute_advantage(name, spread), compute_advantage(name, plain), strict=True):
+        torch.testing.assert_close(x[:, places], y)
+
+
+def test_a_function_can_be_used_without_registering_it():
+    def mine(*, response_mask, gamma):
+        return response_mask * gamma, response_mask
+
+    assert required_inputs(mine) == ("response_mask", "gamma")
+    assert compute_advantage(mine, {"response_mask": 2, "gamma": 3, "lam": 1}) == (6, 2)
+    with pytest.raises(ConfigError, match="advantage estimator 'mine' needs gamma"):
+        compute_advantage(mine, {"response_mask": 2})

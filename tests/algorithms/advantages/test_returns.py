@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.advantages import gae
-from lockstep.algorithms.advantages.returns import reinforce_plus_plus, reinforce_plus_plus_baseline
+from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 
 PROPERTY = settings(max_examples=50, deadline=None)
 
@@ -97,3 +97,74 @@ def test_a_tool_token_costs_no_discount():
         token_level_rewards=torch.tensor([[0.0, 9.0, 1.0]]), response_mask=torch.tensor([[1, 0, 1]]), gamma=0.5
     )
     assert returns.tolist() == [[0.5, 0.0, 1.0]]
+
+
+@PROPERTY
+@given(data=st.data(), normalise=st.booleans(), weights=st.sampled_from([None, [0.5, 2.0, 0.0]]))
+def test_gdpo_normalises_each_part_in_its_group_then_sums_and_whitens(data, normalise, weights, masks, numbers):
+    mask = data.draw(masks)
+    rewards = data.draw(numbers(mask))
+    parts = data.draw(numbers(torch.ones(len(mask), 3, dtype=torch.bool)))
+    parts[~mask.any(1)] = torch.nan
+    group = torch.tensor(data.draw(st.lists(st.sampled_from([-3, 0, 10**12]), min_size=len(mask), max_size=len(mask))))
+    counted = [i for i in range(len(mask)) if mask[i].any()]
+    raw, returns = {}, torch.zeros_like(rewards)
+    for i in counted:
+        peers = [j for j in counted if group[j] == group[i]]
+        total = 0.0
+        for k in range(3):
+            own = parts[i, k].item()
+            if len(peers) > 1:
+                own -= statistics.fmean(parts[j, k].item() for j in peers)
+                own /= statistics.stdev(parts[j, k].item() for j in peers) + 1e-6 if normalise else 1.0
+            total += own * (1.0 if weights is None else weights[k])
+        for t in mask[i].nonzero().flatten().tolist():
+            raw[i, t] = total
+            returns[i, t] = sum(rewards[i][mask[i]].tolist())
+    actual = gdpo(
+        token_level_rewards=rewards,
+        response_mask=mask,
+        group=group,
+        reward_parts=parts,
+        reward_part_weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
+        norm_adv_by_std_in_grpo=normalise,
+    )
+    torch.testing.assert_close(actual, (slow_whiten(raw, rewards), returns), rtol=1e-9, atol=1e-9)
+
+
+def test_gdpo_gives_a_narrow_part_the_same_voice_as_a_wide_one():
+    parts = torch.tensor([[100.0, 0.0], [0.0, 0.01], [0.0, 0.0], [100.0, 0.01]], dtype=torch.float64)
+    mask = torch.ones(4, 1)
+    advantages, _ = gdpo(
+        token_level_rewards=parts.sum(1, keepdim=True), response_mask=mask, group=torch.zeros(4), reward_parts=parts
+    )
+    first, second, worst, best = advantages.flatten().tolist()
+    assert first == pytest.approx(second, abs=1e-3)
+    assert worst < first < best
+
+
+@pytest.mark.parametrize("wrong", [{"reward_parts": torch.ones(3, 2)}, {"reward_part_weights": torch.ones(3)}])
+def test_parts_that_do_not_fit_are_refused(wrong):
+    inputs = {"token_level_rewards": torch.ones(2, 1), "response_mask": torch.ones(2, 1), "group": torch.zeros(2)}
+    with pytest.raises(ValueError, match="part"):
+        gdpo(**inputs, **({"reward_parts": torch.ones(2, 2)} | wrong))
+
+
+@PROPERTY
+@given(data=st.data())
+def test_remax_is_the_reward_to_come_less_the_greedy_score(data, masks, numbers):
+    mask = data.draw(masks)
+    rewards = data.draw(numbers(mask))
+    baselines = data.draw(numbers(torch.ones(len(mask), 1, dtype=torch.bool))).flatten()
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for i in range(len(mask)):
+        at = mask[i].nonzero().flatten().tolist()
+        for k, t in enumerate(at):
+            returns[i, t] = math.fsum(rewards[i, j].item() for j in at[k:])
+            advantages[i, t] = returns[i, t] - baselines[i]
+    close(remax(token_level_rewards=rewards, response_mask=mask, reward_baselines=baselines), (advantages, returns))
+
+
+def test_remax_refuses_baselines_that_are_not_one_number_a_row():
+    with pytest.raises(ValueError, match="2 rows"):
+        remax(token_level_rewards=torch.ones(2, 3), response_mask=torch.ones(2, 3), reward_baselines=torch.ones(2, 1))

@@ -5,11 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.policy_losses.per_token import cispo, gpg, vanilla
+from lockstep.algorithms.policy_losses import compute_policy_loss
+from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
 from lockstep.errors import ConfigError
 
 PROPERTY = settings(max_examples=50, deadline=None)
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+TAU_POS, TAU_NEG, BETA = 0.8, 1.5, 0.25
 
 
 def slow_vanilla(old, new, advantage, low, high, c):
@@ -38,14 +40,35 @@ def slow_gpg(old, new, advantage, low, high, c):
     return -advantage * new, -advantage, {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": kl}
 
 
-@pytest.mark.parametrize(("loss_fn", "slow"), [(vanilla, slow_vanilla), (cispo, slow_cispo), (gpg, slow_gpg)])
+def slow_sapo(old, new, advantage, low, high, c):
+    x = min(max(new - old, -20.0), 20.0)
+    tau = TAU_POS if advantage > 0 else TAU_NEG
+    # 1 / (1 + exp(-z)) in the form that does not overflow.
+    z = tau * (math.exp(x) - 1)
+    gate = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
+    derivative = -advantage * 4 * gate * (1 - gate) * math.exp(x) if abs(new - old) <= 20 else 0.0
+    return -advantage * gate * 4 / tau, derivative, {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": -x}
+
+
+def slow_dro(old, new, advantage, low, high, c):
+    pull = new - old
+    metrics = {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": -min(max(pull, -20.0), 20.0)}
+    return -(advantage * new - BETA / 2 * pull**2), -advantage + BETA * pull, metrics
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "slow"),
+    [(vanilla, slow_vanilla), (cispo, slow_cispo), (gpg, slow_gpg), (sapo, slow_sapo), (dro, slow_dro)],
+)
 @PROPERTY
 @given(data=st.data())
 def test_loss_gradient_and_metrics_equal_the_formula(loss_fn, slow, data, masks, numbers):
     mask = data.draw(masks)
     old, new, advantages = (data.draw(numbers(mask)) for _ in range(3))
     new.requires_grad_()
-    loss, metrics = loss_fn(old_log_prob=old, log_prob=new, advantages=advantages, response_mask=mask, **CLIP)
+    inputs = {"old_log_prob": old, "log_prob": new, "advantages": advantages, "response_mask": mask}
+    parameters = CLIP | {"tau_pos": TAU_POS, "tau_neg": TAU_NEG, "dro_beta": BETA}
+    loss, metrics = compute_policy_loss(loss_fn, inputs | parameters)
     loss.sum().backward()
 
     expected = {name: torch.zeros_like(old) for name in ("loss", "gradient", *metrics)}
@@ -63,7 +86,7 @@ def test_cispo_keeps_the_gradient_of_a_token_that_vanilla_clips():
     one = torch.ones(1, 1)
     inputs = {"old_log_prob": 0 * one, "log_prob": new, "advantages": one, "response_mask": one}
     (clipped,) = torch.autograd.grad(vanilla(**inputs, **CLIP)[0].sum(), new)
-    (kept,) = torch.autograd.grad(cispo(**inputs, **CLIP)[0].sum(), new)
+    (kept,) = torch.autograd.grad(cispo(**inputs, clip_ratio_low=0.2, clip_ratio_high=0.3)[0].sum(), new)
     assert (clipped.item(), kept.item()) == (0.0, pytest.approx(-1.3))
 
 
@@ -72,3 +95,13 @@ def test_a_dual_clip_that_cannot_work_is_refused(wrong):
     one = torch.ones(1, 1)
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         vanilla(old_log_prob=one, log_prob=one, advantages=one, response_mask=one, **(CLIP | wrong))
+
+
+def test_sapos_gradient_fades_on_both_sides_of_ratio_one():
+    new = torch.linspace(-2, 2, 9, dtype=torch.float64)[None].requires_grad_()
+    inputs = {"old_log_prob": torch.zeros(1, 9), "advantages": torch.ones(1, 9), "response_mask": torch.ones(1, 9)}
+    sapo(log_prob=new, **inputs, tau_pos=4.0, tau_neg=4.0)[0].sum().backward()
+    size = new.grad.abs().flatten() / new.detach().exp().flatten()  # by the ratio
+    assert size.argmax() == 4
+    assert (size[4:].diff() < 0).all()
+    assert (size[:5].diff() > 0).all()

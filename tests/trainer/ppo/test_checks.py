@@ -54,6 +54,44 @@ def test_an_estimator_of_ones_own_that_needs_values_needs_a_critic(monkeypatch):
     check_algorithm(as_config({"algorithm": {"adv_estimator": "mine"}, "critic": {"enable": True}}))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"adv_estimator": "gdpo"}, r"adv_estimator=gdpo.*name them in algorithm\.gdpo_reward_keys"),
+        ({"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "use_kl_in_reward": True}, r"set algorithm\.use_kl_in_reward=false"),
+        ({"gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1.0, 2.0]}, "one weight for each"),
+        ({"rollout_correction": {"rollout_is": "tokens"}}, "did you mean 'token'"),
+        ({"rollout_correction": {"rollout_rs": "token_k1"}}, "rollout_rs_threshold"),
+        ({"rollout_correction": {"rollout_is": "token", "bypass_mode": True}}, "compare them with themselves"),
+    ],
+)
+def test_an_algorithm_that_lacks_what_it_reads_is_an_error(algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(as_config({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}}))
+
+
+def test_remax_needs_nothing_more_and_gdpo_its_keys():
+    check_algorithm(as_config({"algorithm": {"adv_estimator": "remax"}}))
+    gdpo = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 2.0]}
+    check_algorithm(as_config({"algorithm": gdpo, "actor_rollout_ref": {"rollout": {"n": 2}}}))
+
+
+def test_loss_kwargs_must_be_arguments_of_the_loss(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(*, log_prob, sharpness):\n    return -sharpness * log_prob, {}\n")
+
+    def config(mode, **kwargs):
+        return as_config({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode, "loss_kwargs": kwargs}}}})
+
+    check_algorithm(config(f"{file}:mine", sharpness=2.0))
+    with pytest.raises(ConfigError, match=r"loss_kwargs\.sharp is not an argument.*which reads log_prob, sharpness"):
+        check_algorithm(config(f"{file}:mine", sharp=2.0))
+    with pytest.raises(ConfigError, match=r"mine\.py:mine needs sharpness; set .*loss_kwargs\.sharpness"):
+        check_algorithm(config(f"{file}:mine"))
+    with pytest.raises(DataError, match="has no 'other'"):
+        check_algorithm(config(f"{file}:other"))
+
+
 def test_the_defaults_and_grpo_pass():
     check_algorithm(as_config({}))
     check_algorithm(as_config(GRPO))

@@ -1,9 +1,11 @@
 """The loop: what each switch of the configuration does to a run."""
 
+import math
 import shutil
 
 import pytest
 import torch
+from helpers.rewards import length as count_words
 from helpers.run import make_trainer, read_metrics, roles, train
 from safetensors.torch import load_file
 
@@ -11,6 +13,8 @@ from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 from lockstep.trainer.ppo.role import Role
+from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers.reward_manager import RewardManager
 
 POOL = {"global_pool": [1]}
 HYBRID = roles("ActorRollout", "Critic", "RefPolicy")
@@ -184,15 +188,21 @@ def test_a_switch_takes_effect_and_the_step_works(overrides, names, logged, embe
     assert ("critic/vf_loss" in row) == config.use_critic
 
 
-@pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS) - {"gae"}))
+ESTIMATOR_KEYS = {"gdpo": ["algorithm.gdpo_reward_keys=[rule, length]", "algorithm.gdpo_reward_weights=[1.0, 0.5]"]}
+
+
+@pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS) - {"gae", "tir_optimal_token_baseline"}))
 def test_every_estimator_without_a_critic_trains(estimator, embedded_config):
     config = embedded_config(
         "trainer.total_training_steps=2", "trainer.val_before_train=false", "algorithm.use_kl_in_reward=false",
-        f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4",
+        f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4", *ESTIMATOR_KEYS.get(estimator, []),
     )  # fmt: skip
-    rows = train(config, POOL, HYBRID)
+    tokenizer = hf_tokenizer(str(config.actor_rollout_ref.model.path))
+    judges = RewardManager(tokenizer, 0, functions={"length": count_words}, weights={"*": {"rule": 1.0, "length": -0.1}})
+    rows = train(config, POOL, HYBRID, **({"reward_fn": judges} if estimator == "gdpo" else {}))
     assert any(row["actor/grad_norm"] > 0 for row in rows)
     assert all("critic/vf_loss" not in row for row in rows)  # the mapped critic was not needed, so it was not started
+    assert ("timing_s/gen_max" in rows[0]) == (estimator == "remax")  # the greedy baseline
 
 
 @pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
@@ -202,6 +212,57 @@ def test_every_policy_loss_trains(loss_mode, embedded_config):
         f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}",
     )  # fmt: skip
     assert all(row["actor/grad_norm"] > 0 for row in train(config, POOL, HYBRID))
+
+
+def test_the_correction_weighs_and_rejects_what_a_drifting_sampler_drew(embedded_config):
+    config = embedded_config(
+        "trainer.total_training_steps=2", "trainer.val_before_train=false",
+        "algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 1.005}",
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1", "algorithm.rollout_correction.rollout_rs_threshold=1.02",
+    )  # fmt: skip
+    trainer = make_trainer(config, POOL, HYBRID)
+    try:
+        trainer.init_workers()
+        generate = trainer.rollout_wg.generate_sequences
+
+        def drifting(*args, **kwargs):
+            data = generate(*args, **kwargs)
+            column = data.ragged("rollout_log_probs")
+            for number, row in enumerate(column.rows()):
+                row.sub_(0.05 if number % 4 == 0 else 0.01)
+            return data
+
+        trainer.rollout_wg.generate_sequences = drifting
+        trainer.fit()
+    finally:
+        trainer.close()
+    for row in read_metrics(config):
+        assert row["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(0.25)
+        assert row["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(0.01), rel=1e-3)
+        assert row["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(0.05), rel=1e-3)
+        assert row["actor/grad_norm"] > 0
+
+
+def test_an_exact_sampler_makes_the_correction_the_identity(embedded_config, tmp_path):
+    steps = ["trainer.total_training_steps=3", "trainer.val_before_train=false"]
+    plain = train(embedded_config(*steps, f"trainer.default_local_dir={tmp_path / 'a'}"), POOL, HYBRID)
+    on = ["algorithm.rollout_correction={rollout_is: sequence, rollout_rs: token_k1, rollout_rs_threshold: 1.01}"]
+    corrected = train(embedded_config(*steps, *on), POOL, HYBRID)
+    for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss"):
+        # In the first step the log-probs are recomputed and differ by float32 rounding, up to 2e-5.
+        assert [r[name] for r in corrected] == pytest.approx([r[name] for r in plain], rel=1e-3, abs=1e-5), name
+    assert corrected[2]["rollout_corr/rollout_is_max"] == 1.0
+    assert corrected[2]["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+
+
+def test_bypass_mode_never_recomputes_old_log_probs(embedded_config, capsys):
+    config = embedded_config(
+        "trainer.total_training_steps=2", "trainer.val_before_train=false", "actor_rollout_ref.rollout.exactness_bound=0",
+        "algorithm.rollout_correction.bypass_mode=true",
+    )  # fmt: skip
+    rows = train(config, POOL, HYBRID)
+    assert all("timing_s/old_log_prob" not in row and row["actor/grad_norm"] > 0 for row in rows)
+    assert "exactness_bound" not in capsys.readouterr().out
 
 
 def test_the_adaptive_controller_moves_the_coefficient(embedded_config):

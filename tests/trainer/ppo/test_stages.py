@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.kl import make_kl_controller
-from lockstep.config.algorithm import AlgorithmConfig
+from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Max, Mean
@@ -177,6 +178,44 @@ def test_groups_are_the_samples_of_one_prompt_wherever_they_are():
     assert rows_of(batch, "advantages") == [[-1], [-2], [1], [2]]
 
 
+def test_remax_reads_the_greedy_scores_and_gdpo_the_named_parts_of_the_reward():
+    control = make_kl_controller("fixed", 0.1, 0.5, 1000)
+    scores = [[1], [5], [3], [9]]
+    batch = make_batch([[1]] * 4, token_level_scores=scores)
+    batch.set("reward_baselines", torch.tensor([1.0, 1.0, 4.0, 4.0]))
+    stages.advantage(batch, AlgorithmConfig(adv_estimator="remax"), control)
+    assert rows_of(batch, "advantages") == [[0], [4], [-1], [5]]
+
+    batch = make_batch([[1]] * 4, token_level_scores=scores)
+    batch.set("reward_parts", torch.tensor([[7.0, 1.0], [7.0, 2.0], [7.0, 5.0], [7.0, 4.0]]))
+    batch.meta_info["reward_part_names"] = ["length", "right"]
+    stages.advantage(batch, AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["right"], gdpo_reward_weights=[3.0]), control)
+    signs = [[math.copysign(1, value) for value in row] for row in rows_of(batch, "advantages")]
+    assert signs == [[-1], [1], [1], [-1]]
+    with pytest.raises(ConfigError, match=r"names \['wrong'\], but the reward function gave the parts \['length', 'right'\]"):
+        stages.advantage(batch, AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["wrong"]), control)
+
+
+def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def twice(*, token_level_rewards, config):\n    return 2 * token_level_rewards, config.gamma * token_level_rewards\n"
+    )
+    batch = make_batch(token_level_scores=[[0, 0, 1], [3]])
+    config = AlgorithmConfig(adv_estimator=f"{file}:twice", gamma=0.5)
+    stages.advantage(batch, config, make_kl_controller("fixed", 0.1, 0.5, 1000))
+    assert rows_of(batch, "advantages") == [[0, 0, 2], [6]]
+    assert rows_of(batch, "returns") == [[0, 0, 0.5], [1.5]]
+
+
+def test_advantages_that_are_not_finite_stop_the_step_with_their_rows(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("def log(*, token_level_rewards):\n    return token_level_rewards.log(), token_level_rewards\n")
+    batch = make_batch([[1], [1]], token_level_scores=[[1], [0]])
+    with pytest.raises(NumericalError, match=r"advantages is not finite for 1 rows; dataset rows \[31\]"):
+        stages.advantage(batch, AlgorithmConfig(adv_estimator=f"{file}:log"), make_kl_controller("fixed", 0.1, 0.5, 1000))
+
+
 def test_an_advantage_without_its_inputs_is_an_error():
     with pytest.raises(ConfigError, match="'gae' needs values"):
         stages.advantage(make_batch(token_level_scores=[[0, 0, 1], [0]]), AlgorithmConfig(), make_kl_controller("fixed", 0, 1, 1))
@@ -224,7 +263,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     )
     mini_batches = [torch.tensor([2, 3]), torch.tensor([0, 1])]
     actor, critic = Learner(), Learner()
-    metrics, drift = stages.update_actor(actor, batch, mini_batches)
+    metrics, drift = stages.update_actor(actor, batch, mini_batches, ActorConfig())
     assert drift == 1.0  # of the first update, before any step
     assert metrics == {"actor/tokens": 2.5, "actor/log_ratio_max": 2.0}
     assert [(list(d.non_tensor_batch["index"]), c.tokens, c.sequences) for d, c in actor.calls] == [
@@ -235,5 +274,76 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     stages.update_critic(critic, batch, mini_batches)
     assert set(critic.calls[0][0].columns) == {"prompts", "responses", "response_mask", "values", "returns"}
     batch.set("ref_log_prob", column(nothing))
-    stages.update_actor(actor, batch, mini_batches)
-    assert "ref_log_prob" in actor.calls[-1][0].columns
+    batch.set("rollout_is_weights", column(nothing))
+    stages.update_actor(actor, batch, mini_batches, ActorConfig())
+    assert {"ref_log_prob", "rollout_is_weights"} <= set(actor.calls[-1][0].columns)
+
+
+def test_what_a_loss_needs_of_a_whole_mini_batch_is_computed_before_it_is_cut():
+    numbers = [[0.0, -1.0, -2.0], [-3.0], [-0.5, -0.1], [-4.0]]
+    batch = make_batch([[1] * 3, [1], [1] * 2, [1]], old_log_probs=numbers, advantages=numbers)
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.5))
+    actor = Learner()
+    stages.update_actor(actor, batch, [torch.tensor([0, 1]), torch.tensor([2, 3])], config)
+    assert [rows_of(data, "cov_selected") for data, _ in actor.calls] == [[[1, 0, 0], [1]], [[0, 0], [1]]]
+
+
+# -- correction ------------------------------------------------------------------------------------------------------------
+
+
+def corrected(**options):
+    """Two prompts with two samples each; the sampler's probability of row 1 was half, of the last token of row 2 a tenth."""
+    log = math.log
+    batch = make_batch(
+        [[1, 2], [3], [4, 5], [6]],
+        old_log_probs=[[log(0.5), log(0.5)], [log(0.5)], [log(0.5), log(0.5)], [log(0.5)]],
+        rollout_log_probs=[[log(0.5), log(0.5)], [log(0.25)], [log(0.5), log(0.05)], [log(0.5)]],
+        token_level_scores=[[0, 1], [2], [0, 4], [8]],
+    )
+    return batch, stages.correct(batch, RolloutCorrectionConfig(**options))
+
+
+def test_no_correction_asked_for_is_none_made():
+    batch, metrics = corrected()
+    assert metrics == {}
+    assert "rollout_is_weights" not in batch
+
+
+def test_weights_are_a_column_and_leave_the_mask_alone():
+    batch, metrics = corrected(rollout_is="token", rollout_is_threshold=3.0)
+    assert rows_of(batch, "rollout_is_weights") == [[1, 1], [pytest.approx(2)], [1, 3], [1]]
+    assert rows_of(batch, "response_mask") == [[1, 1], [1], [1, 1], [1]]
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(10)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(20) / 6)
+    assert not any("rollout_rs" in name for name in metrics)
+
+
+def test_rejected_tokens_leave_the_mask_and_with_it_the_groups_and_the_denominators():
+    batch, metrics = corrected(rollout_rs="seq_mean_k1", rollout_rs_threshold=1.9)
+    assert rows_of(batch, "response_mask") == [[1, 1], [0], [0, 0], [1]]
+    assert "rollout_is_weights" not in batch
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(3 / 6)
+    assert metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] == pytest.approx(3 / 6)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 4)
+    config = AlgorithmConfig(adv_estimator="grpo")
+    stages.advantage(batch, config, make_kl_controller("fixed", 0.1, 0.5, 1000))
+    # Each prompt has one sample left: a group of one, whose advantage is its score.
+    assert rows_of(batch, "advantages") == [[1, 1], [0], [0, 0], [8]]
+    actor = Learner()
+    stages.update_actor(actor, batch, [torch.arange(4)], ActorConfig())
+    assert (actor.calls[0][1].tokens, actor.calls[0][1].sequences) == (3, 2)
+
+
+def test_every_kind_of_rejection_must_be_passed_and_is_counted_alone():
+    batch, metrics = corrected(rollout_rs="token_k1,group_k2", rollout_rs_threshold="3.0,0.5")
+    # token_k1 drops the token of ratio 10; group_k2 the prompt it belongs to.
+    assert rows_of(batch, "response_mask") == [[1, 1], [1], [0, 0], [0]]
+    assert metrics["rollout_corr/rollout_rs_token_k1_masked_fraction"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/rollout_rs_group_k2_masked_fraction"] == pytest.approx(3 / 6)
+
+
+def test_weights_that_are_not_finite_stop_the_step():
+    batch = make_batch(old_log_probs=[[0, 0, 0], [0]], rollout_log_probs=[[0, 0, 0], [NAN]])
+    with pytest.raises(NumericalError, match=r"rollout_is_weights is not finite for 1 rows; dataset rows \[31\]"):
+        stages.correct(batch, RolloutCorrectionConfig(rollout_is="token"))

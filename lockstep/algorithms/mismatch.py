@@ -1,0 +1,300 @@
+"""When the policy that sampled is not the policy that learns: importance weights, rejection, and how far apart they are.
+
+Three policies are told apart:
+
+```text
+behaviour   drew the tokens                              rollout_log_prob
+proximal    the weights before the update                old_log_prob
+current     the weights during the update                log_prob, in the policy loss
+```
+
+The policy loss compares current with proximal. What is here corrects for the step from behaviour to proximal, of which
+the log-ratio per token is x = old_log_prob - rollout_log_prob: decoupled PPO. Where both are the same numbers x is 0,
+every weight is 1 and nothing is rejected.
+
+Weights multiply the loss of a token and stay in the denominators. Rejection takes tokens out of the mask, hence out of
+the denominators, the estimators' sums and the groups' statistics alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.masked import masked_mean, masked_sum, zero_outside
+from lockstep.algorithms.registry import unknown_name
+from lockstep.errors import ConfigError
+
+IS_LEVELS = ("token", "sequence")
+RS_KINDS = (
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+    "group_k1", "group_k2", "group_k3",
+)  # fmt: skip
+
+_MAX_LOG_RATIO = 20.0
+"""exp(20) is about 5e8: beyond any threshold, and its square is still finite in float32."""
+_SECTION = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """An interval [low, high]; `low` is 0 where only the upper end was given."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What `algorithm.rollout_correction` asks for."""
+
+    level: str | None
+    """Of the weights: token, sequence, or None for no weights."""
+    band: Bounds
+    """Weights above `high` are cut to it when `low` is 0 (truncation); else weights outside become 0 (IcePop)."""
+    normalise: bool
+    """Divide the weights by their mean."""
+    rejections: tuple[tuple[str, Bounds], ...]
+    """Kinds of rejection with what is kept; a token must pass all of them."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to do."""
+        return self.level is not None or bool(self.rejections)
+
+
+def make_correction(
+    rollout_is: str | None,
+    rollout_is_threshold: float | str,
+    rollout_is_batch_normalize: bool,
+    rollout_rs: str | None,
+    rollout_rs_threshold: float | str | None,
+) -> Correction:
+    """Read the options.
+
+    Args:
+        rollout_is: token, sequence or None.
+        rollout_is_threshold: a number of at least 1 cuts the weights there; "low_high" zeroes those outside.
+        rollout_rs: kinds of rejection (`RS_KINDS`), separated by commas, or None.
+        rollout_rs_threshold: one threshold for each kind, separated by commas, or one for all. For k1 "low_high", bounds
+            of the ratio, or one number of at least 1, whose reciprocal is the lower bound; for k2 and k3 an upper bound.
+
+    Raises ConfigError when a name is unknown or a threshold is missing or cannot work.
+    """
+    if rollout_is is not None and rollout_is not in IS_LEVELS:
+        raise unknown_name(f"{_SECTION}.rollout_is", rollout_is, IS_LEVELS)
+    band = _bounds(f"{_SECTION}.rollout_is_threshold", str(rollout_is_threshold))
+    if band.low == 0 and band.high < 1:
+        raise ConfigError(
+            f"{_SECTION}.rollout_is_threshold={rollout_is_threshold} cuts weights below 1, where no correction is needed; set at "
+            "least 1, or write both ends of a band with a decimal point: 0.5_5.0"
+        )
+    kinds = [] if rollout_rs is None else [kind.strip() for kind in str(rollout_rs).split(",")]
+    for kind in kinds:
+        if kind not in RS_KINDS:
+            raise unknown_name(f"{_SECTION}.rollout_rs", kind, RS_KINDS)
+    if kinds and rollout_rs_threshold is None:
+        raise ConfigError(f"{_SECTION}.rollout_rs={rollout_rs} needs {_SECTION}.rollout_rs_threshold")
+    thresholds = str(rollout_rs_threshold).split(",") if kinds else []
+    if len(thresholds) == 1:
+        thresholds *= len(kinds)
+    if len(thresholds) != len(kinds):
+        raise ConfigError(
+            f"{_SECTION}.rollout_rs_threshold={rollout_rs_threshold} has {len(thresholds)} thresholds for {len(kinds)} kinds of "
+            f"rejection ({rollout_rs}); give one for each, or one for all"
+        )
+    rejections = tuple((kind, _rejection_bounds(kind, text)) for kind, text in zip(kinds, thresholds, strict=True))
+    return Correction(rollout_is, band, rollout_is_batch_normalize, rejections)
+
+
+def log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """x = old_log_prob - rollout_log_prob [B, T], 0 outside the mask."""
+    return zero_outside(old_log_prob - rollout_log_prob, response_mask)
+
+
+def raw_weights(x: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    """exp(x) of each token, or of its whole row, with the exponent within -20 and 20: [B, T], 0 outside the mask."""
+    exponent = x if level == "token" else masked_sum(x, response_mask, dim=-1)[:, None].expand(x.shape)
+    return zero_outside(exponent.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(), response_mask)
+
+
+def importance_weights(x: Tensor, response_mask: Tensor, level: str, band: Bounds, normalise: bool = False) -> Tensor:
+    """The weights of the loss [B, T], without gradient, 0 outside the mask.
+
+    ```text
+    w = min(exp(x), high)                          truncated (Yao et al. 2025), where `band.low` is 0
+    w = exp(x) where low <= exp(x) <= high, else 0 IcePop (Ling team, arXiv 2510.18855)
+    ```
+
+    With x of the token (level "token") or the sum of x over the row ("sequence"). `normalise` divides by the mean, over
+    tokens or over rows.
+    """
+    weights = _cut(raw_weights(x.detach(), response_mask, level), band)
+    if normalise:
+        mean = _mean_weight(weights, response_mask, level)
+        weights = weights / torch.where(mean > 0, mean, 1)
+    return weights
+
+
+def kept_tokens(x: Tensor, response_mask: Tensor, kind: str, bounds: Bounds, group: Tensor | None = None) -> Tensor:
+    """Which tokens of the mask pass one kind of rejection: bool [B, T].
+
+    Per token k1 is x, k2 is x^2 / 2 and k3 is exp(x) - 1 - x. The statistic is that of the token (token_*), the row's sum,
+    mean or largest (seq_sum_*, seq_mean_*, seq_max_*), or the mean over the group's rows of their means (group_*); a row or
+    group that fails loses all its tokens. For k1 the *ratio* exp(statistic) must be within the bounds, for k2 and k3 the
+    statistic itself must not be above the upper one.
+
+    Raises ConfigError when the kind is unknown or a group_* kind has no `group` [B].
+    """
+    if kind not in RS_KINDS:
+        raise unknown_name("kind of rejection", kind, RS_KINDS)
+    place, divergence = kind.rsplit("_", 1)
+    clamped = x.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    value = {"k1": lambda: x, "k2": lambda: 0.5 * x.square(), "k3": lambda: torch.expm1(clamped) - clamped}[divergence]()
+    match place:
+        case "token":
+            statistic = value
+        case "seq_sum":
+            statistic = masked_sum(value, response_mask, dim=-1)[:, None]
+        case "seq_mean":
+            statistic = masked_mean(value, response_mask, dim=-1)[:, None]
+        case "seq_max":
+            lowest = torch.where(response_mask.bool(), value, -torch.inf)
+            statistic = lowest.amax(dim=-1, keepdim=True) if x.shape[1] else lowest.sum(-1, keepdim=True)
+        case _:
+            statistic = _group_mean(masked_mean(value, response_mask, dim=-1), response_mask, group)[:, None]
+    if divergence == "k1":
+        passes = (statistic >= _log(bounds.low)) & (statistic <= math.log(bounds.high))
+    else:
+        passes = statistic <= bounds.high
+    return response_mask.bool() & passes
+
+
+def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """How far the proximal policy is from the behaviour policy.
+
+    ```text
+    kl, k3_kl                       token means of -x and of exp(x) - 1 - x: both estimate KL(behaviour || proximal)
+    training_ppl, rollout_ppl       row means of exp(-mean log-prob) under the proximal and the behaviour policy
+    training_log_ppl, rollout_log_ppl, log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, ppl_ratio
+                                    row means of the logarithm, and of proximal minus behaviour; ppl_ratio is exp of it
+    chi2_token, chi2_seq            mean squared ratio of tokens, of rows, less 1
+    ```
+
+    Empty when no token is selected. Numbers that overflow are inf: they say what happened.
+    """
+    mask = response_mask.bool()
+    rows = mask.any(dim=-1)
+    if not rows.any():
+        return {}
+    old, rollout = (zero_outside(p.double(), mask) for p in (old_log_prob, rollout_log_prob))
+    x = old - rollout
+    training, sampler = (-masked_mean(p, mask, dim=-1)[rows] for p in (old, rollout))
+    difference = training - sampler
+    return {
+        "kl": masked_mean(-x, mask).item(),
+        "k3_kl": masked_mean(torch.expm1(x) - x, mask).item(),
+        "training_ppl": training.exp().mean().item(),
+        "training_log_ppl": training.mean().item(),
+        "rollout_ppl": sampler.exp().mean().item(),
+        "rollout_log_ppl": sampler.mean().item(),
+        "log_ppl_diff": difference.mean().item(),
+        "log_ppl_abs_diff": difference.abs().mean().item(),
+        "log_ppl_diff_max": difference.max().item(),
+        "log_ppl_diff_min": difference.min().item(),
+        "ppl_ratio": difference.exp().mean().item(),
+        "chi2_token": (masked_mean((2 * x).exp(), mask) - 1).item(),
+        "chi2_seq": ((2 * x.sum(-1)[rows]).exp().mean() - 1).item(),
+    }
+
+
+def weight_metrics(raw: Tensor, response_mask: Tensor, level: str, band: Bounds) -> dict[str, float]:
+    """Of the weights before they are cut: rollout_is_{mean, std, min, max, eff_sample_size, ratio_fraction_high, ..._low}.
+
+    Over tokens, or over rows for level "sequence". The effective sample size is a share: mean(w)^2 / mean(w^2) of the cut
+    weights, 1 when all are equal.
+    """
+    values, cut = (_one_each(w, response_mask, level) for w in (raw, _cut(raw, band)))
+    if not len(values):
+        return {}
+    second = cut.square().mean()
+    return {
+        "rollout_is_mean": values.mean().item(),
+        "rollout_is_std": values.std(correction=0).item(),
+        "rollout_is_min": values.min().item(),
+        "rollout_is_max": values.max().item(),
+        "rollout_is_eff_sample_size": (cut.mean().square() / second).item() if second > 0 else 0.0,
+        "rollout_is_ratio_fraction_high": (values > band.high).double().mean().item(),
+        "rollout_is_ratio_fraction_low": (values < (band.low or 1 / band.high)).double().mean().item(),
+    }
+
+
+def _cut(weights: Tensor, band: Bounds) -> Tensor:
+    if band.low > 0:
+        return weights * ((weights >= band.low) & (weights <= band.high))
+    return weights.clamp(max=band.high)
+
+
+def _one_each(weights: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    """The weights as a flat list in float64: one a token, or one a row."""
+    if level == "token":
+        return weights.double()[response_mask.bool()]
+    rows = response_mask.bool().any(dim=-1)
+    return masked_mean(weights.double(), response_mask, dim=-1)[rows]
+
+
+def _mean_weight(weights: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    values = _one_each(weights, response_mask, level)
+    return (values.mean() if len(values) else values.sum()).to(weights.dtype)
+
+
+def _group_mean(row_values: Tensor, response_mask: Tensor, group: Tensor | None) -> Tensor:
+    """The mean over the rows of each row's group that have a token, [B]."""
+    if group is None:
+        raise ConfigError("rejection by group needs the group of each row")
+    index = group.unique(return_inverse=True)[1]
+    counted = response_mask.bool().any(dim=-1).to(row_values.dtype)
+
+    def over_group(values: Tensor) -> Tensor:
+        return torch.zeros_like(values).index_add(0, index, values)[index]
+
+    return over_group(row_values * counted) / over_group(counted).clamp(min=1)
+
+
+def _rejection_bounds(kind: str, text: str) -> Bounds:
+    bounds = _bounds(f"{_SECTION}.rollout_rs_threshold", text)
+    if not kind.endswith("k1"):
+        if "_" in text:
+            raise ConfigError(f"{_SECTION}.rollout_rs={kind} takes one upper bound, not {text!r}")
+        return bounds
+    if bounds.low == 0:
+        if bounds.high < 1:
+            raise ConfigError(
+                f"{_SECTION}.rollout_rs={kind} bounds a ratio that is 1 when the policies agree; {text} excludes it. Set at least "
+                "1, or write two bounds, both with a decimal point: 0.5_2.0"
+            )
+        bounds = Bounds(1 / bounds.high, bounds.high)
+    return bounds
+
+
+def _bounds(key: str, text: str) -> Bounds:
+    """ "high" or "low_high"."""
+    parts = text.split("_")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(math.isfinite(n) and n > 0 for n in numbers):
+        raise ConfigError(f'{key}={text} cannot be read; expected a positive number such as 2.0, or two such as "0.5_2.0"')
+    low, high = ([0.0] + numbers)[-2:]
+    if len(numbers) == 2 and not low <= 1 <= high:
+        raise ConfigError(f"{key}={text} leaves out 1, the ratio of policies that agree; expected low <= 1 <= high")
+    return Bounds(low, high)
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
