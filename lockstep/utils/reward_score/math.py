@@ -11,6 +11,7 @@ docs/rewards.md lists what counts as equal.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import re
@@ -51,10 +52,9 @@ def is_same(answer: str, truth: str, timeout_s: float) -> bool:
     """Whether two answers, without their boxes, are the same mathematics. Raises RewardError as `compute_score` does."""
     if not answer.strip() or answer.strip() == truth.strip() or max(len(answer), len(truth)) > _MAX_ANSWER:
         return answer.strip() == truth.strip() != ""
-    try:
+    with contextlib.suppress(Undecided):
         return equal(parse(spell(answer)), parse(spell(truth)), Judge())
-    except Undecided:
-        return _is_same_by_algebra(answer, truth, timeout_s)
+    return _is_same_by_algebra(answer, truth, timeout_s)
 
 
 @functools.lru_cache(maxsize=4096)

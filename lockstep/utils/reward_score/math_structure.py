@@ -337,8 +337,9 @@ class Judge:
             return False
         if not answer.value or not truth.value:
             return False
+        is_time = not {"am", "pm"}.isdisjoint((answer.unit, truth.unit))
         a, b = number(answer.value), number(truth.value)
-        if a is not None and b is not None:
+        if a is not None and b is not None and not is_time:
             return (
                 a == b
                 or (answer.unit == "percent" != truth.unit and a / 100 == b)
@@ -346,6 +347,8 @@ class Judge:
             )
         if answer.value == truth.value:
             return True
+        if ":" in answer.value + truth.value:  # a time or a ratio of three; the parser would divide
+            return False
         if _is_text(answer.value) or _is_text(truth.value):
             said = _said(answer.value)
             return said is not None and said == _said(truth.value)

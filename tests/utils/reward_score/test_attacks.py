@@ -13,23 +13,24 @@ ENDINGS = {"endings": ["he runs", "she sits", "a dog barks", "it rains"]}
 RULES = {
     "gsm8k strict": lambda text: gsm8k.compute_score(text, "42"),
     "gsm8k flexible": lambda text: gsm8k.compute_score(text, "42", method="flexible"),
-    "multiple choice": lambda text: multiple_choice.compute_score(text, "A", ENDINGS),
+    "multiple choice": lambda text: multiple_choice.compute_score(text, "D", ENDINGS),
     "exact match": lambda text: exact_match.compute_score(text, "42"),
     "math": lambda text: math.compute_score(text, r"\sqrt{42}"),
 }
 UNITS = [
-    "#", "#### ", "####1/", "#### -", "####" + " " * 99, "1", "1,", "1,111", "1.", "1/", "1 ", "1" * 999 + "/", "$", "-", "=", ":", " ", "\n",
-    "{", "}", "(", "[", "\\", r"\boxed{", r"\frac", r"\frac{", r"\frac1", r"\text{", r"\text{a}", r"\left(", r"\sqrt 1 ", r"\pm", "^{", "&",
-    "A", "A ", "A\n", "A. x\n", "(A)", "(A) or ", "Answer: ", "Answer: A ", "answer is ", "is ", "ab ", "\0", "\ud800", "\uff19", "e9",
+    "#", "#### ", "####1/", "#### -", "####" + " " * 99, "1", "1,", "1,111", "1.", "1/", "1 ", "1" * 999 + "/", "$", "-", "=", ":", " ",
+    "\n", "{", "}", "(", "[", "\\", r"\boxed{", r"\frac", r"\frac{", r"\frac1", r"\text{", r"\text{a}", r"\left(", r"\sqrt 1 ", r"\pm",
+    "^{", "&", "A", "A ", "A\n", "A. x\n", "(A)", "(A) or ", "Answer: ", "Answer: A ", "answer is ", "is ", "ab ",
+    "\0", "\ud800", "\uff19", "e9",
 ]  # fmt: skip
 MEGABYTE = 10**6
-PATIENCE_S = 5.0  # on an idle machine each takes less than 1 s
+PATIENCE_S = 2.0  # of this process; the one for algebra has a deadline
 
 
 def timed(rule, text):
-    start = time.perf_counter()
+    start = time.process_time()
     score = RULES[rule](text)
-    assert time.perf_counter() - start < PATIENCE_S
+    assert time.process_time() - start < PATIENCE_S
     return score
 
 

@@ -42,7 +42,9 @@ def test_scores_are_those_of_the_rule():
 
 
 def test_an_unknown_data_source_names_itself_the_nearest_the_known_ones_and_the_way_out():
-    with pytest.raises(NotImplementedError, match=r"'openai/gsm8'.*did you mean 'openai/gsm8k'.*lighteval/MATH.*reward.rules.*file.py:function"):
+    with pytest.raises(
+        NotImplementedError, match=r"'openai/gsm8'.*did you mean 'openai/gsm8k'.*lighteval/MATH.*reward.rules.*file.py:function"
+    ):
         default_compute_score("openai/gsm8", "", "")
     with pytest.raises(NotImplementedError, match=r"'zzz'; known"):
         default_compute_score("zzz", "", "")

@@ -24,7 +24,7 @@ def polynomial(values):
     return "+".join(rf"({value})x^{{{power}}}" for power, value in enumerate(values))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(coefficients, coefficients, st.integers(0, 3), st.integers(-1, 1))
 def test_a_product_is_its_expansion_and_nothing_else(a, b, power, change):
     expanded = multiply(a, b)
