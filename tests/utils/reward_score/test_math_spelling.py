@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.utils.reward_score.math_spelling import brace_arguments, closing_braces, spell
@@ -38,6 +38,7 @@ def test_an_answer_has_one_spelling(written, spelled):
     assert spell(written) == spelled
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.recursive(
         st.sampled_from("12ab"), lambda inner: st.tuples(inner, inner).map(lambda p: rf"\frac{{{p[0]}}}{{{p[1]}}}"), max_leaves=8

@@ -3,7 +3,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.utils.reward_score.math_spelling import spell
@@ -20,6 +20,7 @@ def is_equal(answer, truth):
     return equal(read(answer), read(truth), Judge())
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.fractions(max_denominator=500, min_value=-(10**6), max_value=10**6), st.data())
 def test_a_number_is_the_fraction_that_it_writes(value, data):
     top, bottom = abs(value.numerator), value.denominator
@@ -29,6 +30,7 @@ def test_a_number_is_the_fraction_that_it_writes(value, data):
     assert number(("-" if value < 0 else "") + written) == value
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 999), st.text("0123456789", max_size=4), st.text("0123456789", min_size=1, max_size=4))
 def test_a_repeating_decimal_is_its_limit(whole, fixed, repeated):
     value = number(rf"{whole}.{fixed}\overline{{{repeated}}}")
@@ -42,6 +44,7 @@ def test_what_must_be_computed_is_no_number(text):
     assert number(text) is None
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(small, min_size=2, max_size=6, unique=True), st.randoms())
 def test_only_lists_and_unions_have_no_order(values, shuffler):
     other = list(values)
@@ -56,6 +59,7 @@ def test_only_lists_and_unions_have_no_order(values, shuffler):
     assert is_equal(*intervals)
 
 
+@settings(max_examples=50, deadline=None)
 @given(small, small, st.sampled_from(["<", r"\le"]), st.sampled_from(["<", r"\le"]))
 def test_an_inequality_is_its_interval(low, high, left, right):
     interval = f"{'(' if left == '<' else '['}{low},{high}{')' if right == '<' else ']'}"
@@ -65,6 +69,7 @@ def test_an_inequality_is_its_interval(low, high, left, right):
     assert not is_equal(f"{low} {left} x {right} {high + 1}", interval)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(small, min_size=4, max_size=4))
 def test_a_matrix_is_the_same_in_any_brackets_and_has_an_order(values):
     a, b, c, d = values
@@ -101,6 +106,7 @@ def test_what_needs_algebra_is_left_open():
         is_equal("x+1", "1+x")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(alphabet=r"\frac{sqtexbo}12 .,=<>/-$%^_[]()|:;&~!'", max_size=60))
 def test_anything_can_be_spelled_and_parsed(text):
     node = read(text)
