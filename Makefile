@@ -1,8 +1,11 @@
-# `make demo` and `make test` do all set-up themselves: a virtual environment in .venv, nothing outside this folder.
+# `make demo` and `make test` do all set-up themselves: a virtual environment in .venv, and bubblewrap where it is missing and root asks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# Isolates the programs of code rewards; without it (or root to install it) those refuse to run, everything else works.
+BUBBLEWRAP := command -v bwrap > /dev/null || (apt-get -qq update && apt-get -qq install -y bubblewrap) > /dev/null 2>&1 || true
 
 .PHONY: demo test check format docs clean
 
@@ -11,6 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -r constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BUBBLEWRAP)
 	touch $@
 
 # Train on the embedded task: a few minutes on two CPU cores.

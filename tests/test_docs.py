@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.algorithms.advantages import ADV_ESTIMATORS
+from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.check import check_advantage, check_loss
 from lockstep.config.load import check_key
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page, language):
@@ -66,3 +69,18 @@ def test_the_readmes_reward_is_a_reward(tmp_path):
     exec(blocks(ROOT / "README.md", "python")[0], names)
     assert names["compute_score"]("any", " 42 ", "42", None) == 1.0
     assert names["compute_score"]("any", "41", "42", None) == 0.0
+
+
+def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.algorithms.policy_losses.POLICY_LOSSES", dict(POLICY_LOSSES))
+    file = tmp_path / "my_file.py"
+    file.write_text("\n".join(blocks(ROOT / "docs/algorithms/extending.md", "python")))
+    assert check_loss(f"{file}:soft_clip", {"sharpness": 3.0}, max_examples=10)
+    assert check_loss(f"{file}:centred", {}, max_examples=10)
+    assert check_advantage(f"{file}:reward_to_go", {}, max_examples=10)
+
+
+def test_every_estimator_and_loss_has_its_row_in_the_docs():
+    text = "\n".join(page.read_text() for page in PAGES if page.parent.name == "algorithms")
+    missing = [name for name in (*ADV_ESTIMATORS, *POLICY_LOSSES) if f"`{name}`" not in text and f"={name}`" not in text]
+    assert missing == []

@@ -16,6 +16,8 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "observability": set(),
     "checkpoint": set(),
+    "sandbox": set(),
+    "utils/reward_score": {"utils", "sandbox"},
     "embedded": {"utils"},
     "models": {"config", "utils"},
     "single_controller/base": {"protocol"},
@@ -78,11 +80,13 @@ def test_ray_is_written_in_one_folder_only():
             assert not any(target.split(".")[0] == "ray" for target in imported(path)), f"{name} imports ray"
 
 
-def test_the_configuration_and_the_algorithms_import_nothing_heavy():
+def test_the_configuration_the_algorithms_and_the_sandbox_import_nothing_heavy():
     for name, path in modules():
         heads = {target.split(".")[0] for target in imported(path)}
         if name.startswith("config"):
             assert not heads & {"torch", "transformers", "ray"}, name
+        if name.startswith("sandbox"):
+            assert not heads & {"torch", "transformers", "ray", "numpy"}, name
         if name.startswith("algorithms"):
             assert not heads & {"transformers", "ray", "numpy", "omegaconf"}, name
 

@@ -6,17 +6,19 @@ Nothing here knows a model, a rank, a batch object or a config.
 masked         sums, means and whitening that never read a masked entry
 advantages/    rewards (and values) -> advantages and returns; registry `register_adv_est`
 policy_losses/ log-probs and advantages -> loss per token; registry `register_policy_loss`
+mismatch       sampler and trainer differ: importance weights, rejection, measures
 value_losses   the critic's loss per token
 kl             distance to the reference policy per token, and the controllers of its weight
 aggregation    loss per token -> one number, over the counts of the whole mini-batch
-registry       the two helpers both registries share
+counted        random order from a row's key and a position
+registry       what both registries share
 ```
 
 Everything per token is padded [B, T] (B rows, T response tokens) beside a `response_mask` [B, T] that is 1 where the
 policy wrote the token. Zeros of the mask may be anywhere (tool output, padding, whole rows), and what lies under them
 is never read: NaN there is harmless.
 
-docs/algorithms.md lists the estimators and losses with their sources, and says when each one breaks.
+docs/algorithms/ lists the estimators and losses with their sources, and says when each one breaks.
 
 Import from the modules; this package exports nothing itself.
 """

@@ -20,12 +20,12 @@ except ImportError as error:
 
 _LOSS_TOKENS = ("old_log_prob", "advantages")
 _ADVANTAGE_TOKENS = ("token_level_rewards", "values")
-_MAX_ROWS, _MAX_WIDTH, _PARTS = 4, 4, 2
+_MAX_ROWS, _MAX_WIDTH, _PARTS = 4, 3, 2
 
 
 @st.composite
 def loss_cases(draw: st.DrawFn) -> LossCase:
-    """Up to 4 rows of up to 4 tokens, masks with holes, empty rows, log-ratios from 0 to far beyond every clamp."""
+    """Up to 4 rows of up to 3 tokens, masks with holes, empty rows, log-ratios from 0 to far beyond every clamp."""
     mask = draw(_masks())
     scale = draw(st.sampled_from([1.0, 8.0]))
     tokens = {name: draw(_numbers(mask.shape)) for name in _LOSS_TOKENS}
@@ -42,7 +42,7 @@ def loss_cases(draw: st.DrawFn) -> LossCase:
 
 @st.composite
 def advantage_cases(draw: st.DrawFn) -> AdvantageCase:
-    """Up to 4 rows of up to 4 tokens, masks with holes, empty rows, groups of any size, rewards with ties."""
+    """Up to 4 rows of up to 3 tokens, masks with holes, empty rows, groups of any size, rewards with ties."""
     mask = draw(_masks())
     rows = len(mask)
     tokens = {name: draw(_numbers(mask.shape)) for name in _ADVANTAGE_TOKENS}
@@ -95,13 +95,19 @@ def smallest_failure(
 
 @st.composite
 def _masks(draw: st.DrawFn) -> Tensor:
+    bits = draw(st.lists(st.booleans(), min_size=_MAX_ROWS * _MAX_WIDTH, max_size=_MAX_ROWS * _MAX_WIDTH))
     rows, width = draw(st.integers(1, _MAX_ROWS)), draw(st.integers(1, _MAX_WIDTH))
-    bits = draw(st.lists(st.booleans(), min_size=rows * width, max_size=rows * width))
-    return torch.tensor(bits, dtype=torch.bool).reshape(rows, width).logical_not()  # shrinks to all selected
+    return _top_left(torch.tensor(bits), (rows, width)).logical_not()  # shrinks to all selected
 
 
 def _numbers(shape: tuple[int, ...] | torch.Size) -> st.SearchStrategy[Tensor]:
     """Quarters from -3 to 3: readable, with ties, and shrinking to 0."""
-    count = int(torch.Size(shape).numel())
-    numbers = st.lists(st.integers(-12, 12), min_size=count, max_size=count)
-    return numbers.map(lambda values: torch.tensor(values, dtype=torch.float64).reshape(shape) / 4)
+    # Always as many as the largest batch needs: a smaller batch then keeps the numbers it has, which makes shrinking work.
+    size = _MAX_ROWS * _MAX_WIDTH
+    numbers = st.lists(st.integers(-12, 12), min_size=size, max_size=size)
+    return numbers.map(lambda values: _top_left(torch.tensor(values, dtype=torch.float64) / 4, tuple(shape)))
+
+
+def _top_left(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    table = values.reshape(_MAX_ROWS, _MAX_WIDTH)
+    return table[: shape[0], 0] if len(shape) == 1 else table[: shape[0], : shape[1]]

@@ -34,7 +34,7 @@ _OLDEST = (0, 8)
 _LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 
 BOOT = """
-import marshal, os, resource, sys
+import builtins, marshal, os, resource, sys
 ready, source, is_code, *limits = map(int, sys.argv[1:])
 for name, limit in zip(("AS", "CPU", "FSIZE", "NOFILE", "CORE", "NPROC"), limits):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
@@ -43,7 +43,8 @@ with open(source, "rb") as file:
 os.write(ready, b"ready")
 os.closerange(3, 64)
 sys.argv[:] = ["program.py"]
-del ready, source, is_code, limits, name, limit, file, marshal, os, resource, sys
+builtins.exit = builtins.quit = sys.exit  # from the module site, which is not loaded
+del ready, source, is_code, limits, name, limit, file, builtins, marshal, os, resource, sys
 exec(compile(program, "program.py", "exec") if isinstance(program, bytes) else program)
 """
 """The first Python inside: sets the limits, says that the sandbox stands, becomes the program."""

@@ -49,8 +49,8 @@ _BUNDLES = {"l": list, "t": tuple, "e": set, "z": frozenset}
 
 
 def encode(value: Any, export: Any = None) -> bytes:
-    """A value as ASCII: builtin values, containers of them, and the builtin types themselves. Subclasses become their base. `export(object) -> int` gives a
-    number to anything else; without it that raises TypeError.
+    """A value as ASCII: builtin values, containers of them, and the builtin types themselves. Subclasses become their base.
+    `export(object) -> int` gives a number to anything else; without it that raises TypeError.
     """
     out: list[bytes] = []
     _encode(value, export, out.append)
@@ -72,7 +72,7 @@ def _encode(value: Any, export: Any, put: Any) -> None:
     elif isinstance(value, bytes | bytearray):
         raw = bytes(value).hex().encode()
         put(b"b%x;%s" % (len(raw), raw))
-    elif isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+    elif isinstance(value, type) and value in vars(builtins).values():
         put(b"y%s;" % value.__name__.encode())
     elif isinstance(value, dict):
         put(b"d%x;" % len(value))

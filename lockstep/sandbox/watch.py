@@ -15,6 +15,7 @@ from lockstep.errors import ResourceError
 from lockstep.sandbox.base import Limits, Status
 from lockstep.sandbox.isolation import SCRATCH
 
+_ENDING_S = 1.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -39,13 +40,14 @@ class NamespaceTree:
     """
 
     def __init__(self, first: int) -> None:
-        self._first = os.pidfd_open(first)
-        self._proc = self._scratch = -1
+        self._first = self._proc = self._scratch = -1
         try:
+            self._first = os.pidfd_open(first)
             self._proc = os.open(f"/proc/{first}/root/proc", os.O_RDONLY | os.O_DIRECTORY)
             self._scratch = os.open(f"/proc/{first}/root{SCRATCH}", os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            if self._alive():
+            # A process that is just ending has no root any more.
+            if self._first >= 0 and not select.select([self._first], [], [], _ENDING_S)[0]:
                 self.kill()
                 self.close()
                 raise ResourceError(f"the sandboxed process {first} cannot be watched: {error}") from error
@@ -68,8 +70,9 @@ class NamespaceTree:
         return "memory" if is_over else None
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._first, signal.SIGKILL)
+        if self._first >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
 
     def close(self) -> None:
         for descriptor in (self._first, self._proc, self._scratch):
@@ -97,9 +100,6 @@ class NamespaceTree:
             return b""
         finally:
             os.close(file)
-
-    def _alive(self) -> bool:
-        return not select.select([self._first], [], [], 0)[0]  # readable: it has ended, reaped or not
 
 
 class GroupTree:

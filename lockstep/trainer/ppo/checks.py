@@ -21,6 +21,11 @@ from lockstep.trainer.ppo.stages import read_correction
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
 
+_ESTIMATOR_INPUTS = {
+    "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
+    "old_log_probs", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
+}  # fmt: skip
+"""What `stages.advantage` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""
 _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
 
 
@@ -39,6 +44,13 @@ def check_algorithm(config: PPOConfig) -> None:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples of one prompt, but actor_rollout_ref.rollout.n=1; "
             "set actor_rollout_ref.rollout.n to 2 or more"
+        )
+    present = _ESTIMATOR_INPUTS | ({"rollout_is_weights"} if algorithm.rollout_correction.rollout_is else set())
+    unknown = [name for name in required if name not in present]
+    if unknown:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} needs {', '.join(unknown)}, which this run does not have; an estimator "
+            f"can read {', '.join(sorted(present))}"
         )
     if "reward_parts" in required:
         _check_reward_parts(algorithm)

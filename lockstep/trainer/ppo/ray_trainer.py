@@ -17,17 +17,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.checkpoint import folders
 from lockstep.config.arithmetic import describe
 from lockstep.config.load import as_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import RewardError
 from lockstep.observability.display import Display, make_display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking, check_trackers
@@ -36,6 +31,7 @@ from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, Worker
 from lockstep.single_controller.base.partition import balanced_partition
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, rewards, stages
+from lockstep.trainer.ppo.batches import BatchMaker
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored
@@ -44,7 +40,7 @@ from lockstep.trainer.ppo.validation import validation_metrics
 from lockstep.utils.dataset.rl_dataset import RLHFDataset
 from lockstep.utils.dataset.schedule import PromptSchedule
 from lockstep.utils.device import resolve_device
-from lockstep.utils.files import load_object, load_reference
+from lockstep.utils.files import load_object
 from lockstep.utils.hf_config import stop_token_ids
 from lockstep.utils.model_size import count_parameters
 
@@ -114,8 +110,6 @@ class RayPPOTrainer:
         self.total_steps = config.trainer.total_training_steps or self.schedule.steps_per_epoch * config.trainer.total_epochs
 
         self.global_steps = 0
-        self.num_prompt_batches = 0
-        """Batches of prompts taken so far: the steps, and with algorithm.filter_groups what they took to fill."""
         self.kl_control = make_kl_controller(
             config.algorithm.kl_ctrl.type,
             config.algorithm.kl_ctrl.kl_coef,
@@ -127,6 +121,9 @@ class RayPPOTrainer:
         self.stop_token_ids = stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer)
         self.display: Display = make_display()
         self.timer = StageTimer(on_enter=lambda name: self.display.stage(name))
+        self.batches = BatchMaker(
+            config, tokenizer, self.train_dataset, self.schedule, reward_fn, self.timer, lambda text: self.display.message(text)
+        )
         self._groups: list[WorkerGroup] = []
         self.worker_groups: dict[Enum, RoleGroup] = {}
 
@@ -238,7 +235,7 @@ class RayPPOTrainer:
         step = self.global_steps + 1
         self.timer.reset()
         with self.timer.stage("step"):
-            batch, scored, metrics = self._scored_batch()
+            batch, scored, metrics = self.batches.next(self.rollout_wg, self.rm_wg, self._sampling())
             metrics |= self._old_log_prob(batch)
             metrics |= stages.correct(batch, self.config.algorithm.rollout_correction)
             if self.ref_policy_wg is not None:
@@ -266,80 +263,6 @@ class RayPPOTrainer:
         return metrics | self._record(batch)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------------
-
-    def _scored_batch(self) -> tuple[DataProto, Scored, dict[str, float]]:
-        """Responses with their scores, for one step.
-
-        With algorithm.filter_groups: as many batches of prompts as it takes to fill the step with groups that have a signal.
-        """
-        config = self.config.algorithm.filter_groups
-        if not config.enable:
-            return self._generate_and_score()
-        kept: list[DataProto] = []
-        kept_scored: list[Scored] = []
-        groups = tried = 0
-        wanted, n = self.config.data.train_batch_size, self.config.actor_rollout_ref.rollout.n
-        while groups < wanted and (tried < config.max_num_gen_batches or not config.max_num_gen_batches):
-            batch, scored, metrics = self._generate_and_score()
-            tried += 1
-            rows = rewards.rows_with_signal(batch, scored, config.metric)[: (wanted - groups) * n]
-            if len(rows):
-                kept.append(batch.select_idxs(rows))
-                kept_scored.append(scored.select(rows.tolist()))
-                groups += len(rows) // n
-        if not kept:
-            raise RewardError(
-                f"{tried} batches of prompts gave no group whose responses differ in {config.metric!r}, so there is nothing to learn "
-                "from: the task is too hard or too easy for this model, or its reward is constant (lockstep rewards check); "
-                "algorithm.filter_groups.max_num_gen_batches limits the search"
-            )
-        if groups < wanted:
-            self.display.message(f"step {self.global_steps + 1}: {groups} of {wanted} groups have a signal after {tried} batches")
-        metrics |= {"training/num_gen_batches": tried, "training/groups_with_signal": groups / (tried * wanted)}
-        return DataProto.concat(kept), Scored.concat(kept_scored), metrics
-
-    def _generate_and_score(self) -> tuple[DataProto, Scored, dict[str, float]]:
-        """Responses to the next batch of prompts, with their scores. Scoring starts when the first response is there."""
-        number = self.num_prompt_batches = self.num_prompt_batches + 1
-        batch = stages.make_prompts(
-            self.train_dataset,
-            self.schedule.batch(number - 1),
-            self.config.actor_rollout_ref.rollout.n,
-            self.tokenizer.pad_token_id,
-        )
-        batch.non_tensor_batch["uid"] = np.array([f"{number}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
-        scoring = self.reward_fn.begin(batch) if hasattr(self.reward_fn, "begin") else None
-        with self.timer.stage("gen"):
-            stages.generate(self.rollout_wg, batch, self._sampling(), number, scoring.add if scoring is not None else None)
-        with self.timer.stage("reward"):
-            scored = self._score(batch, scoring)
-            metrics = rewards.reward_metrics(scored)
-            metrics |= rewards.penalise_overlong(batch, self.config.reward.overlong_buffer, self.config.data.max_response_length)
-            if keys := self.config.algorithm.gdpo_reward_keys:
-                rewards.set_parts(batch, scored, keys)
-        estimator = self.config.algorithm.adv_estimator
-        if "reward_baselines" in required_inputs(load_reference(estimator) or estimator):
-            metrics |= self._baselines(batch, number)
-        return batch, scored, metrics
-
-    def _baselines(self, batch: DataProto, number: int) -> dict[str, float]:
-        """ReMax: the greedy response to each prompt, scored like the others."""
-        with self.timer.stage("gen_max"):
-            first = torch.tensor([sample == 0 for sample in batch.non_tensor_batch["sample"]])
-            objects = [name for name in batch.non_tensor_batch if name != "finish_reason"]
-            greedy = batch.select(["prompts"], objects).select_idxs(first)
-            stages.generate(self.rollout_wg, greedy, dataclasses.replace(self._sampling(), temperature=0.0), number)
-            scored = self._score(greedy)
-            rewards.penalise_overlong(greedy, self.config.reward.overlong_buffer, self.config.data.max_response_length)
-            missing = rewards.baselines(batch, greedy, scored)
-        return {"reward/baseline/mean": sum(scored.total) / len(scored.total), "reward/baseline/missing": float(missing)}
-
-    def _score(self, batch: DataProto, scoring: Any = None) -> Scored:
-        if self.rm_wg is not None:
-            rewards.model_scores(self.rm_wg, self.reward_fn, batch, self.tokenizer)
-        scored = rewards.score(self.reward_fn, batch, self.config.reward.max_failure_rate, scoring)
-        self._record_failures(batch, scored)
-        return scored
 
     def _old_log_prob(self, batch: DataProto) -> dict[str, float]:
         """Recompute the old log-probs, unless the sampler's are to be used as they are, or were the trainer's own when last compared."""
@@ -381,7 +304,7 @@ class RayPPOTrainer:
         metrics |= balance_metrics(batch, shares)
         metrics |= timing_metrics(batch, self.timer.seconds, self.resource_pool_manager.get_n_gpus())
         metrics["training/global_step"] = self.global_steps
-        metrics["training/epoch"] = self.schedule.epoch(self.num_prompt_batches - 1)
+        metrics["training/epoch"] = self.schedule.epoch(self.batches.num_taken - 1)
         return metrics
 
     def _sampling(self, validation: bool = False) -> SamplingParams:
@@ -418,6 +341,7 @@ class RayPPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         """Generate on the validation prompts with rollout.val_kwargs and score them with the function reward."""
+        config = self.config.trainer
         with self.timer.stage("testing"):
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             rows = range(len(self.val_dataset))
@@ -430,7 +354,7 @@ class RayPPOTrainer:
                 key = self.global_steps + _VALIDATION_STEPS
                 stages.generate(self.rollout_wg, batch, self._sampling(validation=True), key, on_finished)
                 all_scored.append(rewards.score(self.val_reward_fn, batch, self.config.reward.max_failure_rate, scoring))
-                self._record_failures(batch, all_scored[-1])
+                rewards.record_failures(config.run_dir, self.global_steps, batch, all_scored[-1], self.tokenizer)
                 parts.append(batch)
             batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
             extra: dict[str, list[Any]] = {"reward": scored.total} | scored.extra
@@ -453,7 +377,7 @@ class RayPPOTrainer:
                 self.critic_wg.save_checkpoint(str(target / "critic"))
             state = {
                 "global_steps": self.global_steps,
-                "num_prompt_batches": self.num_prompt_batches,
+                "num_prompt_batches": self.batches.num_taken,
                 "kl_control": self.kl_control.state_dict(),
                 "sampler_drift": self.sampler_drift,
                 "num_train_rows": len(self.train_dataset),
@@ -474,7 +398,7 @@ class RayPPOTrainer:
         self.actor_wg.load_checkpoint(str(source / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(source / "critic"))
-        self.global_steps, self.num_prompt_batches = state["global_steps"], state["num_prompt_batches"]
+        self.global_steps, self.batches.num_taken = state["global_steps"], state["num_prompt_batches"]
         self.kl_control.load_state_dict(state["kl_control"])
         self.sampler_drift = state["sampler_drift"]
         self._sync_weights()
@@ -539,22 +463,6 @@ class RayPPOTrainer:
             processes = sum(self.resource_pool_manager.resource_pool_spec[pool])
             needed[pool] += (parameters or 0) * bytes_of.get(role.name, _FROZEN) // processes
         return needed
-
-    def _record_failures(self, batch: DataProto, scored: Scored) -> None:
-        """One line for each missing reward in reward_failures.jsonl of the run's folder, with all that is needed to reproduce it."""
-        failed = [i for i, failure in enumerate(scored.failures) if failure is not None]
-        if not failed:
-            return
-        self.config.trainer.run_dir.mkdir(parents=True, exist_ok=True)
-        with (self.config.trainer.run_dir / "reward_failures.jsonl").open("a") as file:
-            for i in failed:
-                failure = scored.failures[i]
-                assert failure is not None
-                row: dict[str, Any] = {"step": self.global_steps + 1, "kind": failure.kind, "error": failure.text}
-                row["response"] = self.tokenizer.decode(batch.ragged("responses")[i].tolist(), skip_special_tokens=True)
-                for name in ("index", "data_source", "raw_prompt", "reward_model"):
-                    row[name] = batch.non_tensor_batch[name][i] if name in batch.non_tensor_batch else None
-                file.write(json.dumps(row, default=str) + "\n")
 
     def _dump(self, directory: str | None, batch: DataProto, info: dict[str, list[Any]]) -> None:
         """One JSONL file with the text, the score and everything the reward function said of each row."""

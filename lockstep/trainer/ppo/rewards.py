@@ -7,9 +7,11 @@ of its group alike; it is counted by kind and its text is recorded.
 from __future__ import annotations
 
 import inspect
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -210,6 +212,21 @@ def reward_metrics(scored: Scored) -> dict[str, float]:
     kinds = Counter(failure.kind for failure in scored.failures if failure is not None)
     metrics["reward/missing_ratio"] = kinds.total() / max(len(scored.failures), 1)
     return metrics | {f"reward/missing/{kind}": float(count) for kind, count in kinds.items()}
+
+
+def record_failures(run_dir: Path, number: int, batch: DataProto, scored: Scored, tokenizer: Any) -> None:
+    """Append a line for each missing reward to reward_failures.jsonl, with all that is needed to try again; `number` is the batch's."""
+    failed = [(i, failure) for i, failure in enumerate(scored.failures) if failure is not None]
+    if not failed:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "reward_failures.jsonl").open("a") as file:
+        for i, failure in failed:
+            row: dict[str, Any] = {"batch": number, "kind": failure.kind, "error": failure.text}
+            row["response"] = tokenizer.decode(batch.ragged("responses")[i].tolist(), skip_special_tokens=True)
+            for name in ("index", "data_source", "raw_prompt", "reward_model"):
+                row[name] = batch.non_tensor_batch[name][i] if name in batch.non_tensor_batch else None
+            file.write(json.dumps(row, default=str) + "\n")
 
 
 def _check_failures(batch: DataProto, scored: Scored, max_failure_rate: float) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.errors import MissingReward
-from lockstep.utils.reward_score import exact_match, gsm8k, math, multiple_choice
+from lockstep.utils.reward_score import code, exact_match, gsm8k, math, multiple_choice
 
 Rule = Callable[..., Any]
 """(solution_str=, ground_truth=, ...) -> a number, or a dict with "score"; sync or async."""
 
-__all__ = ["default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
+__all__ = ["code", "default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
 
 _RULES: dict[str, Rule] = {
     "openai/gsm8k": gsm8k.compute_score,
@@ -27,6 +27,18 @@ _RULES: dict[str, Rule] = {
     "HuggingFaceH4/MATH-500": math.compute_score,
     "Rowan/hellaswag": multiple_choice.compute_score,
     "lockstep/reverse": exact_match.compute_score,
+    "openai_humaneval": code.compute_score,
+    "openai/openai_humaneval": code.compute_score,
+    "mbpp": code.compute_score,
+    "google-research-datasets/mbpp": code.compute_score,
+    "apps": code.compute_score,
+    "codeparrot/apps": code.compute_score,
+    "codecontests": code.compute_score,
+    "code_contests": code.compute_score,
+    "deepmind/code_contests": code.compute_score,
+    "codeforces": code.compute_score,
+    "taco": code.compute_score,
+    "BAAI/TACO": code.compute_score,
 }
 _CHECKS: dict[Rule, Callable[[], None]] = {math.compute_score: math.check}
 """Rule -> what raises when the rule cannot work on this machine."""

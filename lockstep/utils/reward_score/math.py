@@ -1,7 +1,7 @@
 r"""MATH: the content of the last \boxed{...}, compared with the ground truth as mathematics.
 
 ```text
-response -> last_boxed -> spell (math_spelling) -> parse, equal (math_structure) -> 1.0 or 0.0
+response -> last_boxed -> spell (math_spelling) -> parse, equal (math_structure, math_values) -> 1.0 or 0.0
                                                        '- where algebra must decide: same (math_symbolic), in a process with a deadline
 ```
 
@@ -20,7 +20,8 @@ from collections import deque
 from lockstep.errors import DataError, MissingExtra
 from lockstep.utils.killable import KillableWorker
 from lockstep.utils.reward_score.math_spelling import closing_braces, spell
-from lockstep.utils.reward_score.math_structure import Judge, Undecided, equal, parse
+from lockstep.utils.reward_score.math_structure import equal, parse
+from lockstep.utils.reward_score.math_values import Judge, Undecided
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _MAX_BOX = 10_000

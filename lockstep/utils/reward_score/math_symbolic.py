@@ -23,7 +23,8 @@ from math_verify import verify
 from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, log, nan, oo, zoo
 
 from lockstep.utils.reward_score.math_spelling import spell
-from lockstep.utils.reward_score.math_structure import Judge, equal, parse
+from lockstep.utils.reward_score.math_structure import equal, parse
+from lockstep.utils.reward_score.math_values import Judge
 
 _MAX_EXPRESSION = 300
 _MAX_DEPTH = 20

@@ -76,6 +76,17 @@ def test_remax_needs_nothing_more_and_gdpo_its_keys():
     check_algorithm(as_config({"algorithm": gdpo, "actor_rollout_ref": {"rollout": {"n": 2}}}))
 
 
+def test_an_estimator_that_reads_what_no_run_has_is_an_error(monkeypatch):
+    monkeypatch.setattr("lockstep.algorithms.advantages.ADV_ESTIMATORS", dict(ADV_ESTIMATORS))
+    register_adv_est("mine")(lambda *, temperature, response_mask: (response_mask, response_mask))
+    register_adv_est("weighted")(lambda *, rollout_is_weights: (rollout_is_weights, rollout_is_weights))
+    with pytest.raises(ConfigError, match="adv_estimator=mine needs temperature.*can read config, gamma"):
+        check_algorithm(as_config({"algorithm": {"adv_estimator": "mine"}}))
+    with pytest.raises(ConfigError, match="adv_estimator=weighted needs rollout_is_weights"):
+        check_algorithm(as_config({"algorithm": {"adv_estimator": "weighted"}}))
+    check_algorithm(as_config({"algorithm": {"adv_estimator": "weighted", "rollout_correction": {"rollout_is": "token"}}}))
+
+
 def test_loss_kwargs_must_be_arguments_of_the_loss(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def mine(*, log_prob, sharpness):\n    return -sharpness * log_prob, {}\n")

@@ -25,7 +25,7 @@ def test_rows_without_a_reward_are_counted_recorded_and_leave_the_numbers(embedd
     rows = train(config, POOL, HYBRID, reward_fn=manager(config, fails_for_short_words))
     recorded = [json.loads(line) for line in (config.trainer.run_dir / "reward_failures.jsonl").read_text().splitlines()]
     for row in rows:
-        missing = [failure for failure in recorded if failure["step"] == row["step"]]
+        missing = [failure for failure in recorded if failure["batch"] == row["step"]]
         assert row["reward/missing/raised"] == len(missing) == 16 * row["reward/missing_ratio"] > 0
         assert all("too short" in f["error"] and len(f["reward_model"]["ground_truth"]) < 5 for f in missing)
         # The mean over the rows that have a reward is the rule's own.

@@ -9,6 +9,7 @@ from lockstep.errors import MissingExtra
 from lockstep.utils import reward_score
 from lockstep.utils.reward_score import (
     _select_rm_score_fn,
+    code,
     default_compute_score,
     exact_match,
     gsm8k,
@@ -29,6 +30,9 @@ DOCS = Path(__file__).parents[3] / "docs/rewards.md"
         ("HuggingFaceH4/MATH-500", math),
         ("Rowan/hellaswag", multiple_choice),
         ("lockstep/reverse", exact_match),
+        ("openai/openai_humaneval", code),
+        ("google-research-datasets/mbpp", code),
+        ("codecontests", code),
     ],
 )
 def test_each_data_source_has_its_rule(data_source, module):
@@ -86,7 +90,7 @@ def test_the_documented_rule_and_table_are_true(rules):
     text = DOCS.read_text()
     exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})
     assert default_compute_score("my/data", "ab", 4) == 0.5
-    rows = re.findall(r"^\| (`\S+/.*?`) \| `(\w+)` \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|#]+/.*?`) \| `(\w+)` \|", text, re.MULTILINE)
     documented = {source: name for sources, name in rows for source in re.findall("`(.*?)`", sources)}
     assert documented == {
         source: rule.__module__.rsplit(".", 1)[1] for source, rule in reward_score._RULES.items() if source != "my/data"

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.utils.reward_score.math_spelling import spell
-from lockstep.utils.reward_score.math_structure import Group, Judge, Leaf, Undecided, equal, number, parse
+from lockstep.utils.reward_score.math_structure import Group, equal, parse
+from lockstep.utils.reward_score.math_values import Judge, Leaf, Undecided
 
 small = st.integers(-999, 999)
 
@@ -18,30 +17,6 @@ def read(text):
 
 def is_equal(answer, truth):
     return equal(read(answer), read(truth), Judge())
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.fractions(max_denominator=500, min_value=-(10**6), max_value=10**6), st.data())
-def test_a_number_is_the_fraction_that_it_writes(value, data):
-    top, bottom = abs(value.numerator), value.denominator
-    forms = [rf"\frac{{{top}}}{{{bottom}}}", f"{top}/{bottom}", rf"{top // bottom}\frac{{{top % bottom}}}{{{bottom}}}"]
-    forms += [f"{top // bottom} {top % bottom}/{bottom}", rf"{top}:{bottom}"] if top else []
-    written = data.draw(st.sampled_from(forms))
-    assert number(("-" if value < 0 else "") + written) == value
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 999), st.text("0123456789", max_size=4), st.text("0123456789", min_size=1, max_size=4))
-def test_a_repeating_decimal_is_its_limit(whole, fixed, repeated):
-    value = number(rf"{whole}.{fixed}\overline{{{repeated}}}")
-    truncated = Fraction(f"{whole}.{fixed}{repeated * 20}")
-    assert value is not None
-    assert 0 <= value - truncated <= Fraction(1, 10 ** (len(fixed) + 20 * len(repeated)))
-
-
-@pytest.mark.parametrize("text", ["", "x", "1+1", r"\frac{1}{0}", "1 2", r"\sqrt{4}", "1,2", "1e5", "1:0", "01:30"])
-def test_what_must_be_computed_is_no_number(text):
-    assert number(text) is None
 
 
 @settings(max_examples=50, deadline=None)
