@@ -1,18 +1,21 @@
+# ruff: noqa: RUF001  (the characters are meant)
 from __future__ import annotations
 
 import json
-import time
+import re
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError
 from lockstep.utils.reward_score.gsm8k import compute_score
 
-GSM8K = Path(__file__).parents[4] / "shared/data/gsm8k"
+ROOT = Path(__file__).parents[3]
+GSM8K = ROOT.parent / "shared/data/gsm8k"
+DOCS = ROOT / "docs/rewards.md"
 
 numbers = st.decimals(min_value=-(10**9), max_value=10**9, places=2).map(abs) | st.integers(0, 10**12).map(Decimal)
 
@@ -29,6 +32,7 @@ def test_every_gold_answer_is_right_in_both_modes_and_its_neighbour_is_wrong(nam
         assert compute_score(row["answer"], str(Decimal(truth.replace(",", "")) + 1)) == 0.0
 
 
+@settings(max_examples=50, deadline=None)
 @given(number=numbers, is_negative=st.booleans(), data=st.data(), method=st.sampled_from(["strict", "flexible"]))
 def test_equality_is_numeric_however_the_number_is_written(number, is_negative, data, method):
     written = f"{number:,f}" if data.draw(st.booleans(), "commas") else f"{number:f}"
@@ -43,29 +47,24 @@ def test_equality_is_numeric_however_the_number_is_written(number, is_negative, 
     assert compute_score(text, f"{truth + 1:f}", method=method, format_score=0.25) == 0.25
 
 
-@pytest.mark.parametrize("response", ["42", "the answer is 42", "### 42", "####", "#### forty-two", "#### \n42", ""])
-def test_strict_needs_the_four_hashes_and_a_number_behind_them(response):
-    assert compute_score(response, "42", format_score=0.5) == 0.0
+def documented():
+    rows = re.findall(r"^\| `(.*?)` \| (none|-?[0-9.]+) \|", DOCS.read_text(), re.MULTILINE)
+    return [(response.replace("⏎", "\n"), None if number == "none" else number) for response, number in rows]
 
 
-@pytest.mark.parametrize("response", ["#### 42/7", "#### 42.0.1", "#### 42,0", "#### 42,0000"])
-def test_strict_does_not_take_the_first_part_of_something_else(response):
-    assert compute_score(response, "42") == 0.0
+def test_the_documented_decisions_are_many():
+    assert len(documented()) > 60
 
 
-@pytest.mark.parametrize(
-    ("response", "truth"),
-    [
-        ("#### 1\n#### 2", 2),
-        ("#### 2\n#### unknown", 2),
-        ("#### $-2", -2),
-        ("#### -$2", -2),
-        ("#### - 2", -2),
-        ("#### .5", 0.5),
-    ],
-)
-def test_strict_takes_the_last_number_behind_hashes(response, truth):
-    assert compute_score(response, truth) == 1.0
+@pytest.mark.parametrize(("response", "number"), documented())
+def test_strict_reads_what_the_documentation_says(response, number):
+    if number is None:
+        for wrong in [*re.findall("[0-9]+", response), "0"]:
+            assert compute_score(f"5 and 9.\n{response}", wrong, format_score=0.5) == 0.0
+    else:
+        assert compute_score(f"5 and 9.\n{response}", number) == 1.0
+        assert compute_score(f"5 and 9.\n{response}\nSo much for 77.", number) == 1.0
+        assert compute_score(f"5 and 9.\n{response}", str(Decimal(number) + 1), format_score=0.5) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -76,38 +75,14 @@ def test_strict_takes_the_last_number_behind_hashes(response, truth):
         ("costs $1,234.50.", "1234.5"),
         ("(1,2)", "2"),
         ("f(x)-3", "3"),
+        ("it is 3/4", "0.75"),
+        ("#### 5, or rather −７", "-7"),
+        ("1/0", "1"),
         ("no", None),
     ],
 )
 def test_flexible_takes_the_last_number_and_a_minus_between_values_is_not_its_sign(response, truth):
     assert compute_score(response, truth or "0", method="flexible") == (1.0 if truth else 0.0)
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "#",
-        "#### ",
-        " ",
-        "#### -",
-        "1",
-        "1,",
-        "1,111",
-        "1.",
-        "$",
-        "-",
-        "####1/",
-        "####" + " " * 99,
-        ".",
-        "1" * 999 + "/",
-    ],
-)
-def test_a_megabyte_of_anything_is_scored_quickly(unit):
-    text = "####" + unit * (10**6 // len(unit))
-    start = time.perf_counter()
-    for method in ("strict", "flexible"):
-        compute_score(text + "/3", "42", method=method)
-    assert time.perf_counter() - start < 2
 
 
 @pytest.mark.parametrize("truth", [None, "", "forty-two", "nan", float("inf")])
