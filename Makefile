@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # Isolates the programs of code rewards; without it (or root to install it) those refuse to run, everything else works.
-BUBBLEWRAP := command -v bwrap > /dev/null || (apt-get -qq update && apt-get -qq install -y bubblewrap) > /dev/null 2>&1 || true
+BUBBLEWRAP := command -v bwrap || timeout 180 sh -c 'apt-get update && apt-get install -y bubblewrap' > /dev/null 2>&1 || true
 
 .PHONY: demo test check format docs clean
 

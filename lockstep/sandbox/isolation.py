@@ -6,7 +6,7 @@ write in.
 
 Whoever starts it, the program is an ordinary user. That matters when root does: /proc/sys obeys user id 0 of the machine even inside a
 namespace, and root has no limit on processes. So root becomes `nobody` first. An interpreter that nobody cannot reach (below /root,
-say) is first bound where it can, by a bubblewrap around the real one.
+say) is bound where it can before that, in a mount namespace of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.sandbox.seccomp import machines
 NOBODY = 65534
 SCRATCH = "/tmp"
 """The one folder that a program can write in, and where it starts."""
-_REACHABLE = "/interpreter"
+_REACHABLE = "/mnt"
 _OLDEST = (0, 8)
 _LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 
@@ -82,7 +82,7 @@ class Isolation:
         become_nobody = [self.setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"] if self.setpriv else []
         is_hidden = bool(self.setpriv) and self.prefix is not None and not _others_reach(self.prefix)
         bound_at = _REACHABLE if is_hidden else self.prefix
-        around = _around(self.bwrap, self.prefix) if is_hidden and self.prefix else []
+        around = _around(self.prefix) if is_hidden and self.prefix else []
         report = ["--info-fd", str(info), "--seccomp", str(seccomp)]
         return [
             *around,
@@ -100,7 +100,7 @@ def find_isolation(accept_weak: bool) -> Isolation:
         raise ResourceError(
             f"the local sandbox needs Linux, this is {sys.platform}: set reward.sandbox.url to a SandboxFusion server"
         )
-    interpreter = os.path.realpath(sys.executable)
+    interpreter = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]  # not a virtual environment's copy of it
     prefix = os.path.realpath(sys.base_prefix)
     outside_usr = None if Path(prefix).is_relative_to("/usr") else prefix
     problem, bwrap = _find_bwrap()
@@ -144,15 +144,30 @@ def _inside(bwrap: str, prefix: str | None, bound_at: str | None, scratch_bytes:
     return [*words, "--size", str(scratch_bytes), "--tmpfs", SCRATCH, "--chdir", SCRATCH, "--remount-ro", "/"]
 
 
-def _around(bwrap: str, prefix: str) -> list[str]:
-    """bubblewrap, as root, that only binds the interpreter where everyone reaches it. What it runs is `_inside`."""
-    words = [bwrap, "--die-with-parent", *_system(), "--ro-bind", prefix, _REACHABLE]
-    return [*words, "--dir", "/tmp", "--dev-bind", "/dev", "/dev", "--bind", "/proc", "/proc", "--"]
+def _around(prefix: str) -> list[str]:
+    """Commands, for root, that bind the interpreter where everyone reaches it, for nobody but the command that follows. They become
+    that command: a process between it and this one could not pass on that this one died, since root without capabilities may not
+    signal nobody.
+    """
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'mount --bind "$0" {_REACHABLE} && exec "$@"', prefix]
 
 
 def _system() -> list[str]:
-    """/usr read-only, and /bin, /lib and so on as this machine has them: links into /usr, or folders."""
-    words = ["--ro-bind", "/usr", "/usr"]
+    """/usr read-only, and /bin, /lib and so on as this machine has them: links into /usr, or folders. The loader's cache says where
+    libraries lie: without it an interpreter in /usr/local does not find its own.
+    """
+    words = [
+        "--ro-bind",
+        "/usr",
+        "/usr",
+        "--perms",
+        "0755",
+        "--dir",
+        "/etc",
+        "--ro-bind-try",
+        "/etc/ld.so.cache",
+        "/etc/ld.so.cache",
+    ]
     for path in _LINKS:
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path]

@@ -119,7 +119,7 @@ class _Run:
     def _start(self, sandbox: LocalSandbox, program: str | None) -> subprocess.Popen[bytes]:
         source = self._file(_compiled_judge() if program is None else program.encode("utf-8", "surrogatepass"))
         seccomp = self._file(b"" if self._is_weak else filter_program(platform.machine()))
-        scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")) if self._is_weak else None
+        scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-sandbox-")) if self._is_weak else None
         report, ready = os.pipe()
         self._own(report)
         info = os.dup(ready)

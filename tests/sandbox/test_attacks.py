@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ MARK = "86399.731"
 
 
 def test_a_fork_bomb_is_stopped_by_the_limit_on_processes(sandbox):
-    result = sandbox.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    result = sandbox.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", wall_s=1.0)
     assert result.status in ("timeout", "processes", "memory")
     assert sandbox.run("print('still here')").stdout == "still here\n"
     counted = "import os, time\nn = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(9)\nexcept OSError: print(n)"
@@ -141,17 +143,17 @@ def test_no_file_of_the_parent_is_seen(sandbox, tmp_path):
     repo = Path(__file__).parents[2]
     hidden = [
         str(path)
-        for path in (secret, repo, home / ".ssh", home / ".bashrc", "/etc/passwd", "/etc", "/var", "/home", "/opt", "/mnt")
+        for path in (secret, repo, home / ".ssh", home / ".bashrc", "/etc/passwd", "/etc/hosts", "/var", "/home", "/opt", "/mnt")
     ]
     program = (
         f"import os\nfor path in {hidden!r}:\n"
         "    print(os.path.exists(path), path)\n"
-        "print(sorted(os.listdir('/tmp')), sorted(p for p in os.listdir('/proc') if p.isdigit()))\n"
+        "print(os.listdir('/etc'), os.listdir('/tmp'), [p for p in os.listdir('/proc') if p.isdigit()])\n"
     )
     *paths, last = sandbox.run(program).stdout.splitlines()
     assert len(paths) == 10
     assert not [line for line in paths if line.startswith("True")]
-    assert last == "[] ['1']"
+    assert last == "['ld.so.cache'] [] ['1']"
 
 
 def test_only_the_three_standard_files_are_open(sandbox):
@@ -200,6 +202,22 @@ def test_a_daemon_does_not_outlive_its_program(sandbox):
     assert not _with_argument(MARK)
     assert sandbox.run(program.replace("print('bye')", "time.sleep(60)"), wall_s=0.5).status == "timeout"
     assert not _with_argument(MARK)
+
+
+def test_a_sandbox_dies_with_the_process_that_made_it(sandbox):
+    code = f"from lockstep.sandbox import LocalSandbox\nLocalSandbox().run(\"import os; os.execv('/usr/bin/sleep', ['sleep', '{MARK}'])\")"
+    maker = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    _wait_for(lambda: _with_argument(MARK))
+    maker.kill()
+    maker.wait()
+    _wait_for(lambda: not _with_argument(MARK))
+
+
+def _wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _with_argument(argument):
@@ -259,7 +277,7 @@ def test_limits_hold_for_all_of_many_hostile_programs_at_once():
         "x = []\nwhile True: x.append(bytearray(10**6))",
         "while True: print('x' * 1000)",
     ]
-    with LocalSandbox(max_concurrent=4, limits=Limits(wall_s=1.0, memory_mb=128)) as sandbox:
+    with LocalSandbox(max_concurrent=4, limits=Limits(wall_s=0.5, memory_mb=128)) as sandbox:
         with ThreadPoolExecutor(8) as threads:
             statuses = list(threads.map(lambda program: sandbox.run(program).status, hostile * 2))
         assert "ok" not in statuses

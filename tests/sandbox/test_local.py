@@ -105,12 +105,11 @@ def test_a_thousand_programs_leave_nothing_behind(sandbox):
     with ThreadPoolExecutor(sandbox.max_concurrent) as threads:
         list(threads.map(lambda i: sandbox.run("pass"), range(50)))  # what threads and allocators keep is kept by now
         before = _used()
-        results = list(
-            threads.map(lambda i: sandbox.run(f"print({i})\nopen('x', 'w').write('x')\nraise SystemExit({i} % 3)"), range(1000))
-        )
+        program = f"print(input())\nopen('lockstep-sandbox-{os.getpid()}', 'w').write('x')"
+        results = list(threads.map(lambda i: sandbox.run(program, str(i)), range(1000)))
         after = _used()
     assert [result.stdout for result in results] == [f"{i}\n" for i in range(1000)]
-    assert [result.exit_code for result in results] == [i % 3 for i in range(1000)]
+    assert {result.status for result in results} == {"ok"}
     assert _left_over() == []
     assert after["files"] == before["files"]
     assert after["mounts"] == before["mounts"]
@@ -122,7 +121,7 @@ def _used():
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
-        "temporary": sorted(name for name in os.listdir("/tmp") if name.startswith("lockstep-")),
+        "temporary": sorted(name for name in os.listdir("/tmp") if name.startswith("lockstep-sandbox-")),
         "rss": psutil.Process().memory_info().rss,
     }
 
@@ -167,6 +166,6 @@ def test_weak_isolation_has_a_scratch_folder_that_is_removed_and_kills_the_group
     where = weak.run(
         "import os\nopen('x', 'w').write('x')\nif os.fork() == 0:\n    import time; time.sleep(86397)\nprint(os.getcwd())"
     ).stdout.strip()
-    assert Path(where).name.startswith("lockstep-")
+    assert Path(where).name.startswith("lockstep-sandbox-")
     assert not Path(where).exists()
     assert _left_over() == []

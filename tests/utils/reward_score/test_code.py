@@ -284,7 +284,7 @@ def test_a_script_may_read_in_any_way_and_must_exit_with_zero(judge):
     ],
 )
 def test_a_program_at_fault_scores_nothing_and_says_why(sandbox, program, status, reason):
-    quick = LocalSandbox(limits=Limits(wall_s=1.0, memory_mb=512))
+    quick = LocalSandbox(limits=Limits(wall_s=0.5 if status == "timeout" else 30.0, memory_mb=512))
     result = compute_score(program, {"test_list": ["assert f(1) == 1"] * 3}, sandbox=quick)
     assert (result["score"], result["passed"], result["status"]) == (0.0, 0, status), result
     assert reason in result["reason"]
@@ -357,14 +357,18 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHEATS)
+CHECK = "def check(candidate):\n    assert set(candidate(1)) == {2}\n    assert not candidate(2) != [3]\n"
+NEXT = [
+    {"test_list": ["assert set(f(1)) == {2}", "assert sorted(f(2)) == [3]"]},
+    {"prompt": "def f(x):\n    ''' [x + 1] '''\n", "test": CHECK, "entry_point": "f"},
+    {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[[2]], [[3]]]},
+]
+
+
+@pytest.mark.parametrize("name", ["", *CHEATS])
 def test_cheating_does_not_pass(judge, name):
-    code = ["assert set(f(1)) == {2}", "assert sorted(f(2)) == [3]"]
-    assert judge("def f(x): return [x + 1]", {"test_list": code})["score"] == 1.0
-    assert judge(CHEATS[name], {"test_list": code})["score"] == 0.0
-    check = "def check(candidate):\n    assert set(candidate(1)) == {2}\n    assert not candidate(2) != [3]\n"
-    assert judge(CHEATS[name], {"prompt": "def f(x):\n    ''' x + 1 '''\n", "test": check, "entry_point": "f"})["score"] == 0.0
-    assert judge(CHEATS[name], {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [3]]})["score"] == 0.0
+    program = CHEATS.get(name, "def f(x): return [x + 1]")
+    assert [judge(program, truth)["score"] for truth in NEXT] == [0.0 if name else 1.0] * 3
 
 
 STDIO_CHEATS = {
@@ -378,11 +382,10 @@ STDIO_CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", STDIO_CHEATS)
+@pytest.mark.parametrize("name", ["", *STDIO_CHEATS])
 def test_cheating_scripts_do_not_pass(judge, name):
-    truth = {"inputs": ["2", "3"], "outputs": ["4", "9"]}
-    assert judge("print(int(input()) ** 2)", truth)["score"] == 1.0
-    assert judge(STDIO_CHEATS[name], truth)["score"] == 0.0
+    program = STDIO_CHEATS.get(name, "print(int(input()) ** 2)")
+    assert judge(program, {"inputs": ["2", "3"], "outputs": ["4", "9"]})["score"] == (0.0 if name else 1.0)
 
 
 # -- what is not the program's fault ---------------------------------------------------------------------------------------
