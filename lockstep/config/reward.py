@@ -23,8 +23,8 @@ class SandboxConfig:
     """A SandboxFusion server that runs the programs of code rewards; null runs them on the driver's machine, isolated by bubblewrap."""
     max_concurrent: int | None = None
     """Programs at once; null: one a core on this machine, 64 on a server."""
-    timeout_s: float = 10.0
-    """Longest time one program may run."""
+    wall_s: float = 10.0
+    """Longest time one program may run; one test case of a code reward."""
     memory_limit_mb: int = 1024
     """Memory that one program and all it starts may use."""
     accept_weak_isolation: bool = False
@@ -32,7 +32,7 @@ class SandboxConfig:
 
     def __post_init__(self) -> None:
         at_least("reward.sandbox.max_concurrent", self.max_concurrent, 1)
-        at_least("reward.sandbox.timeout_s", self.timeout_s, 0.1)
+        at_least("reward.sandbox.wall_s", self.wall_s, 0.1)
         at_least("reward.sandbox.memory_limit_mb", self.memory_limit_mb, 16)
 
 

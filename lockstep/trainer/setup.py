@@ -51,7 +51,7 @@ def reward_arguments(config: PPOConfig) -> dict[str, Any]:
             make_sandbox,
             url=reward.sandbox.url,
             max_concurrent=reward.sandbox.max_concurrent,
-            wall_s=reward.sandbox.timeout_s,
+            wall_s=reward.sandbox.wall_s,
             memory_mb=reward.sandbox.memory_limit_mb,
             accept_weak_isolation=reward.sandbox.accept_weak_isolation,
         ),
