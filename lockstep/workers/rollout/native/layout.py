@@ -40,11 +40,11 @@ class KVCache:
         """Keys and values of one layer, each [num_pages, page_size, kv_heads, head_dim]: views of the pool."""
         return self.pool[number, 0], self.pool[number, 1]
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole pages, in every layer."""
-        if sources:
-            index = torch.tensor([sources, targets], device=self.pool.device)
-            self.pool[:, :, index[1]] = self.pool[:, :, index[0]]
+    def copy_pages(self, copies: dict[int, int]) -> None:
+        """Copy whole pages in every layer, all at once: target -> source."""
+        if copies:
+            targets, sources = torch.tensor([list(copies), list(copies.values())], device=self.pool.device)
+            self.pool[:, :, targets] = self.pool[:, :, sources]
 
 
 @dataclass(slots=True)
