@@ -13,12 +13,16 @@ from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.rows import RING, RowState
 
-_CHUNK = 4096
+
+
+def chunk_size(vocabulary: int) -> int:
+    """How many logits one program sums up."""
+    return min(4096, triton.next_power_of_2(vocabulary))
 
 
 def num_chunks(vocabulary: int) -> int:
     """How many numbers a row `draw` needs as scratch, twice."""
-    return triton.cdiv(vocabulary, _CHUNK)
+    return triton.cdiv(vocabulary, chunk_size(vocabulary))
 
 
 def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = None, normaliser: Tensor | None = None) -> None:
@@ -28,17 +32,17 @@ def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = No
     that of the whole distribution, whose log-sum-exp at the temperature is `normaliser` [count].
     """
     count, vocabulary = logits.shape
-    chunks = num_chunks(vocabulary)
+    chunk, chunks = chunk_size(vocabulary), num_chunks(vocabulary)
     source = logits if kept is None else kept
     assert source.stride(1) == logits.stride(1) == 1
     _chunk_sums[(count, chunks)](
-        source, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature, vocabulary, source.stride(0), chunks, CHUNK=_CHUNK, num_warps=4
+        source, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature, vocabulary, source.stride(0), chunks, CHUNK=chunk, num_warps=4
     )
     _pick[(count,)](
         source, logits, rows.chunk_max if normaliser is None else normaliser, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature,
         rows.greedy, rows.stop, rows.key, rows.limit, rows.token, rows.context, rows.generated, rows.done, rows.out_tokens,
         rows.out_log_probs, vocabulary, source.stride(0), logits.stride(0), chunks, first,
-        CHUNK=_CHUNK, CHUNKS=triton.next_power_of_2(chunks), WIDTH=RING, FILTERED=kept is not None, num_warps=8,
+        CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), WIDTH=RING, FILTERED=kept is not None, num_warps=8,
     )  # fmt: skip
 
 

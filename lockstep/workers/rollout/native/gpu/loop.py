@@ -92,7 +92,8 @@ class GenerationLoop:
         while not scheduler.is_idle or self._in_flight:
             plan = scheduler.plan()
             if plan.copies:
-                copy_pages(self._cache.pool, *self._upload(np.array(plan.copies, dtype=np.int64).T))
+                targets, sources = self._upload(np.array(list(plan.copies.items()), dtype=np.int64).T)
+                copy_pages(self._cache.pool, sources, targets)
             seats = {id(seat.sequence): seat for seat in self._seats if seat.goes_on}
             if plan.rows and all(id(row.sequence) in seats for row in plan.rows):
                 self._decode([seats[id(row.sequence)] for row in plan.rows], keep)
@@ -238,8 +239,9 @@ class GenerationLoop:
                 if stop is None and done[row] == RUNNING:
                     continue
                 length = end if stop is None else stop
+                if len(sequence.tokens) < sequence.max_tokens:  # else it has left the scheduler when its last token was promised
+                    self._scheduler.finish(sequence)
                 del sequence.tokens[length:], sequence.log_probs[length:]
-                self._scheduler.finish(sequence)
                 seat.over = True
                 yield sequence, finite
 
