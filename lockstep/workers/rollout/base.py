@@ -80,11 +80,11 @@ class RolloutEngine(ABC):
 
     def check(self) -> None:
         """Raise ConfigError, naming the model's family and the reason, if this engine would compute the module wrongly."""
-        return None
+        return
 
     def sleep(self) -> None:
         """Give back the memory that only generation needs. The next generation takes it again by itself."""
-        return None
+        return
 
     def _faults(self, requests: Sequence[Request], sampling: SamplingParams) -> dict[int, Completion]:
         """Completions of the requests that cannot be served. Raises ConfigError for stop strings without a way to decode tokens."""

@@ -86,13 +86,15 @@ class Plan:
 
 
 class Scheduler:
-    """Plans passes over a pool of pages. Call `plan`, compute it, tell what came of each row (`advance`, `append`), `finish` what has ended.
+    """Plans passes over a pool of pages. Call `plan`, compute it, say what came of each row (`advance`, `append`), `finish` what ended.
 
     `lookahead` is how many tokens a decoding pass draws for each row before anybody looks: pages are reserved for all of them. Without
     `mixed`, a pass is either prefill or decoding.
     """
 
-    def __init__(self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, lookahead: int = 1, mixed: bool = True) -> None:
+    def __init__(
+        self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, lookahead: int = 1, mixed: bool = True
+    ) -> None:
         self.pool, self.max_num_seqs, self.max_num_batched_tokens = pool, max_num_seqs, max_num_batched_tokens
         self.lookahead, self.mixed = lookahead, mixed
         self.waiting: deque[Sequence] = deque()
