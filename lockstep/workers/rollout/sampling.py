@@ -62,7 +62,7 @@ def sample(
     weights = torch.exp(logits - largest)
     log_normaliser = largest.squeeze(-1) + torch.log(weights.sum(-1))
     if penalised is not logits or top_k > 0 or top_p < 1.0 or min_p > 0.0:
-        kept = _keep_likely(penalised, top_k, top_p, min_p)
+        kept = keep_likely(penalised, top_k, top_p, min_p)
         weights = torch.exp(kept - kept.amax(-1, keepdim=True))
     tokens = _invert(weights, uniform)
     return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - log_normaliser
@@ -97,7 +97,8 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     return (chunk * _CHUNK + place).squeeze(-1).clamp(max=vocabulary - 1)
 
 
-def _keep_likely(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+def keep_likely(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Logits at the sampling temperature, -inf where top-k, then top-p, then min-p drop the token."""
     if top_k > 0 and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)

@@ -32,7 +32,7 @@ class Generation:
         self.runner, self.scheduler, self.requests, self.stopping = runner, scheduler, requests, stopping
         self.sampling, self.version = sampling, version
         self.keys = request_keys(sampling.seed, [request.key for request in requests])
-        self.sequences = _sequences(requests, stopping)
+        self.sequences = group_by_prompt(requests, stopping)
         scheduler.add(self.sequences.values())
 
     def run(self, take_aborts: Callable[[], set[int]]) -> Iterator[Completion]:
@@ -120,7 +120,7 @@ class Generation:
         )
 
 
-def _sequences(requests: Rows[Request], stopping: dict[int, Stopping]) -> dict[int, Sequence]:
+def group_by_prompt(requests: Rows[Request], stopping: dict[int, Stopping]) -> dict[int, Sequence]:
     """Request index -> sequence, those of one prompt together, in the order in which the prompts first appear."""
     groups: dict[bytes, list[Sequence]] = {}
     prompts: dict[bytes, Prompt] = {}

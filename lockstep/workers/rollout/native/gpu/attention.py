@@ -40,12 +40,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """[rows, H, D]: softmax(scale q.k) v over tokens 0..context of each row, the new one included.
 
     `query` [rows, H, D] with D contiguous. `window` keeps the last so many tokens; `softcap` c replaces a score s by c tanh(s / c).
-    `splits` overrides `num_splits` (tests).
+    `sinks` [H] are scores that take part in the softmax and carry no value. `splits` overrides `num_splits` (tests).
     """
     rows, heads, dim = query.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
@@ -64,10 +65,10 @@ def paged_attention(
     else:
         part = part_max = part_sum = out
     _attend[(rows, kv_heads, splits)](
-        query, k_pages, v_pages, page_table, context_lens, out, part, part_max, part_sum,
+        query, k_pages, v_pages, page_table, context_lens, query if sinks is None else sinks, out, part, part_max, part_sum,
         query.stride(0), query.stride(1), page_table.stride(0), scale, softcap or 1.0, window or 0,
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=page_size, TILE=tile,
-        SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32,
+        SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, EXACT=query.dtype == torch.float32,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
@@ -135,9 +136,10 @@ def _store_kv(K, V, KP, VP, SLOT, stride_k, stride_kh, stride_v, stride_vh, D: t
 
 @triton.jit
 def _attend(
-    Q, KP, VP, TABLE, CONTEXT, OUT, PART, PART_MAX, PART_SUM, stride_q, stride_qh, stride_table, scale, softcap, window,
+    Q, KP, VP, TABLE, CONTEXT, SINK, OUT, PART, PART_MAX, PART_SUM, stride_q, stride_qh, stride_table, scale, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -162,6 +164,10 @@ def _attend(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
+    if SINKS:
+        if tl.program_id(2) == 0:  # one of the splits counts them
+            peak = tl.load(SINK + head, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
     offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
     for start in range(low, high, TILE):
         page = tl.load(TABLE + row * stride_table + start // PAGE).to(tl.int64)

@@ -108,6 +108,9 @@ class FusedDecoder:
 
         return self._logits(self._layers(tokens, positions, slots, attend)[rows.last])
 
+    def release(self) -> None:
+        """The module was not changed."""
+
     def _window(self, attention: nn.Module) -> int | None:
         """Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
         whole = self._module.config.sliding_window if self._module.config.model_type == "mistral" else None

@@ -26,20 +26,20 @@ _log = logging.getLogger(__name__)
 @torch.library.custom_op("lockstep::paged_decode", mutates_args=())
 def _paged_decode(
     query: Tensor, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     # The pages are written here and not declared so: nothing else in a compiled layer reads them, and a declared change would make
     # the compiler reason about copies of the whole pool.
     store_kv(key, value, k_pages, v_pages, slots)
     return paged_attention(
-        query, k_pages, v_pages, page_table, context_lens, scale=scale, window=window or None, softcap=softcap or None
+        query, k_pages, v_pages, page_table, context_lens, scale=scale, window=window or None, softcap=softcap or None, sinks=sinks
     )
 
 
 @_paged_decode.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return query.new_empty(query.shape)
 
@@ -67,16 +67,16 @@ def gpu_paged_attention(
 
     query [1, H, N, D]; key, value [1, kv_heads, N, D]; returns ([1, N, H, D], None).
     """
-    if s_aux is not None:
-        raise ConfigError(f"{type(module).__name__} uses attention sinks (s_aux), which are not supported; choose another model")
     q, k, v = (_heads_together(x[0].transpose(0, 1)) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if packed is not None:
         store_kv(k, v, k_pages, v_pages, slots)
-        out = packed_prompt_attention(q, k, v, k_pages, v_pages, packed, scale=scale, window=sliding_window, softcap=softcap)
+        out = packed_prompt_attention(
+            q, k, v, k_pages, v_pages, packed, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
         return out[None], None
     out = torch.ops.lockstep.paged_decode(
-        q, k, v, k_pages, v_pages, slots, page_table, context_lens, scale, sliding_window or 0, softcap or 0.0
+        q, k, v, k_pages, v_pages, slots, page_table, context_lens, scale, sliding_window or 0, softcap or 0.0, s_aux
     )
     return out[None], None
 
@@ -89,16 +89,21 @@ AttentionInterface.register(GPU_PAGED, gpu_paged_attention)
 
 
 class HFDecoder:
-    """Logits of packed tokens, with keys and values written to the pages. The module belongs to the decoder from here on."""
+    """Logits of packed tokens, with keys and values written to the pages. Until `release`, the module is this decoder's."""
 
     def __init__(self, module: PreTrainedModel, cache: KVCache, compile_layers: bool) -> None:
-        self._module, self._cache = module, cache
+        self._module, self._attention = module, module.config._attn_implementation
+        self._layers = layers_of(module)
         module.set_attn_implementation(GPU_PAGED)
         self._compiled = torch.compile(_call_layer) if compile_layers else _call_layer
-        for layer, number in _layers_of(module):
-            pages = cache.layer(number)
-            # The class's own forward, so that a second decoder over the same module does not wrap the first's.
-            layer.forward = functools.partial(self._layer, layer, *pages)  # type: ignore[method-assign]
+        for layer, number in self._layers:
+            layer.forward = functools.partial(self._layer, layer, *cache.layer(number))  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        """Give the module back as it was."""
+        for layer, _ in self._layers:
+            layer.__dict__.pop("forward", None)
+        self._module.set_attn_implementation(self._attention)
 
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor:
         """[rows, vocabulary] float32 after one new token for each row."""
@@ -128,8 +133,8 @@ def _call_layer(layer: nn.Module, k_pages: Tensor, v_pages: Tensor, args: tuple[
     return type(layer).forward(layer, *args, k_pages=k_pages, v_pages=v_pages, **kwargs)
 
 
-def _layers_of(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """The decoder layers with their numbers: the outermost modules that hold one attention module each."""
+def layers_of(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The decoder layers with their numbers. Raises ConfigError for a module whose layers cannot be found so."""
     names = set(module._no_split_modules or ())
     found = []
     for layer in module.modules():

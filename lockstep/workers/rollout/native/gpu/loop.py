@@ -28,7 +28,7 @@ from lockstep.workers.rollout.native.gpu.prefill import PackedRows
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, Filter, bucket
 from lockstep.workers.rollout.native.layout import KVCache
-from lockstep.workers.rollout.native.scheduler import Plan, Scheduler, Sequence
+from lockstep.workers.rollout.native.scheduler import Row, Scheduler, Sequence
 
 PENDING = -1
 """A token that is enqueued and not read yet."""
@@ -69,27 +69,48 @@ class _Interval:
 
 
 class GenerationLoop:
-    """Runs a scheduler's sequences to their ends on `rows` and `cache`. The scheduler's lookahead is the length of an interval."""
+    """Runs a scheduler's sequences to their ends on `rows` and `cache`. The scheduler's lookahead is the length of an interval.
 
-    def __init__(self, scheduler: Scheduler, decoder: Decoder, runner: DecodeRunner, rows: RowState, cache: KVCache) -> None:
+    `batch_invariant` decodes in the largest batch always and prefills each prompt alone, so that every product has the same shape, and
+    rounds the same way, whatever else is generated.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        decoder: Decoder,
+        runner: DecodeRunner,
+        rows: RowState,
+        cache: KVCache,
+        batch_invariant: bool = False,
+    ) -> None:
         assert 0 < scheduler.lookahead < RING, f"the steps of an interval and a first token must fit into {RING} places"
         assert not scheduler.mixed
         assert bucket(scheduler.max_num_seqs) <= rows.capacity
         self._scheduler, self._decoder, self._runner, self._rows, self._cache = scheduler, decoder, runner, rows, cache
-        self._device = rows.token.device
+        self._batch_invariant, self._device = batch_invariant, rows.token.device
         rows.clear()
         self._seats: list[_Seat] = []
         """The sequence of each row, from row 0. All rows after them are padding."""
         self._in_flight: deque[_Interval] = deque()
 
-    def run(self, keys: Mapping[int, int], find_stop: FindStop, keep: Filter | None = None) -> Iterator[tuple[Sequence, bool]]:
-        """(sequence, whether its log-probs are finite) as they end, until the scheduler is idle.
+    def run(
+        self,
+        keys: Mapping[int, int],
+        find_stop: FindStop,
+        keep: Filter | None = None,
+        take_aborts: Callable[[], set[int]] = set,
+    ) -> Iterator[tuple[Sequence, str]]:
+        """(sequence, why it ended: stop, length, abort or error) as they end, until the scheduler is idle.
 
-        `keys` has `sampling.request_keys` for each sequence's index. A sequence that the caller has taken out of the scheduler
-        (`finish`) may still be reported, with the tokens that were on their way.
+        `keys` has `sampling.request_keys` for each sequence's index. `take_aborts` is asked before each interval which sequences, by
+        index, to end now. An error is a log-prob that is not finite, the last one.
         """
         scheduler = self._scheduler
         while not scheduler.is_idle or self._in_flight:
+            aborts = take_aborts()
+            if aborts:
+                yield from self._abort(aborts, find_stop)
             plan = scheduler.plan()
             if plan.copies:
                 targets, sources = self._upload(np.array(list(plan.copies.items()), dtype=np.int64).T)
@@ -102,10 +123,21 @@ class GenerationLoop:
                     self._send_unsent()
                     yield from self._read(find_stop, leave=0)
                     plan.rows = [row for row in plan.rows if row.sequence.pages]
-                self._prefill(plan, keys, keep)
+                for rows in [[row] for row in plan.rows] if self._batch_invariant else [plan.rows]:
+                    self._prefill(rows, keys, keep)
             if scheduler.is_idle:
                 self._move([])
             yield from self._read(find_stop, leave=0 if scheduler.is_idle else 1)
+
+    def _abort(self, indices: set[int], find_stop: FindStop) -> Iterator[tuple[Sequence, str]]:
+        """End these sequences with the tokens that they have; those that turn out to have ended already are reported as such."""
+        self._send_unsent()
+        yield from self._read(find_stop, leave=0)
+        for sequence in [s for s in (*self._scheduler.running, *self._scheduler.waiting) if s.index in indices]:
+            self._scheduler.finish(sequence)
+            for seat in self._seats:
+                seat.over |= seat.sequence is sequence
+            yield sequence, "abort"
 
     # -- enqueue -----------------------------------------------------------------------------------------------------------
 
@@ -116,13 +148,13 @@ class GenerationLoop:
         self._update_page_table()
         left = [seat.sequence.max_tokens - len(seat.sequence.tokens) for seat in self._seats]
         count = min(self._scheduler.lookahead, max(left))
-        self._runner.steps(bucket(len(seats)), count, keep)
+        size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
+        self._runner.steps(size, count, keep)
         for seat, remaining in zip(list(self._seats), left, strict=True):
             self._promise(seat.sequence, min(count, remaining))
         self._send_outputs()
 
-    def _prefill(self, plan: Plan, keys: Mapping[int, int], keep: Filter | None) -> None:
-        rows = plan.rows
+    def _prefill(self, rows: list[Row], keys: Mapping[int, int], keep: Filter | None) -> None:
         if not rows:
             return
         page_size = self._cache.shape.page_size
@@ -139,7 +171,8 @@ class GenerationLoop:
         logits = self._decoder.prefill(*self._upload(np.stack(packed)), layout)
         draws = [(number, sequence) for number, row in enumerate(rows) for sequence in row.draws]
         for row in rows:
-            self._scheduler.advance(row)
+            if not row.draws:
+                self._scheduler.advance(row)
         if draws:
             first = self._seat([sequence for _, sequence in draws], keys)
             self._runner.first_tokens(logits[self._upload(np.array([number for number, _ in draws]))], first, keep)
@@ -162,7 +195,11 @@ class GenerationLoop:
         numbers = [[len(s) - 1 for s in sequences], [len(s.tokens) for s in sequences], [s.max_tokens for s in sequences]]
         rows.context[here], rows.generated[here], rows.limit[here] = self._upload(np.array(numbers, dtype=np.int32))
         rows.key[here] = self._upload(np.array([keys[s.index] for s in sequences], dtype=np.int64))
+        rows.token[here] = self._upload(np.array([(s.tokens or s.prompt.ids)[-1] for s in sequences], dtype=np.int64))
         rows.done[here] = RUNNING
+        if rows.seen is not None:
+            for row, sequence in enumerate(sequences, first):
+                rows.seen[row, self._upload(np.array(sequence.slice(0, len(sequence))))] = True
         return first
 
     def _update_page_table(self) -> None:
@@ -219,7 +256,7 @@ class GenerationLoop:
 
     # -- read --------------------------------------------------------------------------------------------------------------
 
-    def _read(self, find_stop: FindStop, leave: int) -> Iterator[tuple[Sequence, bool]]:
+    def _read(self, find_stop: FindStop, leave: int) -> Iterator[tuple[Sequence, str]]:
         """Take in intervals, the oldest first, until `leave` are on their way."""
         while len(self._in_flight) > leave:
             interval = self._in_flight.popleft()
@@ -243,7 +280,7 @@ class GenerationLoop:
                     self._scheduler.finish(sequence)
                 del sequence.tokens[length:], sequence.log_probs[length:]
                 seat.over = True
-                yield sequence, finite
+                yield sequence, "error" if not finite else "length" if stop is None else "stop"
 
 
 def _slots(pages: list[int], count: int, page_size: int) -> np.ndarray:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from lockstep.models.attention import causal_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -45,33 +46,28 @@ def packed_prompt_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[N, H, D]: causal attention inside each row; `query` [N, H, D], `key` and `value` [N, kv_heads, D], already stored in the pages.
 
-    Flash attention on packed rows where it applies (half precision, no soft-cap); else one row at a time.
+    Flash attention on packed rows where it applies (half precision, no soft-cap, no sinks); else one row at a time.
     """
     if rows.key_slots is not None:
         key, value = (pages.flatten(0, 1)[rows.key_slots] for pages in (k_pages, v_pages))
-    if varlen_attn is not None and query.is_cuda and query.dtype in _FLASH_TYPES and softcap is None:
+    if varlen_attn is not None and query.is_cuda and query.dtype in _FLASH_TYPES and softcap is None and sinks is None:
         options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         longest = max(rows.lengths), max(rows.ends)
         return varlen_attn(query, key, value, rows.bounds, rows.key_bounds, *longest, **options)  # type: ignore[return-value]
-    parts = zip(query.split(rows.lengths), key.split(rows.ends), value.split(rows.ends), rows.contexts, strict=True)
-    return torch.cat([_one_row(q, k, v, context, scale, window, softcap) for q, k, v, context in parts])
+    parts = zip(query.split(rows.lengths), key.split(rows.ends), value.split(rows.ends), strict=True)
+    return torch.cat([_one_row(q, k, v, scale, window, softcap, sinks) for q, k, v in parts])
 
 
 def _one_row(
-    query: Tensor, key: Tensor, value: Tensor, context: int, scale: float, window: int | None, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """[n, H, D] of one row whose first `context` tokens were in the cache."""
-    distance = context + torch.arange(len(query), device=query.device)[:, None] - torch.arange(len(key), device=query.device)
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    group = query.shape[1] // key.shape[1]
-    q, k, v = query.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, 0) for x in (key, value))
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
-    score = torch.tanh(q @ k.transpose(1, 2) * (scale / softcap)) * softcap
-    weight = score.float().masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
-    return (weight @ v).transpose(0, 1)
+    """[n, H, D] of one row whose last n tokens are the new ones."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = causal_attention(q, k, v, scale, window, softcap, None if sinks is None else sinks.view(1, -1, 1, 1))
+    return out[0].transpose(0, 1)

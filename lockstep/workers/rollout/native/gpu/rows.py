@@ -52,6 +52,9 @@ class RowState:
     chunk_sum: Tensor
     """[rows, chunks] float32"""
 
+    seen: Tensor | None = None
+    """[rows, vocabulary] bool: tokens of the prompt and the response; only where a repetition penalty is asked for."""
+
     @staticmethod
     def make(capacity: int, width: int, vocabulary: int, chunks: int, device: torch.device) -> RowState:
         """State for `capacity` rows of up to `width` pages, all of them padding."""
@@ -84,8 +87,16 @@ class RowState:
 
     def gather(self, order: Tensor) -> None:
         """Row i becomes what row `order[i]` was, for the first len(order) rows; `capacity` makes a padding row."""
-        for tensor in (self.token, self.context, self.generated, self.limit, self.done, self.key, self.page_table):
-            tensor[: len(order)] = tensor[order]
+        for tensor in (self.token, self.context, self.generated, self.limit, self.done, self.key, self.page_table, self.seen):
+            if tensor is not None:
+                tensor[: len(order)] = tensor[order]
+
+    def track_seen(self, wanted: bool) -> None:
+        """Make or drop `seen`. Graphs that use it must be forgotten when it is made anew."""
+        if wanted and self.seen is None:
+            self.seen = torch.zeros(len(self.token), len(self.stop), dtype=torch.bool, device=self.token.device)
+        elif not wanted:
+            self.seen = None
 
     def clear(self) -> None:
         """All rows become padding."""

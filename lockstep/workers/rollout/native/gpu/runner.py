@@ -32,6 +32,8 @@ class Decoder(Protocol):
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor: ...
 
+    def release(self) -> None: ...
+
 
 def bucket(rows: int) -> int:
     """The batch size that `rows` rows are computed with."""
