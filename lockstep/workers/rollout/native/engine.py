@@ -12,6 +12,8 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import CACHED
 from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
 from lockstep.workers.rollout.native.generation import Generation
+from lockstep.workers.rollout.native.invariant import InvariantRunner
+from lockstep.workers.rollout.native.linears import prepacked
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
 from lockstep.workers.rollout.native.runner import Runner
@@ -58,15 +60,15 @@ class NativeRollout(RolloutEngine):
         if stopping:
             assert self._runner is not None
             generation = Generation(self._runner, scheduler, requests, stopping, sampling, self.version)
-            yield from generation.run(self._take_aborts)
+            with prepacked(self.module):
+                yield from generation.run(self._take_aborts)
 
     def abort(self, index: int) -> None:
         """End a request of the running `generate_stream` before the next pass; its completion has what was generated until then."""
         self._aborts.add(index)
 
     def check(self) -> None:
-        runner = TorchRunner(self.module, cache_shape(self.module, PAGE_SIZE), self.config.gpu_memory_utilization)
-        check_equivalence(self.module, runner)
+        check_equivalence(self.module, TorchRunner(self.module, cache_shape(self.module, PAGE_SIZE)))
 
     def sleep(self) -> None:
         if self._runner is not None:
@@ -79,7 +81,7 @@ class NativeRollout(RolloutEngine):
     def _scheduler(self, requests: Sequence[Request], stopping: dict[int, Stopping]) -> Scheduler:
         """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for."""
         if self._runner is None:
-            self._runner = TorchRunner(self.module, cache_shape(self.module, PAGE_SIZE), self.config.gpu_memory_utilization)
+            self._runner = self._make_runner()
         runner, seats = self._runner, self.config.max_num_seqs
         needs = sorted((len(requests[i].prompt_ids) + limits.max_tokens for i, limits in stopping.items()), reverse=True)
         wanted = 1 + sum(-(-need // runner.page_size) + 1 for need in needs[:seats])
@@ -87,4 +89,9 @@ class NativeRollout(RolloutEngine):
             runner.close()  # its pages count as free memory
             runner.open(max(2, min(wanted, runner.most_pages())))
         pool = PagePool(runner.num_pages, runner.page_size)
-        return Scheduler(pool, seats, self.config.max_num_batched_tokens, runner.lookahead, runner.mixed)
+        budget = min(self.config.max_num_batched_tokens, runner.most_tokens or self.config.max_num_batched_tokens)
+        return Scheduler(pool, seats, budget, runner.lookahead, runner.mixed)
+
+    def _make_runner(self) -> Runner:
+        kind = InvariantRunner if self.config.batch_invariant else TorchRunner
+        return kind(self.module, cache_shape(self.module, PAGE_SIZE), self.config.gpu_memory_utilization)

@@ -19,6 +19,8 @@ class Runner(ABC):
     """Most tokens that a decoding pass draws for each row."""
     mixed: bool = True
     """Whether a pass may hold prompts and decoding rows together."""
+    most_tokens: int | None = None
+    """Tokens of a pass above which it only loses speed; None if there is no such number."""
     num_pages: int = 0
     """Pages that there is memory for now; 0 while asleep."""
 

@@ -17,13 +17,16 @@ PAGE_SIZE = 16
 """Tokens a page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""
 RAM_SHARE = 0.5
 """Of the free memory of a CPU machine, how much the pages may take."""
+MOST_TOKENS = 512
+"""Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next."""
 
 
 class TorchRunner(Runner):
     """See Runner. `shape` is what `probe.cache_shape` found in the module."""
 
-    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float) -> None:
+    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float = 0.5) -> None:
         self.module, self.shape, self.page_size = module, shape, shape.page_size
+        self.most_tokens = MOST_TOKENS if module.device.type == "cpu" else None
         self._gpu_memory_utilization = gpu_memory_utilization
         self._cache: KVCache | None = None
 
