@@ -69,8 +69,15 @@ LOADS: dict[str, Callable[..., Load]] = {"fixed": fixed, "gsm8k_like": gsm8k_lik
 
 
 def _lognormal(
-    rng: random.Random, num_prompts: int, n: int, vocabulary: int, prompt: tuple[int, int], mu: float, sigma: float, response: tuple[int, int]
-) -> Load:  # fmt: skip
+    rng: random.Random,
+    num_prompts: int,
+    n: int,
+    vocabulary: int,
+    prompt: tuple[int, int],
+    mu: float,
+    sigma: float,
+    response: tuple[int, int],
+) -> Load:
     prompts, lengths = [], []
     for _ in range(num_prompts):
         count = rng.randint(*prompt)

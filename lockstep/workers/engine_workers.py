@@ -80,6 +80,7 @@ class ActorRolloutRefWorker(Worker):
             decoder = share_structure(model, rollout.attention).to(self.device, dtype)  # type: ignore[arg-type]
         with self._weights():
             self.rollout = make_rollout(decoder, self.config.rollout, self.pad_token_id, self._decode_text())
+        self.rollout.own_weights = self.shared is None or self.shared.keeps_copy
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, step: int) -> DataProto:

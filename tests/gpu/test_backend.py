@@ -24,16 +24,17 @@ def big_tiny(family: str, **changes):
 
 
 def make_backend(model, num_pages=200, **options):
-    shape = CacheShape(2, 2, 64, GPUBackend.page_size, model.dtype)
-    backend = GPUBackend(model, shape, **{"own_weights": True} | options)
-    backend.open(num_pages, 64, 400)
+    kv_heads = 4 if model.config.model_type == "gpt_neox" else 2
+    shape = CacheShape(2, kv_heads, 64, GPUBackend.page_size, model.dtype)
+    backend = GPUBackend(model, shape, 0.5, **{"own_weights": True} | options)
+    backend.open(num_pages)
     return backend
 
 
-def generate(backend, prompts, limits, *, temperature=0.0, stop=frozenset(), seed=0):
+def generate(backend, prompts, limits, *, temperature=0.0, stop=frozenset(), seed=0, max_num_seqs=64):
     """Every prompt once for each of `limits`."""
     pool = PagePool(backend.num_pages, backend.page_size)
-    scheduler = Scheduler(pool, 64, 2048, backend.lookahead, backend.mixed)
+    scheduler = Scheduler(pool, max_num_seqs, 2048, backend.lookahead, backend.mixed)
     sequences = []
     for ids in prompts:
         prompt = Prompt(list(ids))
@@ -47,9 +48,12 @@ def generate(backend, prompts, limits, *, temperature=0.0, stop=frozenset(), see
         return hits[0] + 1 if hits else None
 
     with torch.no_grad():
-        ended = [(s.index, ok) for s, ok in backend.run(scheduler, keys, sampling, frozenset(stop), find_stop)]
-    assert sorted(index for index, _ in ended) == list(range(len(sequences)))
-    assert all(ok for _, ok in ended)
+        ended = {s.index: reason for s, reason in backend.run(scheduler, keys, sampling, frozenset(stop), find_stop)}
+    assert sorted(ended) == list(range(len(sequences)))
+    for sequence in sequences:
+        stopped = bool(sequence.tokens) and sequence.tokens[-1] in stop
+        assert ended[sequence.index] == ("stop" if stopped else "length")
+        assert stopped or len(sequence.tokens) == sequence.max_tokens
     assert pool.num_free == pool.capacity
     return sequences, scheduler
 
@@ -143,7 +147,7 @@ def test_fifty_rounds_of_sleeping_and_waking_leave_no_memory_behind():
     backend.close()
     used = []
     for _ in range(50):
-        backend.open(500, 64, 400)
+        backend.open(500)
         generate(backend, random_prompts(2), [12])
         backend.close()
         torch.cuda.synchronize()
@@ -164,7 +168,9 @@ def test_logits_that_are_not_finite_end_their_sequence_alone():
     scheduler.add([Sequence(i, Prompt(ids), 5) for i, ids in enumerate(prompts)])
     sampling = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=5, stop_token_ids=(), seed=0)
     with torch.no_grad():
-        ended = {s.index: ok for s, ok in backend.run(scheduler, {i: i for i in range(3)}, sampling, frozenset(), lambda s, i: None)}
+        ended = {
+            s.index: ok for s, ok in backend.run(scheduler, {i: i for i in range(3)}, sampling, frozenset(), lambda s, i: None)
+        }
     assert ended[1] is False
     assert ended[0]
     assert ended[2]

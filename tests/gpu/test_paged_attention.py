@@ -8,7 +8,15 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from lockstep.workers.rollout.native.gpu.attention import copy_pages, decode_slots, num_splits, paged_attention, store_kv
+from lockstep.workers.rollout.native.gpu.attention import (
+    SharedPrefixes,
+    copy_pages,
+    decode_slots,
+    group_limit,
+    num_splits,
+    paged_attention,
+    store_kv,
+)
 
 PAGE = 64
 
@@ -72,7 +80,7 @@ def test_splits_fill_the_chip_and_depend_on_the_batch_alone():
 
 
 def test_a_new_token_is_stored_where_attention_finds_it():
-    query, k, v, table, context = scene(5, 4, 2, 64, torch.bfloat16, longest=300)
+    _, k, v, table, context = scene(5, 4, 2, 64, torch.bfloat16, longest=300)
     positions, slots = decode_slots(table, context, PAGE)
     assert torch.equal(positions, context.long())
     new_k, new_v = torch.randn(2, 5, 2, 64, device="cuda").bfloat16()
@@ -91,3 +99,40 @@ def test_pages_are_copied_in_every_layer():
     want[:, :, [7, 9]] = pool[:, :, [2, 2]]
     copy_pages(pool, torch.tensor([2, 2], device="cuda"), torch.tensor([7, 9], device="cuda"))
     assert torch.equal(pool, want)
+
+
+def test_sinks_take_part_in_the_softmax():
+    query, k, v, table, context = scene(5, 8, 2, 64, torch.float32, longest=300)
+    sinks = 2 * torch.randn(8, device="cuda")
+    plain_out = paged_attention(query, k, v, table, context, scale=0.1, splits=1)
+    for splits in (1, 4):
+        out = paged_attention(query, k, v, table, context, scale=0.1, sinks=sinks, splits=splits)
+        for row in range(5):
+            n = int(context[row]) + 1
+            keys = k[table[row].long()].flatten(0, 1)[:n].repeat_interleave(4, 1)
+            log_sum = (torch.einsum("hd,nhd->hn", query[row], keys) * 0.1).logsumexp(-1)
+            want = plain_out[row] * torch.sigmoid(log_sum - sinks)[:, None]
+            torch.testing.assert_close(out[row], want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (14, 2, 64), (4, 4, 80), (70, 1, 64)])
+@pytest.mark.parametrize("softcap", [None, 10.0])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float32, 2e-6)])
+def test_shared_prefixes_change_nothing(heads, kv_heads, dim, softcap, dtype, bound):
+    """Groups of several sizes, rows alone between them, and prefixes of one to three pages."""
+    query, k, v, table, context = scene(20, heads, kv_heads, dim, dtype, longest=500)
+    limit = group_limit(heads, kv_heads)
+    first, size, tokens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (10, 10, 20))
+    row, number = 1, 0
+    while row < 18:
+        count, pages = min(2 + number, limit, 20 - row), 1 + number % 3
+        if count > 1:
+            table[row : row + count, :pages] = table[row, :pages].clone()
+            context[row : row + count].clamp_(min=pages * PAGE)
+            first[number], size[number], tokens[row : row + count] = row, count, pages * PAGE
+            number += 1
+        row += count + 1
+    assert number > 0 or limit == 1
+    shared = SharedPrefixes(first, size, tokens)
+    out = paged_attention(query, k, v, table, context, scale=dim**-0.5, softcap=softcap, shared=shared, splits=1)
+    assert worst_error(out, query, k, v, table, context, scale=dim**-0.5, window=None, softcap=softcap) < bound

@@ -61,6 +61,8 @@ class RolloutEngine(ABC):
 
     attention: str
     """The attention function the module must be built with."""
+    own_weights: bool = True
+    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
 
     def __init__(
         self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None

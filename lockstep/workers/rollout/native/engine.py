@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,10 @@ from lockstep.workers.rollout.native.scheduler import Scheduler
 from lockstep.workers.rollout.native.torch_runner import PAGE_SIZE, TorchRunner
 from lockstep.workers.rollout.stopping import Stopping
 
+if TYPE_CHECKING:  # needs Triton, which is on machines with a GPU only
+    from lockstep.workers.rollout.native.gpu.backend import GPUBackend
+    from lockstep.workers.rollout.native.gpu.generation import GPUGeneration
+
 
 class NativeRollout(RolloutEngine):
     """See RolloutEngine. Prompts are prefilled packed; running sequences are decoded together; a seat is refilled as soon as it is free."""
@@ -31,7 +36,7 @@ class NativeRollout(RolloutEngine):
         self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
     ) -> None:
         super().__init__(module, config, pad_token_id, decode_text)
-        self._runner: Runner | None = None
+        self._runner: Runner | GPUBackend | None = None
         self._aborts: set[int] = set()
 
     @torch.no_grad()
@@ -58,8 +63,7 @@ class NativeRollout(RolloutEngine):
                     faults[index] = failed(index, requests[index], reason, self.version)
         yield from faults.values()
         if stopping:
-            assert self._runner is not None
-            generation = Generation(self._runner, scheduler, requests, stopping, sampling, self.version)
+            generation = self._generation(scheduler, requests, stopping, sampling)
             with prepacked(self.module):
                 yield from generation.run(self._take_aborts)
 
@@ -92,6 +96,22 @@ class NativeRollout(RolloutEngine):
         budget = min(self.config.max_num_batched_tokens, runner.most_tokens or self.config.max_num_batched_tokens)
         return Scheduler(pool, seats, budget, runner.lookahead, runner.mixed)
 
-    def _make_runner(self) -> Runner:
-        kind = InvariantRunner if self.config.batch_invariant else TorchRunner
-        return kind(self.module, cache_shape(self.module, PAGE_SIZE), self.config.gpu_memory_utilization)
+    def _make_runner(self) -> Runner | GPUBackend:
+        utilization, invariant = self.config.gpu_memory_utilization, self.config.batch_invariant
+        if self.module.device.type == "cuda":
+            from lockstep.workers.rollout.native.gpu.backend import GPUBackend
+
+            shape = cache_shape(self.module, GPUBackend.page_size)
+            return GPUBackend(self.module, shape, utilization, own_weights=self.own_weights, batch_invariant=invariant)
+        kind = InvariantRunner if invariant else TorchRunner
+        return kind(self.module, cache_shape(self.module, PAGE_SIZE), utilization)
+
+    def _generation(
+        self, scheduler: Scheduler, requests: Sequence[Request], stopping: dict[int, Stopping], sampling: SamplingParams
+    ) -> Generation | GPUGeneration:
+        assert self._runner is not None
+        if isinstance(self._runner, Runner):
+            return Generation(self._runner, scheduler, requests, stopping, sampling, self.version)
+        from lockstep.workers.rollout.native.gpu.generation import GPUGeneration
+
+        return GPUGeneration(self._runner, scheduler, requests, stopping, sampling, self.version)

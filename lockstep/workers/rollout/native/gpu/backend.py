@@ -14,7 +14,7 @@ from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_project
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.loop import FindStop, GenerationLoop
 from lockstep.workers.rollout.native.gpu.rows import RowState
-from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
+from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSizes, bucket
 from lockstep.workers.rollout.native.layout import CacheShape, KVCache
 from lockstep.workers.rollout.native.scheduler import Scheduler, Sequence
 
@@ -32,7 +32,7 @@ class GPUBackend:
     `fused=False` keeps the common families on the way that all others go (tests compare the two).
     """
 
-    page_size, lookahead, mixed = PAGE_SIZE, INTERVAL, False
+    page_size, lookahead, mixed, most_tokens = PAGE_SIZE, INTERVAL, False, None
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class GPUBackend:
         self._decoder: Decoder | None = None
         self._runner: DecodeRunner | None = None
         self._addresses: list[int] = []
+        self._warm: WarmSizes = set()
 
     @property
     def num_pages(self) -> int:
@@ -89,7 +90,9 @@ class GPUBackend:
         """See GenerationLoop.run. `stop_token_ids` are those that end every sequence: the device looks for them itself."""
         longest = max(len(s.prompt.ids) + s.max_tokens for s in scheduler.waiting)
         rows = self._prepare_rows(scheduler.max_num_seqs, -(-longest // self.page_size) + 1, sampling.repetition_penalty != 1.0)
-        assert self._cache is not None and self._decoder is not None and self._runner is not None
+        assert self._cache is not None
+        assert self._decoder is not None
+        assert self._runner is not None
         addresses = [parameter.data_ptr() for parameter in self._module.parameters()]
         if addresses != self._addresses:
             self._runner.forget()
@@ -117,7 +120,7 @@ class GPUBackend:
                 self._decoder = FusedDecoder(self._module, self._cache, width * self.page_size)
             else:
                 self._decoder = HFDecoder(self._module, self._cache, compile_layers=self._device.type == "cuda")
-            self._rows, self._runner = rows, DecodeRunner(self._decoder, rows, self.page_size)
+            self._rows, self._runner = rows, DecodeRunner(self._decoder, rows, self.page_size, self._warm)
         if seen != (rows.seen is not None):
             assert self._runner is not None
             self._runner.forget()

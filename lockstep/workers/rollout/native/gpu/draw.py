@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton kernels take no Python types.)
 """Draw tokens on the device: inverse CDF in two levels, the token's log-prob, and the bookkeeping of its row, in two kernels.
 
 The rule and the random number are those of `rollout/sampling.py`: the token is the first whose cumulative probability, in the order of
@@ -12,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.rows import RING, RowState
-
 
 
 def chunk_size(vocabulary: int) -> int:
@@ -36,7 +37,15 @@ def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = No
     source = logits if kept is None else kept
     assert source.stride(1) == logits.stride(1) == 1
     _chunk_sums[(count, chunks)](
-        source, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature, vocabulary, source.stride(0), chunks, CHUNK=chunk, num_warps=4
+        source,
+        rows.chunk_max,
+        rows.chunk_sum,
+        rows.inverse_temperature,
+        vocabulary,
+        source.stride(0),
+        chunks,
+        CHUNK=chunk,
+        num_warps=4,
     )
     _pick[(count,)](
         source, logits, rows.chunk_max if normaliser is None else normaliser, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature,

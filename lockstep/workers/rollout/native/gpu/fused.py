@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton kernels take no Python types.)
 """FusedDecoder: the common families with one matrix product for q, k, v and one for gate, up, and four small Triton kernels.
 
 Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP. The parameters are the Hugging
@@ -7,7 +9,7 @@ Face module's own; only the order of the arithmetic is written here. Every other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.workers.rollout.native.gpu.attention import paged_attention
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
 from lockstep.workers.rollout.native.gpu.prefill import PackedRows, packed_prompt_attention
 from lockstep.workers.rollout.native.layout import KVCache
 
@@ -42,7 +44,7 @@ def fuse_projections(module: PreTrainedModel) -> None:
 
     Only for a module whose parameters are its own: a trainer's would no longer be the tensors that its optimizer holds.
     """
-    for layer in module.model.layers:  # type: ignore[union-attr]
+    for layer in module.model.layers:
         for parameters in _groups(layer):
             if parameters[0] is not None and _joined(parameters) is None:
                 whole = torch.cat([p.data for p in parameters])
@@ -81,20 +83,29 @@ class FusedDecoder:
         self._module, self._model, self._cache = module, module.model, cache
         config = module.config
         self._eps: float = config.rms_norm_eps
-        self._heads, self._kv_heads, self._dim = config.num_attention_heads, cache.shape.num_kv_heads, cache.shape.head_dim
+        self.num_heads = config.num_attention_heads
+        self._heads, self._kv_heads, self._dim = self.num_heads, cache.shape.num_kv_heads, cache.shape.head_dim
         positions = torch.arange(max_positions, device=cache.pool.device)[None]
         like = torch.empty(0, dtype=cache.shape.dtype, device=cache.pool.device)
-        cos, sin = self._model.rotary_emb(like, positions)  # type: ignore[union-attr, operator]
+        cos, sin = self._model.rotary_emb(like, positions)
         half = self._dim // 2  # both halves are alike
         self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor:
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None,
+    ) -> Tensor:
         """[rows, vocabulary] float32 after one new token for each row."""
 
         def attend(number: int, attention: nn.Module, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
             keys, values = self._cache.layer(number)
-            window = self._window(attention)
-            return paged_attention(query, keys, values, page_table, context_lens, scale=attention.scaling, window=window)  # type: ignore[arg-type]
+            options: Any = {"scale": cast(float, attention.scaling), "window": self._window(attention), "shared": shared}
+            return paged_attention(query, keys, values, page_table, context_lens, **options)
 
         return self._logits(self._layers(tokens, positions, slots, attend))
 
@@ -119,9 +130,9 @@ class FusedDecoder:
     def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Any) -> Tensor:
         """[N, hidden] after the last norm."""
         heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
-        hidden = F.embedding(tokens, self._model.embed_tokens.weight)  # type: ignore[union-attr, arg-type]
+        hidden = F.embedding(tokens, self._model.embed_tokens.weight)
         update = None
-        for number, layer in enumerate(self._model.layers):  # type: ignore[union-attr, arg-type]
+        for number, layer in enumerate(self._model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             x = self._add_norm(hidden, update, layer.input_layernorm.weight)
             qkv = _project(x, [attention.q_proj, attention.k_proj, attention.v_proj])
@@ -131,10 +142,10 @@ class FusedDecoder:
             update = F.linear(out.view(len(out), heads * dim), attention.o_proj.weight, attention.o_proj.bias)
             x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight)
             update = F.linear(_gate(_project(x, [mlp.gate_proj, mlp.up_proj])), mlp.down_proj.weight, mlp.down_proj.bias)
-        return self._add_norm(hidden, update, self._model.norm.weight)  # type: ignore[union-attr, arg-type]
+        return self._add_norm(hidden, update, self._model.norm.weight)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight: Tensor = self._module.lm_head.weight  # type: ignore[union-attr, assignment]
+        weight: Tensor = self._module.lm_head.weight
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
         return F.linear(hidden, weight).float()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from lockstep.errors import ConfigError
-from lockstep.workers.rollout.native.gpu.attention import paged_attention, store_kv
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention, store_kv
 from lockstep.workers.rollout.native.gpu.prefill import PackedRows, packed_prompt_attention
 from lockstep.workers.rollout.native.layout import KVCache
 
@@ -94,10 +94,11 @@ class HFDecoder:
     def __init__(self, module: PreTrainedModel, cache: KVCache, compile_layers: bool) -> None:
         self._module, self._attention = module, module.config._attn_implementation
         self._layers = layers_of(module)
+        self.num_heads: int = module.config.get_text_config().num_attention_heads
         module.set_attn_implementation(GPU_PAGED)
         self._compiled = torch.compile(_call_layer) if compile_layers else _call_layer
         for layer, number in self._layers:
-            layer.forward = functools.partial(self._layer, layer, *cache.layer(number))  # type: ignore[method-assign]
+            layer.forward = functools.partial(self._layer, layer, *cache.layer(number))
 
     def release(self) -> None:
         """Give the module back as it was."""
@@ -105,8 +106,16 @@ class HFDecoder:
             layer.__dict__.pop("forward", None)
         self._module.set_attn_implementation(self._attention)
 
-    def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor:
-        """[rows, vocabulary] float32 after one new token for each row."""
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None,
+    ) -> Tensor:
+        """[rows, vocabulary] float32 after one new token for each row. `shared` is not used: each row reads all of its pages."""
         for tensor in (slots, page_table, context_lens):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self._logits(tokens, positions, slots=slots, page_table=page_table, context_lens=context_lens)
@@ -141,7 +150,7 @@ def layers_of(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
         if type(layer).__name__ in names:
             numbers = {part.layer_idx for part in layer.modules() if isinstance(getattr(part, "layer_idx", None), int)}
             if len(numbers) == 1:
-                found.append((layer, int(numbers.pop())))
+                found.append((layer, cast(int, numbers.pop())))
     if sorted(number for _, number in found) != list(range(len(found))) or not found:
         raise ConfigError(
             f"the layers of {type(module).__name__} cannot be told apart for decoding on a GPU (found {[n for _, n in found]}); "

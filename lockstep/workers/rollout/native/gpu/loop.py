@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.attention import copy_pages
+from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
 from lockstep.workers.rollout.native.gpu.prefill import PackedRows
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, Filter, bucket
@@ -32,6 +32,9 @@ from lockstep.workers.rollout.native.scheduler import Row, Scheduler, Sequence
 
 PENDING = -1
 """A token that is enqueued and not read yet."""
+
+_WORTH_SHARING = 0.1
+"""Shared prefixes are read together when that saves this share of all keys and values."""
 
 FindStop = Callable[[Sequence, int], int | None]
 """(sequence, read before) -> how many of its tokens the response has if it ends among those read since; None if it goes on."""
@@ -93,6 +96,11 @@ class GenerationLoop:
         self._seats: list[_Seat] = []
         """The sequence of each row, from row 0. All rows after them are padding."""
         self._in_flight: deque[_Interval] = deque()
+        heads = decoder.num_heads
+        self._group_limit = group_limit(heads, cache.shape.num_kv_heads)
+        self._grouped: list[_Seat] | None = None
+        """The seats that `RowState.shared` was made for."""
+        self._shares = False
 
     def run(
         self,
@@ -149,7 +157,7 @@ class GenerationLoop:
         left = [seat.sequence.max_tokens - len(seat.sequence.tokens) for seat in self._seats]
         count = min(self._scheduler.lookahead, max(left))
         size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
-        self._runner.steps(size, count, keep)
+        self._runner.steps(size, count, keep, self._share_prefixes())
         for seat, remaining in zip(list(self._seats), left, strict=True):
             self._promise(seat.sequence, min(count, remaining))
         self._send_outputs()
@@ -163,12 +171,13 @@ class GenerationLoop:
         packed = [
             np.concatenate([sequence.slice(start, end) for sequence, start, end in spans]),
             np.concatenate([np.arange(start, end) for _, start, end in spans]),
-            np.concatenate([slots[start:] for slots, (_, start, _) in zip(all_slots, spans, strict=True)]),
+            np.concatenate([places[start:] for places, (_, start, _) in zip(all_slots, spans, strict=True)]),
         ]
         contexts = [start for _, start, _ in spans]
         key_slots = self._upload(np.concatenate(all_slots)) if any(contexts) else None
         layout = PackedRows([row.count for row in rows], contexts, key_slots, self._device)
-        logits = self._decoder.prefill(*self._upload(np.stack(packed)), layout)
+        tokens, positions, slots = self._upload(np.stack(packed))
+        logits = self._decoder.prefill(tokens, positions, slots, layout)
         draws = [(number, sequence) for number, row in enumerate(rows) for sequence in row.draws]
         for row in rows:
             if not row.draws:
@@ -220,6 +229,39 @@ class GenerationLoop:
         if changes:
             row_index, column_index, pages = self._upload(np.array(changes, dtype=np.int64).T)
             self._rows.page_table[row_index, column_index] = pages.int()
+
+    def _share_prefixes(self) -> bool:
+        """Whether reading shared pages once pays for the rows as they are; if so, the device knows the groups."""
+        if self._batch_invariant or num_splits(bucket(len(self._seats)), self._cache.shape.num_kv_heads) > 1:
+            return False
+        if self._grouped == self._seats:
+            return self._shares
+        self._grouped = list(self._seats)
+        groups: list[tuple[int, int, int]] = []  # first row, rows, tokens
+        page_size, row = self._cache.shape.page_size, 0
+        while row < len(self._seats):
+            leader, count = self._seats[row], 1
+            pages = len(leader.sequence.prompt.ids) // page_size
+            while pages and count < self._group_limit and row + count < len(self._seats):
+                other = self._seats[row + count]
+                if other.sequence.prompt is not leader.sequence.prompt or other.held[:pages] != leader.held[:pages]:
+                    break
+                count += 1
+            if count > 1:
+                groups.append((row, count, pages * page_size))
+            row += count
+        saved = sum((count - 1) * tokens for _, count, tokens in groups)
+        self._shares = saved > _WORTH_SHARING * sum(len(seat.sequence) for seat in self._seats)
+        if self._shares:
+            shared, size = self._rows.shared, bucket(len(self._seats))
+            tokens = np.zeros(size, dtype=np.int32)
+            for first, count, length in groups:
+                tokens[first : first + count] = length
+            table = np.zeros((2, max(1, size // 2)), dtype=np.int32)
+            table[:, : len(groups)] = np.array(groups, dtype=np.int32)[:, :2].T
+            shared.first[: table.shape[1]], shared.size[: table.shape[1]] = self._upload(table)
+            shared.tokens[:size] = self._upload(tokens)
+        return self._shares
 
     def _move(self, seats: list[_Seat]) -> None:
         """Keep only `seats`, a part of the present ones in their order, in the first rows; the rows after them become padding."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
+
 RING = 16
 """Tokens of a row that are kept for the host, which must look before they are overwritten."""
 
@@ -52,6 +54,8 @@ class RowState:
     chunk_sum: Tensor
     """[rows, chunks] float32"""
 
+    shared: SharedPrefixes
+    """Which rows read their first pages together."""
     seen: Tensor | None = None
     """[rows, vocabulary] bool: tokens of the prompt and the response; only where a repetition penalty is asked for."""
 
@@ -78,6 +82,7 @@ class RowState:
             stop=zeros(vocabulary, dtype=torch.uint8),
             chunk_max=zeros(rows, chunks, dtype=torch.float32),
             chunk_sum=zeros(rows, chunks, dtype=torch.float32),
+            shared=SharedPrefixes(*(zeros(count, dtype=torch.int32) for count in (rows, rows, rows))),
         )
 
     @property
@@ -90,6 +95,11 @@ class RowState:
         for tensor in (self.token, self.context, self.generated, self.limit, self.done, self.key, self.page_table, self.seen):
             if tensor is not None:
                 tensor[: len(order)] = tensor[order]
+
+    def shared_of(self, size: int) -> SharedPrefixes:
+        """`shared` for the first `size` rows: a group has two rows or more."""
+        groups = max(1, size // 2)
+        return SharedPrefixes(self.shared.first[:groups], self.shared.size[:groups], self.shared.tokens[:size])
 
     def track_seen(self, wanted: bool) -> None:
         """Make or drop `seen`. Graphs that use it must be forgotten when it is made anew."""

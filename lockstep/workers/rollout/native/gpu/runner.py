@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.attention import decode_slots
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, decode_slots
 from lockstep.workers.rollout.native.gpu.draw import draw
 from lockstep.workers.rollout.native.gpu.prefill import PackedRows
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
@@ -24,11 +24,27 @@ BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 6
 Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
 """(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
 
+Variant = tuple[int, Filter | None, bool]
+"""What a graph is captured for: the number of rows, the filter, and whether shared prefixes are read together."""
+WarmSizes = set[Variant]
+"""What has been computed once in this process: its kernels are compiled."""
+
 
 class Decoder(Protocol):
     """FusedDecoder or HFDecoder."""
 
-    def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor: ...
+    num_heads: int
+    """Query heads of a layer."""
+
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None,
+    ) -> Tensor: ...
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor: ...
 
@@ -43,20 +59,21 @@ def bucket(rows: int) -> int:
 class DecodeRunner:
     """Steps over `rows`. On a device without CUDA graphs (tests with Triton's interpreter) each step is simply computed."""
 
-    def __init__(self, decoder: Decoder, rows: RowState, page_size: int) -> None:
+    def __init__(self, decoder: Decoder, rows: RowState, page_size: int, warm: WarmSizes) -> None:
         self._decoder, self._rows, self._page_size = decoder, rows, page_size
         self._captures = rows.token.is_cuda
-        self._graphs: dict[tuple[int, Filter | None], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self._warm: set[tuple[int, Filter | None]] = set()
+        self._warm = warm
 
-    def steps(self, size: int, count: int, keep: Filter | None) -> None:
+    def steps(self, size: int, count: int, keep: Filter | None, shared: bool) -> None:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
+        variant = (size, keep, shared)
         if not self._captures:
             for _ in range(count):
-                self._step(size, keep)
+                self._step(*variant)
             return
-        graph = self._graphs.get((size, keep)) or self._capture(size, keep)
+        graph = self._graphs.get(variant) or self._capture(variant)
         for _ in range(count):
             graph.replay()
 
@@ -69,11 +86,12 @@ class DecodeRunner:
         self._graphs.clear()
         self._pool = None
 
-    def _step(self, size: int, keep: Filter | None) -> None:
+    def _step(self, size: int, keep: Filter | None, shared: bool) -> None:
         rows = self._rows
         table, context = rows.page_table[:size], rows.context[:size]
         positions, slots = decode_slots(table, context, self._page_size)
-        logits = self._decoder.decode(rows.token[:size], positions, slots, table, context)
+        prefixes = rows.shared_of(size) if shared else None
+        logits = self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes)
         self._draw(logits, 0, keep)
 
     def _draw(self, logits: Tensor, first: int, keep: Filter | None) -> None:
@@ -83,19 +101,20 @@ class DecodeRunner:
             kept, normaliser = keep(logits, self._rows, first)
             draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
 
-    def _capture(self, size: int, keep: Filter | None) -> torch.cuda.CUDAGraph:
-        if (size, keep) not in self._warm:
+    def _capture(self, variant: Variant) -> torch.cuda.CUDAGraph:
+        size = variant[0]
+        if variant not in self._warm:
             # The first run compiles kernels and makes the libraries' workspaces, which must not happen inside a capture. Rows that are
             # finished do not advance, and what this run writes to the pages is what the next step writes there again.
             done = self._rows.done[:size].clone()
             self._rows.done[:size] = TOO_LONG
-            self._step(size, keep)
+            self._step(*variant)
             self._rows.done[:size] = done
-            self._warm.add((size, keep))
+            self._warm.add(variant)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._step(size, keep)
-        self._graphs[size, keep] = graph
+            self._step(*variant)
+        self._graphs[variant] = graph
         return graph
