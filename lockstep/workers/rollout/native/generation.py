@@ -116,6 +116,7 @@ class Generation:
             sample_from=torch.tensor(sample_from, dtype=torch.int64),
             keys=self.keys[[sequence.index for sequence in drawn]],
             response_positions=torch.tensor([len(sequence.tokens) for sequence in drawn], dtype=torch.int64),
+            num_steps=plan.num_steps,
             history=[torch.tensor(sequence.slice(0, len(sequence))) for sequence in drawn] if penalised else None,
         )
 

@@ -72,10 +72,8 @@ class StepBatch:
     """[S] int64: `sampling.request_keys` of each draw's request."""
     response_positions: Tensor
     """[S] int64: which token of the response is drawn, from 0; with the key it decides the random number."""
+    num_steps: int = 1
+    """k: tokens to draw for each row. Above 1, every row has one new token and one draw, in the rows' order (S = R = N), and pages for
+    k tokens, or for as many as it may still have."""
     history: list[Tensor] | None = None
     """[S] of [seen tokens] int64: the request's prompt and response so far; only where a repetition penalty is asked for."""
-
-    @property
-    def is_decode(self) -> bool:
-        """One new token a row and one draw from each, in the rows' order: what a captured decode step computes."""
-        return len(self.sample_from) == len(self.query_lens) == len(self.input_ids)

@@ -44,6 +44,6 @@ class Runner(ABC):
     def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
         """Compute a pass and draw: tokens [k, S] int64 and log-probs [k, S] float32, on the CPU.
 
-        k is 1, or up to `lookahead` where the batch `is_decode`. What is drawn after a row's end means nothing, but must not be stored
-        outside the row's pages: places beyond them go to the scratch page. A log-prob that is not finite says that the logits are not.
+        k is `batch.num_steps` or less. What is drawn after a row's end means nothing, but must not be stored outside the row's pages:
+        places beyond them go to the scratch page. A log-prob that is not finite says that the logits are not.
         """

@@ -73,7 +73,7 @@ class Row:
         """The sequences that get a token from this row: none while its prompt is not yet complete."""
         if self.sequence.num_cached + self.count < len(self.sequence):
             return ()
-        return tuple(sequence for sequence in (self.sequence, *self.followers) if sequence.pages)
+        return (self.sequence, *self.followers)
 
 
 @dataclass(slots=True)
@@ -83,6 +83,8 @@ class Plan:
     rows: list[Row] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
     """Page -> page it is a copy of. All copies are made at once, before the pass."""
+    num_steps: int = 1
+    """Most tokens that are drawn for each row: more than one only where every row decodes and has pages for them."""
 
 
 class Scheduler:
@@ -126,12 +128,13 @@ class Scheduler:
             self._prefill(plan, budget)
         if not plan.rows:
             for sequence in list(self.running):
+                # Those without pages were preempted just now, for one that was admitted before them.
                 if sequence.pages and len(sequence) - sequence.num_cached == 1 and self._extend(sequence, plan):
                     plan.rows.append(Row(sequence, 1))
+            num_decoding = len(plan.rows)
             if self.mixed:
-                self._prefill(plan, budget - len(plan.rows))
-        # A row may have lost its pages to one that was admitted before it.
-        plan.rows = [row for row in plan.rows if row.sequence.pages]
+                self._prefill(plan, budget - num_decoding)
+            plan.num_steps = self.lookahead if len(plan.rows) == num_decoding else 1
         assert plan.rows or self.is_idle, "nothing can run: a sequence that does not fit into the pool was let in"
         return plan
 
@@ -160,11 +163,10 @@ class Scheduler:
         """Add rows for prompts, the started ones first, within `budget` tokens."""
         for sequence in list(self.running):
             missing = len(sequence) - sequence.num_cached
-            if sequence.pages and missing > 1 and budget > 0:
+            if missing > 1 and budget > 0:
                 count = min(missing, budget)
-                if self._extend(sequence, plan, count):
-                    plan.rows.append(self._row(sequence, count))
-                    budget -= count
+                plan.rows.append(self._row(sequence, count))
+                budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             count = self._admit(self.waiting[0], plan, budget)
             if not count:
@@ -172,12 +174,14 @@ class Scheduler:
             budget -= count
 
     def _admit(self, sequence: Sequence, plan: Plan, budget: int) -> int:
-        """Give the first waiting sequence a seat; returns how many tokens its row has, 0 if there are not enough pages."""
+        """Give the first waiting sequence a seat; returns how many tokens its row has, 0 if there are not enough pages.
+
+        It gets pages for all of its tokens at once, even where the budget cuts them into several passes: no prefill is given up half-way.
+        """
         prompt, pool = sequence.prompt, self.pool
         while True:
             cached = min(prompt.num_kept, len(sequence) - 1)
-            count = min(len(sequence) - cached, budget)
-            needed = pool.pages_for(cached + count) - pool.pages_for(cached) + bool(cached % pool.page_size)
+            needed = pool.pages_for(len(sequence)) - pool.pages_for(cached) + bool(cached % pool.page_size)
             # One page is left for each running sequence: it will need it soon.
             if needed + len(self.running) <= pool.num_free:
                 break
@@ -188,8 +192,9 @@ class Scheduler:
         sequence.num_cached = cached
         self._leave_queue(sequence)
         self.running.append(sequence)
-        reserved = self._extend(sequence, plan, count)
+        reserved = self._extend(sequence, plan, len(sequence) - cached)
         assert reserved, "its pages were counted"
+        count = min(len(sequence) - cached, budget)
         plan.rows.append(self._row(sequence, count))
         return count
 
