@@ -5,8 +5,8 @@
 
 Random weights of a real shape (--shape), or a model folder (--model). Response lengths are forced: nothing stops, each request has its own
 limit; log-probs are always returned. A rate is that of the fastest of --repeats runs after the first; the first one, which compiles and
-captures, is shown apart. --trainer-check N compares the sampler's log-probs of N responses with the training engine's. One table is
-printed, and benchmarks/results/rollout_*.json written.
+captures, is shown apart. --trainer-check N compares the sampler's log-probs of N responses of the first load with the training
+engine's. One table is printed, and benchmarks/results/rollout_*.json written.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         generate = _vllm(model, options) if engine == "vllm" else _lockstep(engine, model, options)
         for name in options.load:
             load = LOADS[name](**({"num_prompts": options.prompts} if options.prompts else {}))
-            rows.append({"engine": engine, "load": name} | _measure(generate, load, options, model))
+            check = options.trainer_check if name == options.load[0] else 0
+            rows.append({"engine": engine, "load": name} | _measure(generate, load, options.repeats, model, check))
             print(_line(rows[-1]), flush=True)
     print("\n" + "\n".join([_line(None), *map(_line, rows)]))
     about = _about(options, device, dtype)
@@ -153,9 +154,9 @@ def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Generate:
     return generate
 
 
-def _measure(generate: Generate, load: Load, options: argparse.Namespace, model: PreTrainedModel) -> dict[str, Any]:
+def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedModel, check: int) -> dict[str, Any]:
     seconds = []
-    for _ in range(1 + options.repeats):
+    for _ in range(1 + repeats):
         start = time.perf_counter()
         completions = generate(load)
         seconds.append(time.perf_counter() - start)
@@ -167,8 +168,8 @@ def _measure(generate: Generate, load: Load, options: argparse.Namespace, model:
         "runs_s": [round(s, 3) for s in seconds[1:]],
         "tokens_per_s": round(load.num_tokens / min(seconds[1:])),
     }
-    if options.trainer_check:
-        row["trainer_log_prob_difference"] = _trainer_check(model, load, completions, options.trainer_check)
+    if check:
+        row["trainer_log_prob_difference"] = _trainer_check(model, load, completions, check)
     return row
 
 
@@ -187,7 +188,8 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
         }
     )
     dtype = str(model.dtype).removeprefix("torch.")
-    module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32, attn_implementation=PACKED)
+    with model.device:
+        module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32, attn_implementation=PACKED)
     module.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
     engine = FSDPEngine(
         module, Head.LANGUAGE_MODEL, version=2, config=FSDPConfig(dtype=dtype), optim=None, total_updates=0, device=model.device

@@ -79,7 +79,7 @@ def paged_attention(
     group = heads // kv_heads
     splits = num_splits(rows, kv_heads) if splits is None else splits
     out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
-    padded = triton.next_power_of_2(dim)
+    padded = max(16, triton.next_power_of_2(dim))
     # A tile of keys of about 16 KiB: three stages of keys and values stay well inside shared memory.
     tile = max(16, min(page_size, 16384 // (padded * query.element_size())))
     use_shared = shared is not None and splits == 1 and window is None and sinks is None
