@@ -165,9 +165,54 @@ def test_logits_that_are_not_finite_end_their_sequence_alone():
     scheduler.add([Sequence(i, Prompt(ids), 5) for i, ids in enumerate(prompts)])
     sampling = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=5, stop_token_ids=(), seed=0)
     with torch.no_grad():
-        ended = {
-            s.index: ok for s, ok in backend.run(scheduler, {i: i for i in range(3)}, sampling, frozenset(), lambda s, i: None)
-        }
-    assert ended[1] is False
-    assert ended[0]
-    assert ended[2]
+        ended = backend.run(scheduler, {i: i for i in range(3)}, sampling, frozenset(), lambda sequence, start: None)
+        reasons = {sequence.index: reason for sequence, reason in ended}
+    assert reasons == {0: "length", 1: "error", 2: "length"}
+
+
+def test_samples_of_a_prompt_read_its_pages_together_in_large_batches():
+    """300 rows of 2 KV heads need no splits, so shared prefixes are used; greedy samples of a prompt must then all be alike."""
+    backend = make_backend(big_tiny("qwen2"), num_pages=3000)
+    prompts = random_prompts()
+    many, _ = generate(backend, prompts, [40] * 60, max_num_seqs=300)
+    assert any(shared for _, _, shared in backend._runner._graphs)
+    few, _ = generate(backend, prompts, [40])
+    assert [s.tokens for s in many] == [few[i // 60].tokens for i in range(300)]
+
+
+def test_more_requests_than_rows_are_served_as_rows_get_free():
+    backend = make_backend(big_tiny("qwen2"))
+    limits = [3, 30, 17, 9]
+    narrow, _ = generate(backend, random_prompts(), limits, max_num_seqs=7)
+    wide, _ = generate(backend, random_prompts(), limits)
+    assert [s.tokens for s in narrow] == [s.tokens for s in wide]
+
+
+def test_batch_invariant_log_probs_are_bitwise_the_same_in_any_batch():
+    backend = make_backend(big_tiny("qwen2").bfloat16(), batch_invariant=True)
+    together, _ = generate(backend, random_prompts(), [40, 20, 30], temperature=1.0, seed=3)
+    alone, _ = generate(backend, random_prompts(1), [40], temperature=1.0, seed=3)
+    assert alone[0].tokens == together[0].tokens
+    assert alone[0].log_probs == together[0].log_probs
+
+
+@torch.no_grad()
+def log_probs_of(model, sequence):
+    ids = torch.tensor([sequence.prompt.ids + sequence.tokens], device="cuda")
+    start = len(sequence.prompt.ids)
+    return model(input_ids=ids).logits[0, start - 1 : -1].float().log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("rows", [3, 60])
+def test_fused_layers_in_bfloat16_are_as_near_to_float32_as_the_module_itself(family, rows):
+    """Few rows and many take different products; both stay within 1.5 times the module's own mean rounding error."""
+    plain, fused = big_tiny(family).bfloat16(), big_tiny(family).bfloat16()
+    exact = big_tiny(family)
+    exact.load_state_dict(plain.state_dict())
+    prompts = [[ids[0] + i, *ids[1:20]] for i in range(12) for ids in random_prompts()]
+    sequences, _ = generate(make_backend(fused), [[i % 500 for i in ids] for ids in prompts[:rows]], [20], temperature=1.0)
+    want = torch.cat([log_probs_of(exact, s) for s in sequences])
+    module = torch.cat([log_probs_of(plain, s) for s in sequences])
+    sampler = torch.cat([torch.tensor(s.log_probs, device="cuda") for s in sequences])
+    assert (sampler - want).abs().mean() < 1.5 * (module - want).abs().mean()
