@@ -105,7 +105,10 @@ def main() -> None:
             start = time.perf_counter()
             tokens = run()
             rates[name].append(tokens / (time.perf_counter() - start))
-    print(f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, load {arguments.load}: {len(load[0])} requests,", end=" ")
+    print(
+        f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, load {arguments.load}: {len(load[0])} requests,",
+        end=" ",
+    )
     print(f"{sum(map(len, load[0]))} prompt tokens, {sum(load[1])} response tokens (longest {max(load[1])})")
     for name, values in rates.items():
         print(f"{name:18s} {statistics.median(values):8.1f} tok/s (all: {', '.join(f'{v:.1f}' for v in values)})")
