@@ -79,7 +79,7 @@ class KeyValueCache(Protocol):
     """What `cached_attention` asks of the cache: remember these keys and values, and attend with these queries."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        """Store key and value of the new tokens, then return the attention output [batch, tokens, H, D]."""
+        """Store key and value of the new tokens, then return the attention output [batch, tokens, H, D]. All have one head size D."""
         ...
 
 
@@ -99,7 +99,12 @@ def cached_attention(
 ) -> tuple[Tensor, None]:
     """Attention of new tokens over what `kv_cache` holds of their sequences."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return kv_cache.attend(layer, query, key, value, Variant(scaling, sliding_window, softcap, s_aux)), None
+    # A cache has one head size. Zeros at the end of a key change no score; at the end of a value they are cut off again.
+    value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
+    out = kv_cache.attend(layer, query, key, value, Variant(scaling, sliding_window, softcap, s_aux))
+    return out[..., :value_dim], None
 
 
 def causal_attention(

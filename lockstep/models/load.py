@@ -85,7 +85,8 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     memo = {id(parameter): parameter for parameter in model.parameters()}
     twin = copy.deepcopy(model, memo)
     twin.gradient_checkpointing_disable()
-    twin.set_attn_implementation(attention)
+    # Families with soft-capped scores or sinks have no fused function of transformers' own.
+    twin.set_attn_implementation("eager" if attention == "sdpa" and not model._supports_sdpa else attention)
     return twin.eval()
 
 

@@ -28,11 +28,11 @@ class _Recorder:
     """A KeyValueCache that attends within one token, where the output is the value itself, and notes the shapes."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.shapes: dict[int, tuple[int, int]] = {}
         self.dtype = torch.float32
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        self.shapes[layer] = (key.shape[1], key.shape[3])
         self.dtype = key.dtype
         return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2)
 
@@ -50,11 +50,8 @@ def cache_shape(module: PreTrainedModel, page_size: int) -> CacheShape:
         raise _unsupported(module, "it has no attention that goes through transformers' attention interface")
     shapes = set(recorder.shapes.values())
     if len(shapes) > 1:
-        raise _unsupported(module, f"its layers have keys of different shapes: {sorted(shapes)} (heads, key size, value size)")
-    kv_heads, key_dim, value_dim = shapes.pop()
-    if key_dim != value_dim:
-        raise _unsupported(module, f"its keys have {key_dim} numbers a head and its values {value_dim}; pages need the same")
-    return CacheShape(max(recorder.shapes) + 1, kv_heads, key_dim, page_size, recorder.dtype)
+        raise _unsupported(module, f"its layers have keys of different shapes: {sorted(shapes)} (heads, size of a head)")
+    return CacheShape(max(recorder.shapes) + 1, *shapes.pop(), page_size, recorder.dtype)
 
 
 @torch.no_grad()
@@ -79,7 +76,7 @@ def check_equivalence(module: PreTrainedModel, runner: object) -> None:
             logits = runner.forward(batch, torch.arange(len(batch.input_ids)))
             for out, part in zip(paged, logits.split(counts), strict=True):
                 out.append(part)
-        module.set_attn_implementation("sdpa")
+        module.set_attn_implementation("eager")
         alone = [module(input_ids=row[None].to(module.device), use_cache=False).logits[0].float() for row in rows]
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
         raise _unsupported(module, f"generating with a paged cache fails ({_first_line(error)})") from error
