@@ -49,9 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = _model(options, device, dtype)
-    rows = []
+    rows, starts = [], {}
     for engine in options.engine:
+        start = time.perf_counter()
         generate = _vllm(model, options) if engine == "vllm" else _lockstep(engine, model, options)
+        generate(Load([[1, 2, 3]], [1]))
+        starts[engine] = round(time.perf_counter() - start, 2)
+        print(f"{engine}: {starts[engine]} s from a loaded model to the first token", flush=True)
         for name in options.load:
             load = LOADS[name](**({"num_prompts": options.prompts} if options.prompts else {}))
             check = options.trainer_check if name == options.load[0] else 0
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = _about(options, device, dtype)
     file = RESULTS / f"rollout_{options.name or options.shape or Path(options.model).name}_{about['date']}.json"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--trainer-check", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--generic-layers", action="store_true", help="the native engine's way for all families, also where it has fused layers"
+    )
     parser.add_argument("--name", help="middle part of the result file's name, instead of the shape")
     return parser
 
@@ -103,6 +110,10 @@ def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) ->
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.memory,
     )
+    if options.generic_layers:
+        from lockstep.workers.rollout.native.gpu import backend
+
+        backend.is_fusable = lambda module: False
     attention = {"native": "lockstep_cached", "hf": "sdpa"}[name]
     engine = make_rollout(share_structure(model, attention), config, pad_token_id=0)
     return lambda load: engine.generate(_requests(load), _sampling(load))
