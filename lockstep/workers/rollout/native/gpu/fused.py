@@ -166,8 +166,7 @@ class FusedDecoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [N, heads, D] with positions in them, the latter two also in their slots.
 
-        `qkv` [N, (heads + 2 kv_heads) D] is changed in place; or it is [parts, N, ...] that add up, with `bias`, to it: then the key
-        and value that are returned mean nothing.
+        `qkv` [N, (heads + 2 kv_heads) D] is changed in place; or it is [parts, N, ...] that add up, with `bias`, to it.
         """
         heads, kv_heads, dim = self.num_heads, self._kv_heads, self._dim
         parts = qkv.shape[0] if qkv.dim() == 3 else 0
@@ -301,3 +300,5 @@ def _rotate_and_store_kernel(
     tl.store(target, y1, mask=is_key)
     tl.store(target + H2, y2, mask=is_key)
     tl.store(VP + slot * (KV_HEADS * D) + i, v.to(TYPE), mask=is_value)
+    if PARTS > 0:
+        tl.store(OUT + token * width + v_start + i, v.to(TYPE), mask=is_value)

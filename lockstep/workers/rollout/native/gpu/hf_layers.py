@@ -116,8 +116,8 @@ class HFDecoder:
         shared: SharedPrefixes | None,
     ) -> Tensor:
         """[rows, vocabulary] float32 after one new token for each row. `shared` is not used: each row reads all of its pages."""
-        for tensor in (slots, page_table, context_lens):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for tensor, dimensions in ((slots, [0]), (page_table, [0, 1]), (context_lens, [0])):
+            torch._dynamo.maybe_mark_dynamic(tensor, dimensions)
         return self._logits(tokens, positions, slots=slots, page_table=page_table, context_lens=context_lens)
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor:
@@ -131,6 +131,8 @@ class HFDecoder:
     def _layer(self, layer: nn.Module, k_pages: Tensor, v_pages: Tensor, *args: Any, **kwargs: Any) -> Any:
         if "packed" in kwargs:
             return _call_layer(layer, k_pages, v_pages, args, kwargs)
+        for pages in (k_pages, v_pages):
+            torch._dynamo.maybe_mark_dynamic(pages, 0)
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[0] == 1:

@@ -102,15 +102,11 @@ class DecodeRunner:
             draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
 
     def _capture(self, variant: Variant) -> torch.cuda.CUDAGraph:
-        size = variant[0]
+        if not self._warm:
+            # A compiler that makes one kernel for all batch sizes tunes it for the size that it sees first: let that be the largest.
+            self._warm_up((self._rows.capacity, None, False))
         if variant not in self._warm:
-            # The first run compiles kernels and makes the libraries' workspaces, which must not happen inside a capture. Rows that are
-            # finished do not advance, and what this run writes to the pages is what the next step writes there again.
-            done = self._rows.done[:size].clone()
-            self._rows.done[:size] = TOO_LONG
-            self._step(*variant)
-            self._rows.done[:size] = done
-            self._warm.add(variant)
+            self._warm_up(variant)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -118,3 +114,15 @@ class DecodeRunner:
             self._step(*variant)
         self._graphs[variant] = graph
         return graph
+
+    def _warm_up(self, variant: Variant) -> None:
+        """Compile kernels and make the libraries' workspaces, which must not happen inside a capture.
+
+        Rows that are finished do not advance, and what this run writes to the pages is what the next step writes there again.
+        """
+        size = variant[0]
+        done = self._rows.done[:size].clone()
+        self._rows.done[:size] = TOO_LONG
+        self._step(*variant)
+        self._rows.done[:size] = done
+        self._warm.add(variant)
