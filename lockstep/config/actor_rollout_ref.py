@@ -6,6 +6,7 @@ from typing import Any
 from lockstep.config.check import absolute_reference, at_least, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.sampling import check_sampling
 
 ROLLOUTS = ("native", "hf")
 """Generation engines that can be named in rollout.name."""
@@ -135,11 +136,15 @@ class SamplingConfig:
     """Keep the k most likely tokens; -1 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this share of the most likely one's probability."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the prompt or the response already has less likely (above 1)."""
     n: int = 1
     """Samples a prompt."""
 
     def __post_init__(self) -> None:
-        _check_sampling("actor_rollout_ref.rollout.val_kwargs", self.temperature, self.top_k, self.top_p, self.n)
+        _check_drawing("actor_rollout_ref.rollout.val_kwargs", self)
 
 
 @dataclass
@@ -154,16 +159,34 @@ class RolloutConfig:
     """Keep the k most likely tokens; -1 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this share of the most likely one's probability."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the prompt or the response already has less likely (above 1). Log-probs stay those without it."""
+    stop: list[str] = field(default_factory=list)
+    """A response ends after the token that completes one of these strings; its tokens stay in the response."""
     max_num_seqs: int = 256
     """Sequences decoded at once on one device."""
+    max_num_batched_tokens: int = 8192
+    """Tokens computed at once on one device; longer prompts are computed in several passes."""
+    gpu_memory_utilization: float = 0.5
+    """Of the GPU memory that is free when generation starts, how much the key-value cache may take."""
+    free_cache_engine: bool = True
+    """Give the key-value cache's memory back after each generation, for the update."""
+    batch_invariant: bool = False
+    """Compute in shapes that round alike in any batch: tokens and log-probs are the same bit for bit, and generation is slower."""
+    fallback_to_hf: bool = False
+    """Generate with transformers (slow) from a model that the native engine cannot compute; otherwise such a model is an error."""
     exactness_bound: float = 1e-4
     """While the sampler's log-probs are this close to the trainer's, they serve as old log-probs and that pass is skipped; 0: never."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
         one_of("actor_rollout_ref.rollout.name", self.name, ROLLOUTS)
-        _check_sampling("actor_rollout_ref.rollout", self.temperature, self.top_k, self.top_p, self.n)
+        _check_drawing("actor_rollout_ref.rollout", self)
         at_least("actor_rollout_ref.rollout.max_num_seqs", self.max_num_seqs, 1)
+        at_least("actor_rollout_ref.rollout.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        in_range("actor_rollout_ref.rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         at_least("actor_rollout_ref.rollout.exactness_bound", self.exactness_bound, 0.0)
 
 
@@ -175,9 +198,6 @@ class ActorRolloutRefConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
-def _check_sampling(prefix: str, temperature: float, top_k: int, top_p: float, n: int) -> None:
-    at_least(f"{prefix}.temperature", temperature, 0.0)
-    in_range(f"{prefix}.top_p", top_p, 0.0, 1.0)
-    at_least(f"{prefix}.n", n, 1)
-    if top_k != -1:
-        at_least(f"{prefix}.top_k", top_k, 1)
+def _check_drawing(prefix: str, section: SamplingConfig | RolloutConfig) -> None:
+    check_sampling(prefix, section.temperature, section.top_k, section.top_p, section.min_p, section.repetition_penalty)
+    at_least(f"{prefix}.n", section.n, 1)

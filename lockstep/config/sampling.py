@@ -2,20 +2,50 @@
 
 from dataclasses import dataclass
 
+from lockstep.config.check import at_least, in_range
+from lockstep.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One set of sampling parameters for a whole call."""
+    """One set of sampling parameters for a whole call. Raises ConfigError, naming the parameter, when one is out of range."""
 
     temperature: float
     """Divides the logits; 0 takes the most likely token."""
-    top_k: int
+    top_k: int = -1
     """Keep the k most likely tokens; -1 keeps all."""
-    top_p: float
+    top_p: float = 1.0
     """Keep the most likely tokens that hold this much probability; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens that have at least this share of the most likely one's probability; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens that the prompt or the response has; 1 does nothing."""
     max_tokens: int
     """Longest response."""
     stop_token_ids: tuple[int, ...]
     """A response ends after one of these."""
+    stop: tuple[str, ...] = ()
+    """A response ends after the token that completes one of these strings."""
     seed: int
     """The run's seed."""
+
+    def __post_init__(self) -> None:
+        check_sampling("sampling", self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        at_least("sampling.max_tokens", self.max_tokens, 1)
+        if "" in self.stop:
+            raise ConfigError(f"sampling.stop={list(self.stop)} has an empty string, which every response ends with; leave it out")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def check_sampling(prefix: str, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> None:
+    """Raise ConfigError for the first value that cannot be sampled with; `prefix` stands before its name."""
+    in_range(f"{prefix}.temperature", temperature, 0.0, 1e4)
+    in_range(f"{prefix}.top_p", top_p, 0.0, 1.0)
+    in_range(f"{prefix}.min_p", min_p, 0.0, 1.0)
+    in_range(f"{prefix}.repetition_penalty", repetition_penalty, 1e-4, 1e4)
+    if top_k != -1:
+        at_least(f"{prefix}.top_k", top_k, 1)

@@ -10,6 +10,7 @@ argument of the model's forward. Legend: R rows, L longest row, N tokens, H quer
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lockstep.errors import ConfigError
-
 PACKED = "lockstep_packed"
 CACHED = "lockstep_cached"
-
-_UNSUPPORTED = ("softcap", "s_aux")
-"""Keyword arguments of attention variants (logit soft-capping, attention sinks) that these functions do not compute."""
 
 
 class PackedLayout:
@@ -51,33 +47,39 @@ def packed_attention(
     layout: PackedLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each row of a packed sequence (batch 1).
 
     The rows are padded on the right for this call only: under a causal mask a token never looks right, so padding needs no mask.
     """
-    _refuse_unsupported(module, kwargs)
     q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [R, H, L, D]
-    mask = None
-    if sliding_window is not None and layout.longest > sliding_window:
-        distance = torch.arange(layout.longest, device=q.device)
-        distance = distance[:, None] - distance[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = causal_attention(q, k, v, scaling, sliding_window, softcap, None if s_aux is None else s_aux.view(1, -1, 1, 1))
     packed = out.transpose(1, 2).flatten(0, 1)[layout.to_packed]  # [N, H, D]
     return packed[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How one layer attends, beside its queries, keys and values."""
+
+    scaling: float | None = None
+    """Multiplies the scores; None means 1 / sqrt(D)."""
+    sliding_window: int | None = None
+    """A token sees itself and the `sliding_window` - 1 tokens before it; None sees all."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """[H]: a score of each head that takes part in the softmax and has no value."""
 
 
 class KeyValueCache(Protocol):
     """What `cached_attention` asks of the cache: remember these keys and values, and attend with these queries."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
-    ) -> Tensor:
-        """Store key and value of the new tokens, then return the attention output [batch, tokens, H, D]."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        """Store key and value of the new tokens, then return the attention output [batch, tokens, H, D]. All have one head size D."""
         ...
 
 
@@ -91,18 +93,64 @@ def cached_attention(
     kv_cache: KeyValueCache,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of new tokens over what `kv_cache` holds of their sequences."""
-    _refuse_unsupported(module, kwargs)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return kv_cache.attend(layer, query, key, value, scaling, sliding_window), None
+    # A cache has one head size. Zeros at the end of a key change no score; at the end of a value they are cut off again.
+    value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
+    out = kv_cache.attend(layer, query, key, value, Variant(scaling, sliding_window, softcap, s_aux))
+    return out[..., :value_dim], None
 
 
-def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ConfigError(f"{type(module).__name__} uses attention with '{name}', which is not supported; choose another model")
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of q [R, H, M, D] over k, v [R, H or fewer, L, D] whose last M tokens are the queries' own: [R, H, M, D]."""
+    queries, keys = q.shape[2], k.shape[2]
+    if queries == keys and (sliding_window is None or keys <= sliding_window) and softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+    mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    return masked_attention(q, k, v, mask, scaling, softcap, sinks)
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of q [R, H, M, D] over k, v [R, H or fewer, L, D] where `mask` (to [R, H, M, L], boolean) allows: [R, H, M, D].
+
+    `sinks` broadcasts to [R, H, M, 1].
+    """
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return torch.matmul(weights.to(v.dtype), v)
 
 
 AttentionInterface.register(PACKED, packed_attention)

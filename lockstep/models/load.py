@@ -19,6 +19,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.model_source import model_folder
 from lockstep.utils.quiet import quiet_transformers
 
 
@@ -50,7 +51,7 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
         torch.manual_seed(seed)
         try:
             model, report = head.value.from_pretrained(
-                config.path,
+                model_folder(config.path),
                 config=hf_config,
                 dtype=torch.float32,
                 attn_implementation="sdpa" if head is Head.SCORE else PACKED,
@@ -84,7 +85,8 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     memo = {id(parameter): parameter for parameter in model.parameters()}
     twin = copy.deepcopy(model, memo)
     twin.gradient_checkpointing_disable()
-    twin.set_attn_implementation(attention)
+    # Families with soft-capped scores or sinks have no fused function of transformers' own.
+    twin.set_attn_implementation("eager" if attention == "sdpa" and not model._supports_sdpa else attention)
     return twin.eval()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.utils.model_source import model_folder
 
 
 def read_model_config(path: str, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
@@ -13,6 +14,7 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
 
     Raises DataError when `path` is not a model, ConfigError for an override that the model's config does not have.
     """
+    path = model_folder(path)
     folder = Path(path)
     if folder.is_file() or (folder.is_dir() and not (folder / "config.json").is_file()):
         raise DataError(f"{path} is not a Hugging Face model folder: there is no config.json in it")
@@ -39,7 +41,7 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's end of sequence and those of the model's generation_config.json."""
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     try:
-        listed = GenerationConfig.from_pretrained(path).eos_token_id
+        listed = GenerationConfig.from_pretrained(model_folder(path)).eos_token_id
     except OSError:  # the file is optional
         listed = None
     ids |= set(listed) if isinstance(listed, list) else {listed} if listed is not None else set()

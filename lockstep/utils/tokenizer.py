@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import DataError
+from lockstep.utils.model_source import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     """
     from transformers import AutoTokenizer
 
+    path = model_folder(path)
     is_local = Path(path).expanduser().exists()
     if not is_local and (path.startswith((".", "~", "/")) or path.count("/") > 1):
         raise DataError(f"{path} does not exist; expected a folder with tokenizer files, or a hub id such as Qwen/Qwen3-0.6B")

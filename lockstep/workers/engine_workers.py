@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import OptimConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.errors import NumericalError
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.observability.metrics import Max, Mean, Metric
 from lockstep.protocol import DataProto, Ragged
@@ -30,8 +31,8 @@ from lockstep.workers.engine.fsdp.engine import compute_dtype
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.losses import make_policy_loss, make_value_loss
-from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
-from lockstep.workers.rollout.registry import get_rollout
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine
+from lockstep.workers.rollout.registry import get_rollout, make_rollout
 from lockstep.workers.weight_sync.shared import SharedWeights, copy_weights
 
 POLICY_ROLES = ("actor", "rollout", "actor_rollout", "ref", "actor_rollout_ref")
@@ -78,7 +79,9 @@ class ActorRolloutRefWorker(Worker):
         else:
             model = load_model(self.config.model, Head.LANGUAGE_MODEL, self.seed)
             decoder = share_structure(model, rollout.attention).to(self.device, dtype)  # type: ignore[arg-type]
-        self.rollout = rollout(decoder, self.config.rollout.max_num_seqs, self.pad_token_id)
+        with self._weights():
+            self.rollout = make_rollout(decoder, self.config.rollout, self.pad_token_id, self._decode_text())
+        self.rollout.own_weights = self.shared is None or self.shared.keeps_copy
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(
@@ -99,12 +102,19 @@ class ActorRolloutRefWorker(Worker):
             )
         ]
         finished: dict[int, Completion] = {}
-        with self.shared.lent() if self.shared is not None else nullcontext():
-            for i, completion in self.rollout.generate_stream(requests, sampling):
-                finished[i] = completion
+        with self._weights():
+            for completion in self.rollout.generate_stream(requests, sampling):
+                finished[completion.index] = completion
                 if on_finished is not None:
-                    on_finished((int(prompts.non_tensor_batch["row"][i]), completion.ids))
+                    on_finished((int(prompts.non_tensor_batch["row"][completion.index]), completion.ids))
+        if self.config.rollout.free_cache_engine:
+            self.rollout.sleep()
         completions = [finished[i] for i in range(len(requests))]
+        failures = [completion.error for completion in completions if completion.error]
+        if failures:
+            print(f"{len(failures)} of {len(requests)} requests have no response; the first: {failures[0]}", flush=True)
+        if len(failures) == len(requests) > 0:
+            raise NumericalError(f"no request of the batch has a response; the first: {failures[0]}")
         responses = Ragged.from_rows([c.ids for c in completions], dtype=torch.int64)
         columns = {
             "responses": responses,
@@ -189,6 +199,18 @@ class ActorRolloutRefWorker(Worker):
             seed=self.seed,
             decoder_attention=decoder_attention,
         )
+
+    def _weights(self) -> AbstractContextManager[object]:
+        """Inside, the decoder has its weights."""
+        return self.shared.lent() if self.shared is not None else nullcontext()
+
+    def _decode_text(self) -> DecodeText | None:
+        """What looks for stop strings; the tokenizer is loaded only for them."""
+        if not self.config.rollout.stop:
+            return None
+        assert self.config.model.path is not None
+        tokenizer = hf_tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
 
     def _actor_budget(self) -> Budget:
         actor = self.config.actor

@@ -6,20 +6,24 @@ from typing import Any
 
 import torch
 
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.base import Completion, DecodeText, Request
 from lockstep.workers.rollout.registry import get_rollout
 
 PAD = 0
 
 
-def make_rollout(path: str, name: str = "native", max_num_seqs: int = 64) -> Any:
-    """The engine over a module of its own."""
+def make_rollout(
+    path: str, name: str = "native", max_num_seqs: int = 64, decode_text: DecodeText | None = None, **config: Any
+) -> Any:
+    """The engine over a module of its own; `config` goes to RolloutConfig."""
     rollout = get_rollout(name)
     model = load_model(ModelConfig(path=path), Head.LANGUAGE_MODEL, seed=0)
-    return rollout(share_structure(model, rollout.attention), max_num_seqs, PAD)
+    section = RolloutConfig(name=name, max_num_seqs=max_num_seqs, **config)
+    return rollout(share_structure(model, rollout.attention), section, PAD, decode_text)
 
 
 def make_requests(count: int = 7, step: int = 4) -> list[Request]:

@@ -314,8 +314,11 @@ class RayPPOTrainer:
             temperature=source.temperature,
             top_k=source.top_k,
             top_p=source.top_p,
+            min_p=source.min_p,
+            repetition_penalty=source.repetition_penalty,
             max_tokens=self.config.data.max_response_length,
             stop_token_ids=self.stop_token_ids,
+            stop=tuple(rollout.stop),
             seed=self.config.trainer.seed,
         )
 

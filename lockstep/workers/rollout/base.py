@@ -1,58 +1,131 @@
-"""RolloutEngine: token ids in, token ids and log-probs out. Text is never seen here."""
+"""RolloutEngine: token ids in, token ids and log-probs out. Text is seen only where a stop string is looked for."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.errors import ConfigError
+
+DecodeText = Callable[[list[int]], str]
+"""Token ids -> text, special tokens included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to generate."""
+    """One response to generate. The limits are the call's where they are None."""
 
     prompt_ids: Tensor
     """[P] int64, P at least 1."""
     key: tuple[int, int, int]
     """(step, prompt, sample): with the run's seed and the position it decides the random number behind each token."""
+    max_tokens: int | None = None
+    """Longest response."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """The response ends after one of these."""
+    stop: tuple[str, ...] | None = None
+    """The response ends after the token that completes one of these strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response."""
+    """One response, or why there is none."""
 
+    index: int
+    """Which request of the call it answers."""
     ids: Tensor
-    """[T] int64, with the stop token when there was one."""
+    """[T] int64, with the stop token, or the tokens of the stop string, when there was one. Empty after an error."""
     log_probs: Tensor
     """[T] float32: log-prob of each token under the whole distribution at the sampling temperature (at 1 when greedy)."""
     finish_reason: str
-    """"stop" or "length"."""
+    """"stop", "length", "abort" (has the tokens up to then) or "error"."""
     policy_version: int
     """Which weights wrote it."""
+    error: str | None = None
+    """What was wrong, with the request's key; only with finish_reason "error"."""
 
 
 class RolloutEngine(ABC):
-    """Generates from `module`, a plain Hugging Face causal language model whose parameters somebody else keeps up to date."""
+    """Generates from `module`, a plain Hugging Face causal language model whose parameters somebody else keeps up to date.
+
+    A request that cannot be served (see `find_fault`), or whose logits are not finite, gets a Completion with finish_reason "error"; the
+    others are not touched by it.
+    """
 
     attention: str
     """The attention function the module must be built with."""
+    own_weights: bool = True
+    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
 
-    def __init__(self, module: PreTrainedModel, max_num_seqs: int, pad_token_id: int) -> None:
-        self.module, self.max_num_seqs, self.pad_token_id = module, max_num_seqs, pad_token_id
+    def __init__(
+        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+    ) -> None:
+        self.module, self.config, self.pad_token_id, self.decode_text = module, config, pad_token_id, decode_text
         self.version = 0
         """Counts the weights: whoever changes them adds one."""
 
     @abstractmethod
-    @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """One completion for each request, in order. Raises NumericalError, naming the request, when logits are not finite."""
+    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        """One completion for each request, as they finish; `Completion.index` says which. Closing the iterator ends the generation."""
 
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
-        """The completions with the positions of their requests, each as soon as it is finished, in any order."""
-        yield from enumerate(self.generate(requests, sampling))
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        """One completion for each request, in order."""
+        finished = {completion.index: completion for completion in self.generate_stream(requests, sampling)}
+        return [finished[index] for index in range(len(requests))]
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the model's family and the reason, if this engine would compute the module wrongly."""
+        return
+
+    def sleep(self) -> None:
+        """Give back the memory that only generation needs. The next generation takes it again by itself."""
+        return
+
+    def _faults(self, requests: Sequence[Request], sampling: SamplingParams) -> dict[int, Completion]:
+        """Completions of the requests that cannot be served. Raises ConfigError for stop strings without a way to decode tokens."""
+        if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
+            raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
+        config = self.module.config.get_text_config()
+        found = {}
+        for index, request in enumerate(requests):
+            fault = find_fault(request, sampling, config.vocab_size, getattr(config, "max_position_embeddings", None))
+            if fault is not None:
+                found[index] = failed(index, request, fault, self.version)
+        return found
+
+
+def find_fault(request: Request, sampling: SamplingParams, vocabulary: int, context: int | None) -> str | None:
+    """Why a model of this vocabulary and context length cannot serve the request; None if it can."""
+    ids, limit = request.prompt_ids, request.max_tokens
+    if not len(ids):
+        return "the prompt is empty; it needs one token or more"
+    if limit is not None and limit < 1:
+        return f"max_tokens={limit}; it must be at least 1"
+    if request.stop is not None and "" in request.stop:
+        return "one of its stop strings is empty"
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        return f"the prompt has token {wrong}, the model knows 0 to {vocabulary - 1}: the tokenizer does not fit the model"
+    if context is not None and len(ids) >= context:
+        return f"the prompt has {len(ids)} tokens, the model's context holds {context}, one of them for the response"
+    return None
+
+
+def failed(index: int, request: Request, reason: str, version: int) -> Completion:
+    """The completion of a request that has no response."""
+    error = f"request {request.key} (step, prompt, sample): {reason}"
+    return Completion(index, torch.empty(0, dtype=torch.int64), torch.empty(0), "error", version, error)
+
+
+def longest_response(request: Request, sampling: SamplingParams, context: int | None) -> int:
+    """How many tokens the response may have: the request's limit, else the call's, and no more than the context has room for."""
+    limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+    return limit if context is None else min(limit, context - len(request.prompt_ids))

@@ -1,7 +1,10 @@
 """Which class stands behind rollout.name. Engines are imported when they are chosen."""
 
+from transformers import PreTrainedModel
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import ConfigError
-from lockstep.workers.rollout.base import RolloutEngine
+from lockstep.workers.rollout.base import DecodeText, RolloutEngine
 
 
 def get_rollout(name: str) -> type[RolloutEngine]:
@@ -15,3 +18,24 @@ def get_rollout(name: str) -> type[RolloutEngine]:
 
         return HFRollout
     raise ConfigError(f"actor_rollout_ref.rollout.name={name} is not known; choose one of: native, hf")
+
+
+def make_rollout(
+    module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+) -> RolloutEngine:
+    """The engine named by `config.name` over `module`, which must have its weights and that engine's attention.
+
+    A model that the engine would compute wrongly raises ConfigError; with `config.fallback_to_hf` transformers generates instead, and a
+    line on standard output says so.
+    """
+    engine = get_rollout(config.name)(module, config, pad_token_id, decode_text)
+    try:
+        engine.check()
+    except ConfigError as error:
+        if not config.fallback_to_hf:
+            raise
+        print(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
+        fallback = get_rollout("hf")
+        module.set_attn_implementation(fallback.attention)
+        engine = fallback(module, config, pad_token_id, decode_text)
+    return engine

@@ -1,7 +1,8 @@
 """Shared: the decoder's parameters are the trainer's own tensors. Nothing is copied on one rank in one precision.
 
 Where they cannot be the same tensors (shards on several ranks, a lower precision for generation) whole tensors are made for the time of
-one generation and dropped after it.
+one generation and dropped after it. On one GPU a copy in lower precision stays, and is written anew for each generation: captured graphs
+hold its addresses.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class SharedWeights:
         for module in self._decoder.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else buffer.to(engine.device)
+        self.keeps_copy = engine.device.type == "cuda" and engine.world_size == 1 and self._needs_cast()
+        """Whether the decoder has a copy of its own that keeps its place in memory (or where the decoder has moved it)."""
         self._drop()
 
     @contextmanager
@@ -32,6 +35,9 @@ class SharedWeights:
         """Inside, the decoder has the engine's present weights; gives the number of bytes that had to be copied for it."""
         copied = 0
         for name, tensor in self._engine.export_weights():
+            if self.keeps_copy and name in self._slots:
+                copied += self._write(name, tensor)
+                continue
             lent = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
             if self._engine.world_size > 1 or lent.data_ptr() != tensor.data_ptr():
                 copied += lent.nbytes
@@ -39,7 +45,22 @@ class SharedWeights:
         try:
             yield copied
         finally:
-            self._drop()
+            if not self.keeps_copy:
+                self._drop()
+
+    def _needs_cast(self) -> bool:
+        return any(tensor.is_floating_point() and tensor.dtype != self._dtype for _, tensor in self._engine.export_weights())
+
+    def _write(self, name: str, tensor: Tensor) -> int:
+        """Copy into the decoder's own parameter, made at the first time; returns its bytes."""
+        module, attribute = self._slots[name][0]
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        if parameter.is_meta:
+            self._assign(name, tensor.to(self._dtype, copy=True))
+        else:
+            parameter.data.copy_(tensor)
+        return parameter.nbytes
 
     def _assign(self, name: str, tensor: Tensor) -> None:
         parameter = nn.Parameter(tensor, requires_grad=False)

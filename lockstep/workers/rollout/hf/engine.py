@@ -2,78 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import NumericalError
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
 from lockstep.workers.rollout.sampling import request_keys
+from lockstep.workers.rollout.stopping import Stopping
+
+Numbered = tuple[int, Request]
+"""A request with its place in the call."""
 
 
 class HFRollout(RolloutEngine):
-    """See RolloutEngine. Randomness is seeded for each padded batch by its first request, so it depends on how requests are batched."""
+    """See RolloutEngine. Randomness is seeded for each padded batch by its first request, so it depends on how requests are batched.
+
+    Completions come a batch at a time. Every row of a batch runs as long as its longest, and is cut to its own limits afterwards.
+    """
 
     attention = "sdpa"
 
-    def __init__(self, module: PreTrainedModel, max_num_seqs: int, pad_token_id: int) -> None:
-        super().__init__(module, max_num_seqs, pad_token_id)
+    def __init__(
+        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+    ) -> None:
+        super().__init__(module, config, pad_token_id, decode_text)
         # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
         module.generation_config = GenerationConfig()
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        completions = []
-        for start in range(0, len(requests), self.max_num_seqs):
-            completions += self._generate_batch(requests[start : start + self.max_num_seqs], sampling)
-        return completions
+    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        faults = self._faults(requests, sampling)
+        yield from faults.values()
+        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
+        for start in range(0, len(served), self.config.max_num_seqs):
+            yield from self._generate_batch(served[start : start + self.config.max_num_seqs], sampling)
 
-    def _generate_batch(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        device = self.module.device
-        prompts = Ragged.from_rows([r.prompt_ids for r in requests])
+    def _generate_batch(self, numbered: list[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+        device, requests = self.module.device, [request for _, request in numbered]
+        context = getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+        limits = [Stopping.of(request, sampling, context, self.decode_text) for request in requests]
+        prompts = Ragged.from_rows([request.prompt_ids for request in requests])
         mask = prompts.like(torch.ones_like(prompts.values)).pad(0, side="left").to(device)
-        options = (
-            {"do_sample": True, "temperature": sampling.temperature, "top_k": max(sampling.top_k, 0), "top_p": sampling.top_p}
-            if sampling.temperature
-            else {"do_sample": False}
-        )
+        finite = _CheckFinite(len(requests))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(request_keys(sampling.seed, [requests[0].key])[0]))
             out = self.module.generate(  # type: ignore[operator]  # a causal language model has it
                 input_ids=prompts.pad(self.pad_token_id, side="left").to(device),
                 attention_mask=mask,
-                max_new_tokens=sampling.max_tokens,
-                eos_token_id=list(sampling.stop_token_ids) or None,
+                max_new_tokens=max(limit.max_tokens for limit in limits),
+                eos_token_id=_ends_all(limits),
                 pad_token_id=self.pad_token_id,
                 return_dict_in_generate=True,
                 output_logits=True,
-                logits_processor=LogitsProcessorList([_CheckFinite(requests)]),
-                **options,
+                logits_processor=LogitsProcessorList([finite]),
+                **_options(sampling),
             )
         tokens = out.sequences[:, mask.shape[1] :]
         logits = torch.stack(out.logits, dim=1).float() / (sampling.temperature or 1.0)
         log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-        return [self._completion(*row, sampling) for row in zip(tokens.cpu(), log_probs.cpu(), strict=True)]
+        for row, ((index, request), limit) in enumerate(zip(numbered, limits, strict=True)):
+            length, reason = _end(tokens[row].tolist(), limit)
+            bad = finite.first_bad[row]
+            if bad is not None and bad < length:
+                where = f"the model's logits are not finite at token {bad} of the response"
+                yield failed(index, request, where, self.version)
+            else:
+                yield Completion(index, tokens[row, :length].cpu(), log_probs[row, :length].cpu(), reason, self.version)
 
-    def _completion(self, ids: Tensor, log_probs: Tensor, sampling: SamplingParams) -> Completion:
-        stops = torch.isin(ids, torch.tensor(sampling.stop_token_ids, dtype=ids.dtype)).nonzero().flatten()
-        length = int(stops[0]) + 1 if len(stops) else len(ids)
-        return Completion(ids[:length], log_probs[:length], "stop" if len(stops) else "length", self.version)
+
+def _options(sampling: SamplingParams) -> dict[str, float | bool | int]:
+    options: dict[str, float | bool | int] = {"repetition_penalty": sampling.repetition_penalty, "do_sample": False}
+    if sampling.temperature:
+        options |= {"do_sample": True, "temperature": sampling.temperature, "top_k": max(sampling.top_k, 0)}
+        options |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
+    return options
+
+
+def _ends_all(limits: Sequence[Stopping]) -> list[int] | None:
+    """The stop tokens that every row has: transformers ends a row at them itself; the others are looked for afterwards."""
+    return sorted(frozenset.intersection(*(limit.token_ids for limit in limits))) or None
+
+
+def _end(tokens: Sequence[int], limit: Stopping) -> tuple[int, str]:
+    """The length of a response and why it ends."""
+    for length in range(1, len(tokens) + 1):
+        reason = limit.reason(tokens[max(0, length - limit.window) : length], length)
+        if reason is not None:
+            return length, reason
+    raise AssertionError("transformers generated less than it was asked for")
 
 
 class _CheckFinite(LogitsProcessor):
-    """Looks at the logits before generate draws from them, which would fail without saying where."""
+    """Notes the first token of each row whose logits are not finite, and lets generate go on: it would fail without saying where."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
+    def __init__(self, rows: int) -> None:
+        self.first_bad: list[int | None] = [None] * rows
+        self._steps = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        bad = (~torch.isfinite(scores.float().logsumexp(-1))).nonzero().flatten().tolist()
-        if bad:
-            key = self._requests[bad[0]].key
-            raise NumericalError(f"the model's logits are not finite for request {key} (step, prompt, sample)")
-        return scores
+        bad = ~torch.isfinite(scores.float().logsumexp(-1))
+        for row in bad.nonzero().flatten().tolist():
+            self.first_bad[row] = self._steps if self.first_bad[row] is None else self.first_bad[row]
+        self._steps += 1
+        return scores.masked_fill(bad[:, None], 0.0)

@@ -1,118 +1,117 @@
-"""NativeRollout: a slot is refilled as soon as its sequence ends, so short responses never wait for long ones."""
+"""NativeRollout: continuous batching over pages, from the trainer's own weights."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import NumericalError
-from lockstep.models.attention import CACHED, PackedLayout
-from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
-from lockstep.workers.rollout.native.cache import SlotCache
-from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
+from lockstep.models.attention import CACHED
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.native.generation import Generation
+from lockstep.workers.rollout.native.invariant import InvariantRunner
+from lockstep.workers.rollout.native.linears import prepacked
+from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
+from lockstep.workers.rollout.native.runner import Runner
+from lockstep.workers.rollout.native.scheduler import Scheduler
+from lockstep.workers.rollout.native.torch_runner import PAGE_SIZE, TorchRunner
+from lockstep.workers.rollout.stopping import Stopping
+
+if TYPE_CHECKING:  # needs Triton, which is on machines with a GPU only
+    from lockstep.workers.rollout.native.gpu.backend import GPUBackend
+    from lockstep.workers.rollout.native.gpu.generation import GPUGeneration
 
 
 class NativeRollout(RolloutEngine):
-    """See RolloutEngine. Prompts are prefilled packed; running sequences are decoded together, one token a pass."""
+    """See RolloutEngine. Prompts are prefilled packed; running sequences are decoded together; a seat is refilled as soon as it is free."""
 
     attention = CACHED
 
+    def __init__(
+        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+    ) -> None:
+        super().__init__(module, config, pad_token_id, decode_text)
+        self._runner: Runner | GPUBackend | None = None
+        self._aborts: set[int] = set()
+
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        if not requests:
-            return []
-        batch = _Batch(self, requests, sampling)
-        while batch.waiting or batch.running:
-            if batch.waiting and batch.free:
-                batch.prefill()
-            if batch.running:
-                batch.decode()
-        return batch.completions()
+    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        self._aborts.clear()
+        faults = self._faults(requests, sampling)
+        context = getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+        stopping = {
+            index: Stopping.of(request, sampling, context, self.decode_text)
+            for index, request in enumerate(requests)
+            if index not in faults
+        }
+        if stopping:
+            scheduler = self._scheduler(requests, stopping)
+            for index in list(stopping):
+                length, limit = len(requests[index].prompt_ids), stopping[index].max_tokens
+                if not scheduler.can_hold(length, limit):
+                    del stopping[index]
+                    room = scheduler.pool.capacity * scheduler.pool.page_size
+                    reason = (
+                        f"prompt and response may have {length} + {limit} tokens, the key-value cache has room for {room}; "
+                        "free memory, raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower the longest response"
+                    )
+                    faults[index] = failed(index, requests[index], reason, self.version)
+        yield from faults.values()
+        if stopping:
+            generation = self._generation(scheduler, requests, stopping, sampling)
+            with prepacked(self.module):
+                yield from generation.run(self._take_aborts)
 
+    def abort(self, index: int) -> None:
+        """End a request of the running `generate_stream` before the next pass; its completion has what was generated until then."""
+        self._aborts.add(index)
 
-class _Batch:
-    """The state of one `generate` call. Rows are requests; slots are places in the cache."""
+    def check(self) -> None:
+        check_equivalence(self.module, TorchRunner(self.module, cache_shape(self.module, PAGE_SIZE)))
 
-    def __init__(self, engine: NativeRollout, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        self.module, self.device, self.version = engine.module, engine.module.device, engine.version
-        self.requests, self.sampling = requests, sampling
-        slots = min(engine.max_num_seqs, len(requests))
-        longest = max(len(r.prompt_ids) for r in requests)
-        self.cache = SlotCache(slots, longest + sampling.max_tokens)
-        self.waiting = deque(range(len(requests)))
-        self.free = list(range(slots))
-        self.running: list[tuple[int, int]] = []
-        """(request, slot)"""
-        self.keys = request_keys(sampling.seed, [r.key for r in requests])
-        self.tokens: list[list[int]] = [[] for _ in requests]
-        self.log_probs: list[list[float]] = [[] for _ in requests]
-        self.stop = set(sampling.stop_token_ids)
+    def sleep(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
 
-    def prefill(self) -> None:
-        """Give free slots to waiting requests and sample the first token of each."""
-        count = min(len(self.free), len(self.waiting))
-        admitted = [(self.waiting.popleft(), self.free.pop(0)) for _ in range(count)]
-        prompts = [self.requests[row].prompt_ids for row, _ in admitted]
-        lengths = torch.tensor([len(p) for p in prompts])
-        layout = PackedLayout(lengths, self.device)
-        slots = torch.tensor([slot for _, slot in admitted])
-        self.cache.begin_prefill(slots.to(self.device), lengths.to(self.device), layout)
-        positions = torch.cat([torch.arange(len(p)) for p in prompts])
-        last = (torch.cumsum(lengths, 0) - 1).to(self.device)
-        logits = self._forward(torch.cat(prompts)[None], positions[None], logits_to_keep=last)[0]
-        self._sample(admitted, logits)
+    def _take_aborts(self) -> set[int]:
+        aborts, self._aborts = self._aborts, set()
+        return aborts
 
-    def decode(self) -> None:
-        """One more token for every running request."""
-        rows = [row for row, _ in self.running]
-        slots = torch.tensor([slot for _, slot in self.running], device=self.device)
-        positions = torch.tensor([len(self.requests[row].prompt_ids) + len(self.tokens[row]) - 1 for row in rows])
-        last_tokens = torch.tensor([self.tokens[row][-1] for row in rows])
-        self.cache.begin_decode(slots, positions.to(self.device))
-        logits = self._forward(last_tokens[:, None], positions[:, None])[:, 0]
-        running, self.running = self.running, []
-        self._sample(running, logits)
+    def _scheduler(self, requests: Sequence[Request], stopping: dict[int, Stopping]) -> Scheduler:
+        """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for."""
+        if self._runner is None:
+            self._runner = self._make_runner()
+        runner, seats = self._runner, self.config.max_num_seqs
+        needs = sorted((len(requests[i].prompt_ids) + limits.max_tokens for i, limits in stopping.items()), reverse=True)
+        wanted = 1 + sum(-(-need // runner.page_size) + 1 for need in needs[:seats])
+        if runner.num_pages < wanted:
+            runner.close()  # its pages count as free memory
+            runner.open(max(2, min(wanted, runner.most_pages())))
+        pool = PagePool(runner.num_pages, runner.page_size)
+        budget = min(self.config.max_num_batched_tokens, runner.most_tokens or self.config.max_num_batched_tokens)
+        return Scheduler(pool, seats, budget, runner.lookahead, runner.mixed)
 
-    def completions(self) -> list[Completion]:
-        return [
-            Completion(
-                ids=torch.tensor(tokens, dtype=torch.int64),
-                log_probs=torch.tensor(log_probs, dtype=torch.float32),
-                finish_reason="stop" if tokens and tokens[-1] in self.stop else "length",
-                policy_version=self.version,
-            )
-            for tokens, log_probs in zip(self.tokens, self.log_probs, strict=True)
-        ]
+    def _make_runner(self) -> Runner | GPUBackend:
+        utilization, invariant = self.config.gpu_memory_utilization, self.config.batch_invariant
+        if self.module.device.type == "cuda":
+            from lockstep.workers.rollout.native.gpu.backend import GPUBackend
 
-    def _forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Tensor) -> Tensor:
-        out = self.module(
-            input_ids=input_ids.to(self.device),
-            position_ids=position_ids.to(self.device),
-            use_cache=False,
-            kv_cache=self.cache,
-            **kwargs,
-        )
-        return out.logits
+            shape = cache_shape(self.module, GPUBackend.page_size)
+            return GPUBackend(self.module, shape, utilization, own_weights=self.own_weights, batch_invariant=invariant)
+        kind = InvariantRunner if invariant else TorchRunner
+        return kind(self.module, cache_shape(self.module, PAGE_SIZE), utilization)
 
-    def _sample(self, sequences: list[tuple[int, int]], logits: Tensor) -> None:
-        """Append a token to each sequence; those that end give their slot back."""
-        rows = torch.tensor([row for row, _ in sequences])
-        positions = torch.tensor([len(self.tokens[row]) for row, _ in sequences])
-        uniform = uniforms(self.keys[rows], positions).to(self.device)
-        tokens, log_probs = sample(logits, uniform, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
-        for (row, slot), token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
-            if not math.isfinite(log_prob):
-                raise NumericalError(
-                    f"the model's logits are not finite for request {self.requests[row].key} (step, prompt, sample)"
-                )
-            self.tokens[row].append(token)
-            self.log_probs[row].append(log_prob)
-            if token in self.stop or len(self.tokens[row]) == self.sampling.max_tokens:
-                self.free.append(slot)
-            else:
-                self.running.append((row, slot))
+    def _generation(
+        self, scheduler: Scheduler, requests: Sequence[Request], stopping: dict[int, Stopping], sampling: SamplingParams
+    ) -> Generation | GPUGeneration:
+        assert self._runner is not None
+        if isinstance(self._runner, Runner):
+            return Generation(self._runner, scheduler, requests, stopping, sampling, self.version)
+        from lockstep.workers.rollout.native.gpu.generation import GPUGeneration
+
+        return GPUGeneration(self._runner, scheduler, requests, stopping, sampling, self.version)

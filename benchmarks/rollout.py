@@ -1,0 +1,246 @@
+"""Generation: how many response tokens a second an engine makes, on the loads of benchmarks/workload.py.
+
+    python -m benchmarks.rollout --engine native --shape 1.5b --load fixed gsm8k_like long_tail
+    python -m benchmarks.rollout --engine native hf --shape tiny --device cpu --load fixed --prompts 2
+
+Random weights of a real shape (--shape), or a model folder (--model). Response lengths are forced: nothing stops, each request has its own
+limit; log-probs are always returned. A rate is that of the fastest of --repeats runs after the first; the first one, which compiles and
+captures, is shown apart. --trainer-check N compares the sampler's log-probs of N responses of the first load with the training
+engine's. One table is printed, and benchmarks/results/rollout_*.json written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from benchmarks.workload import LOADS, SHAPES, Load
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import FSDPConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.models.attention import PACKED
+from lockstep.models.load import Head, share_structure
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.fsdp.engine import FSDPEngine
+from lockstep.workers.engine.packing import Budget
+from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.registry import make_rollout
+
+RESULTS = Path(__file__).parent / "results"
+SEED = 0
+
+Generate = Callable[[Load], list[Completion]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model = _model(options, device, dtype)
+    rows, starts = [], {}
+    for engine in options.engine:
+        start = time.perf_counter()
+        generate = _vllm(model, options) if engine == "vllm" else _lockstep(engine, model, options)
+        generate(Load([[1, 2, 3]], [1]))
+        starts[engine] = round(time.perf_counter() - start, 2)
+        print(f"{engine}: {starts[engine]} s from a loaded model to the first token", flush=True)
+        for name in options.load:
+            load = LOADS[name](**({"num_prompts": options.prompts} if options.prompts else {}))
+            check = options.trainer_check if name == options.load[0] else 0
+            rows.append({"engine": engine, "load": name} | _measure(generate, load, options.repeats, model, check))
+            print(_line(rows[-1]), flush=True)
+    print("\n" + "\n".join([_line(None), *map(_line, rows)]))
+    about = _about(options, device, dtype)
+    file = RESULTS / f"rollout_{options.name or options.shape or Path(options.model).name}_{about['date']}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", nargs="+", choices=("native", "hf", "vllm"), default=["native"])
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--model", help="a Hugging Face folder, instead of random weights")
+    parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--prompts", type=int, help="prompts of a load, instead of its own number")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=32_768)
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--trainer-check", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--generic-layers", action="store_true", help="the native engine's way for all families, also where it has fused layers"
+    )
+    parser.add_argument("--name", help="middle part of the result file's name, instead of the shape")
+    return parser
+
+
+def _model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    if options.model:
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    config = Qwen2Config(**SHAPES[options.shape], max_position_embeddings=32_768, rope_parameters=rope)
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if "norm" in name else 0.0
+        torch.nn.init.normal_(parameter, mean, 0.1 if parameter.dim() == 1 else 0.02)
+    return model.eval()
+
+
+def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) -> Generate:
+    config = RolloutConfig(
+        name=name,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        gpu_memory_utilization=options.memory,
+    )
+    if options.generic_layers:
+        from lockstep.workers.rollout.native.gpu import backend
+
+        backend.is_fusable = lambda module: False
+    attention = {"native": "lockstep_cached", "hf": "sdpa"}[name]
+    engine = make_rollout(share_structure(model, attention), config, pad_token_id=0)
+    return lambda load: engine.generate(_requests(load), _sampling(load))
+
+
+def _requests(load: Load) -> list[Request]:
+    numbers: dict[int, int] = {}
+    requests = []
+    for ids, length in zip(load.prompts, load.lengths, strict=True):
+        sample = numbers[id(ids)] = numbers.get(id(ids), -1) + 1
+        requests.append(Request(torch.tensor(ids), (0, len(numbers), sample), max_tokens=length))
+    return requests
+
+
+def _sampling(load: Load) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=max(load.lengths), stop_token_ids=(), seed=SEED)
+
+
+def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Generate:
+    import tempfile
+
+    import vllm
+
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    engine = vllm.LLM(
+        model=folder, skip_tokenizer_init=True, max_num_seqs=options.max_num_seqs, gpu_memory_utilization=options.memory,
+        max_num_batched_tokens=options.max_num_batched_tokens, enable_prefix_caching=True, max_model_len=8192,
+    )  # fmt: skip
+
+    def generate(load: Load) -> list[Completion]:
+        sampling = [
+            vllm.SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False) for n in load.lengths
+        ]
+        outputs = engine.generate([{"prompt_token_ids": ids} for ids in load.prompts], sampling, use_tqdm=False)
+        return [
+            Completion(
+                index,
+                torch.tensor(out.outputs[0].token_ids),
+                torch.tensor(
+                    [step[token].logprob for step, token in zip(out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True)]
+                ),
+                "length",
+                0,
+            )
+            for index, out in enumerate(outputs)
+        ]
+
+    return generate
+
+
+def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedModel, check: int) -> dict[str, Any]:
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        completions = generate(load)
+        seconds.append(time.perf_counter() - start)
+    assert [len(c.ids) for c in completions] == load.lengths, "an engine ended a response before its length"
+    row = {
+        "requests": len(load.lengths),
+        "tokens": load.num_tokens,
+        "first_run_s": round(seconds[0], 3),
+        "runs_s": [round(s, 3) for s in seconds[1:]],
+        "tokens_per_s": round(load.num_tokens / min(seconds[1:])),
+    }
+    if check:
+        row["trainer_log_prob_difference"] = _trainer_check(model, load, completions, check)
+    return row
+
+
+def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Completion], count: int) -> dict[str, float]:
+    """Sampler against the training engine (float32 weights, computation in the model's type) on some of the responses."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+    step = max(1, len(completions) // count)
+    chosen = range(0, len(completions), step)
+    data = DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([torch.tensor(load.prompts[i]) for i in chosen]),
+            "responses": Ragged.from_rows([completions[i].ids for i in chosen]),
+        }
+    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    with model.device:
+        module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32, attn_implementation=PACKED)
+    module.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    engine = FSDPEngine(
+        module, Head.LANGUAGE_MODEL, version=2, config=FSDPConfig(dtype=dtype), optim=None, total_updates=0, device=model.device
+    )
+    trained = engine.forward(data, Budget(8192)).ragged("log_probs").values
+    difference = (trained - torch.cat([completions[i].log_probs for i in chosen])).abs()
+    ratio = torch.exp(trained - torch.cat([completions[i].log_probs for i in chosen]))
+    return {
+        "tokens": len(difference),
+        "mean": round(float(difference.mean()), 5),
+        "max": round(float(difference.max()), 4),
+        "mean_ratio": round(float(ratio.mean()), 5),
+    }
+
+
+def _line(row: dict[str, Any] | None) -> str:
+    if row is None:
+        names = f"{'engine':8}{'load':12}{'requests':>9}{'tokens':>9}{'first run s':>13}{'best run s':>12}{'tokens/s':>10}"
+        return names + "  |sampler - trainer|"
+    check = row.get("trainer_log_prob_difference", {})
+    told = f"mean {check['mean']:.4f}, max {check['max']:.3f}" if check else "-"
+    return (
+        f"{row['engine']:8}{row['load']:12}{row['requests']:9}{row['tokens']:9}{row['first_run_s']:13.2f}"
+        f"{min(row['runs_s']):12.3f}{row['tokens_per_s']:10}  {told}"
+    )
+
+
+def _about(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"{platform.processor()} x {torch.get_num_threads()}",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "commit": commit or "unknown",
+        "dtype": str(dtype),
+        "arguments": vars(options),
+    }
+
+
+if __name__ == "__main__":
+    main()

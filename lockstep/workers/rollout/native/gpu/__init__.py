@@ -1,0 +1,1 @@
+"""The native engine on a CUDA device: Triton kernels, a decode step captured in CUDA graphs, and the loop that feeds it."""

@@ -1,0 +1,135 @@
+"""GPUBackend: what the native engine asks of a CUDA device: memory for pages, and a scheduler's sequences run to their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.native.gpu.draw import num_chunks
+from lockstep.workers.rollout.native.gpu.filters import make_filter
+from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections, is_fusable
+from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
+from lockstep.workers.rollout.native.gpu.loop import FindStop, GenerationLoop
+from lockstep.workers.rollout.native.gpu.rows import RowState
+from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSizes, bucket
+from lockstep.workers.rollout.native.layout import CacheShape, KVCache
+from lockstep.workers.rollout.native.scheduler import Scheduler, Sequence
+
+PAGE_SIZE = 64
+INTERVAL = 8
+"""Decode steps between two looks of the host: long enough to hide its work, short enough that a stopped row does not idle for long."""
+_WIDTH_STEP = 16
+"""The page table grows by this many pages a row, so that calls of similar lengths share their graphs."""
+
+
+class GPUBackend:
+    """Decodes `module` on its device. `open` takes memory for pages, `close` gives all memory back.
+
+    `own_weights` says that the module's parameters are nobody else's, so that they may be laid out anew (see `fuse_projections`).
+    `fused=False` keeps the common families on the way that all others go (tests compare the two).
+    """
+
+    page_size, lookahead, mixed, most_tokens = PAGE_SIZE, INTERVAL, False, None
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        shape: CacheShape,
+        gpu_memory_utilization: float,
+        *,
+        own_weights: bool,
+        batch_invariant: bool = False,
+        fused: bool = True,
+    ) -> None:
+        assert shape.page_size == self.page_size
+        self._module, self._shape, self._own_weights, self._batch_invariant = module, shape, own_weights, batch_invariant
+        self._gpu_memory_utilization, self._fused = gpu_memory_utilization, fused and is_fusable(module)
+        self._device = module.device
+        self._cache: KVCache | None = None
+        self._rows: RowState | None = None
+        self._decoder: Decoder | None = None
+        self._runner: DecodeRunner | None = None
+        self._addresses: list[int] = []
+        self._warm: WarmSizes = set()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are there now, the scratch page among them; 0 while closed."""
+        return 0 if self._cache is None else self._cache.num_pages
+
+    def most_pages(self) -> int:
+        """How many pages the free memory of the device has room for now."""
+        torch.cuda.empty_cache()  # what the allocator holds and nobody uses is free too
+        free = torch.cuda.mem_get_info(self._device)[0]
+        return int(free * self._gpu_memory_utilization) // self._shape.page_bytes
+
+    def open(self, num_pages: int) -> None:
+        """Take memory for `num_pages` pages; what was stored before is lost."""
+        self.close()
+        self._cache = KVCache(self._shape, num_pages, self._device)
+
+    def close(self) -> None:
+        """Give the memory of pages, rows and graphs back to the device."""
+        self._drop_rows()
+        self._cache = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def run(
+        self,
+        scheduler: Scheduler,
+        keys: Mapping[int, int],
+        sampling: SamplingParams,
+        stop_token_ids: frozenset[int],
+        find_stop: FindStop,
+        take_aborts: Callable[[], set[int]] = set,
+    ) -> Iterator[tuple[Sequence, str]]:
+        """See GenerationLoop.run. `stop_token_ids` are those that end every sequence: the device looks for them itself."""
+        longest = max(len(s.prompt.ids) + s.max_tokens for s in scheduler.waiting)
+        rows = self._prepare_rows(scheduler.max_num_seqs, -(-longest // self.page_size) + 1, sampling.repetition_penalty != 1.0)
+        assert self._cache is not None
+        assert self._decoder is not None
+        assert self._runner is not None
+        addresses = [parameter.data_ptr() for parameter in self._module.parameters()]
+        if addresses != self._addresses:
+            self._runner.forget()
+            self._addresses = addresses
+        rows.inverse_temperature.fill_(1.0 / (sampling.temperature or 1.0))
+        rows.greedy.fill_(int(sampling.temperature == 0))
+        rows.stop.zero_()
+        if stop_token_ids:
+            rows.stop[torch.tensor(sorted(stop_token_ids), device=self._device)] = 1
+        loop = GenerationLoop(scheduler, self._decoder, self._runner, rows, self._cache, self._batch_invariant)
+        yield from loop.run(keys, find_stop, make_filter(sampling), take_aborts)
+
+    def _prepare_rows(self, max_num_seqs: int, width: int, seen: bool) -> RowState:
+        """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""
+        assert self._cache is not None, "the backend is closed"
+        if self._own_weights and self._fused:
+            fuse_projections(self._module)
+        rows = self._rows
+        if rows is None or rows.capacity < bucket(max_num_seqs) or rows.page_table.shape[1] < width:
+            self._drop_rows()
+            width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
+            vocabulary = self._module.config.get_text_config().vocab_size
+            rows = RowState.make(bucket(max_num_seqs), width, vocabulary, num_chunks(vocabulary), self._device)
+            if self._fused:
+                self._decoder = FusedDecoder(self._module, self._cache, width * self.page_size)
+            else:
+                self._decoder = HFDecoder(self._module, self._cache, compile_layers=self._device.type == "cuda")
+            self._rows, self._runner = rows, DecodeRunner(self._decoder, rows, self.page_size, self._warm)
+        if seen != (rows.seen is not None):
+            assert self._runner is not None
+            self._runner.forget()
+            rows.track_seen(seen)
+        return rows
+
+    def _drop_rows(self) -> None:
+        if self._runner is not None:
+            self._runner.forget()
+        if self._decoder is not None:
+            self._decoder.release()
+        self._rows = self._decoder = self._runner = None

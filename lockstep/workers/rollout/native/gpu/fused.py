@@ -1,0 +1,304 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton kernels take no Python types.)
+"""FusedDecoder: the common families with one matrix product for q, k, v and one for gate, up, and a few small Triton kernels.
+
+Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP. The parameters are the Hugging
+Face module's own; only the order of the arithmetic is written here. Every other family goes through `hf_layers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
+from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
+from lockstep.workers.rollout.native.gpu.prefill import PackedRows, packed_prompt_attention
+from lockstep.workers.rollout.native.layout import KVCache
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_OF_POSITION = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone; the others also look at the longest sequence of the batch."""
+
+
+def is_fusable(module: PreTrainedModel) -> bool:
+    """Whether FusedDecoder computes this model."""
+    config = module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in FAMILIES
+        and getattr(config, "hidden_act", None) == "silu"
+        and rope.get("rope_type", "default") in _ROPE_OF_POSITION
+        and getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
+    )
+
+
+def fuse_projections(module: PreTrainedModel) -> None:
+    """Move q, k, v and gate, up of each layer into one storage each; the parameters become views of it. No second copy stays.
+
+    Only for a module whose parameters are its own: a trainer's would no longer be the tensors that its optimizer holds.
+    """
+    for layer in module.model.layers:
+        for parameters in _groups(layer):
+            if parameters[0] is not None and _joined(parameters) is None:
+                whole = torch.cat([p.data for p in parameters])
+                for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+                    parameter.data = part
+
+
+def _groups(layer: Any) -> list[list[Any]]:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return [
+        [p.weight for p in projections],
+        [p.bias for p in projections],
+        [mlp.gate_proj.weight, mlp.up_proj.weight],
+        [mlp.gate_proj.bias, mlp.up_proj.bias],
+    ]
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameters as one tensor along the first dimension, if they lie end to end in one storage."""
+    first, place = parameters[0], parameters[0].data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != place or not parameter.is_contiguous():
+            return None
+        place += parameter.nbytes
+    rows = sum(len(p) for p in parameters)
+    if first.untyped_storage().data_ptr() != parameters[-1].untyped_storage().data_ptr():
+        return None
+    return torch.as_strided(first.data, (rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+class FusedDecoder:
+    """Logits of packed tokens, with keys and values written to the pages. See `hf_layers.HFDecoder` for the same with any family."""
+
+    def __init__(self, module: PreTrainedModel, cache: KVCache, max_positions: int) -> None:
+        self._module, self._model, self._cache = module, module.model, cache
+        config = module.config
+        self._eps: float = config.rms_norm_eps
+        self.num_heads = config.num_attention_heads
+        self._kv_heads, self._dim = cache.shape.num_kv_heads, cache.shape.head_dim
+        positions = torch.arange(max_positions, device=cache.pool.device)[None]
+        like = torch.empty(0, dtype=cache.shape.dtype, device=cache.pool.device)
+        cos, sin = self._model.rotary_emb(like, positions)
+        half = self._dim // 2  # both halves are alike
+        self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None,
+    ) -> Tensor:
+        """[rows, vocabulary] float32 after one new token for each row."""
+
+        def attend(number: int, attention: nn.Module, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
+            keys, values = self._cache.layer(number)
+            options: Any = {"scale": cast(float, attention.scaling), "window": self._window(attention), "shared": shared}
+            return paged_attention(query, keys, values, page_table, context_lens, **options)
+
+        return self._logits(self._layers(tokens, positions, slots, attend))
+
+    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor:
+        """[rows, vocabulary] float32 after whole sequences that lie end to end."""
+
+        def attend(number: int, attention: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            pages = self._cache.layer(number)
+            window = self._window(attention)
+            return packed_prompt_attention(query, key, value, *pages, rows, scale=attention.scaling, window=window)  # type: ignore[arg-type]
+
+        return self._logits(self._layers(tokens, positions, slots, attend)[rows.last])
+
+    def release(self) -> None:
+        """The module was not changed."""
+
+    def _window(self, attention: nn.Module) -> int | None:
+        """Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
+        whole = self._module.config.sliding_window if self._module.config.model_type == "mistral" else None
+        return getattr(attention, "sliding_window", whole)
+
+    def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Any) -> Tensor:
+        """[N, hidden] after the last norm."""
+        hidden = F.embedding(tokens, self._model.embed_tokens.weight)
+        few = len(tokens) <= MOST_ROWS and hidden.is_cuda and hidden.dtype != torch.float32
+        update = None
+        for number, layer in enumerate(self._model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            x = self._add_norm(hidden, update, layer.input_layernorm.weight)
+            qkv, bias = _project(x, [attention.q_proj, attention.k_proj, attention.v_proj], few)
+            query, key, value = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
+            out = attend(number, attention, query, key, value).flatten(1)
+            update = _linear(out, attention.o_proj, few)
+            x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight)
+            update = _linear(_gated(x, mlp, few), mlp.down_proj, few)
+        return self._add_norm(hidden, update, self._model.norm.weight)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight: Tensor = self._module.lm_head.weight
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
+        return F.linear(hidden, weight).float()
+
+    def _add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> Tensor:
+        """hidden += update, in place; returns RMSNorm(hidden) * weight. `update` [N, hidden], or [parts, N, hidden] that add up to it."""
+        out = torch.empty_like(hidden)
+        size = hidden.shape[1]
+        parts = 0 if update is None else update.shape[0] if update.dim() == 3 else 1
+        _add_norm_kernel[(len(hidden),)](
+            hidden, hidden if update is None else update, weight, out, self._eps, hidden.numel(),
+            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def _rotate_and_store(
+        self, qkv: Tensor, bias: Tensor | None, positions: Tensor, slots: Tensor, number: int, attention: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [N, heads, D] with positions in them, the latter two also in their slots.
+
+        `qkv` [N, (heads + 2 kv_heads) D] is changed in place; or it is [parts, N, ...] that add up, with `bias`, to it.
+        """
+        heads, kv_heads, dim = self.num_heads, self._kv_heads, self._dim
+        parts = qkv.shape[0] if qkv.dim() == 3 else 0
+        rows, width = qkv.shape[-2:]
+        out = qkv if not parts else torch.empty(rows, width, dtype=self._cache.shape.dtype, device=qkv.device)
+        keys, values = self._cache.layer(number)
+        norm = getattr(attention, "q_norm", None) is not None
+        _rotate_and_store_kernel[(rows,)](
+            qkv, qkv if bias is None else bias, out, self._cos, self._sin, positions, slots, keys, values,
+            attention.q_norm.weight if norm else out, attention.k_norm.weight if norm else out, self._eps, width, rows * width,
+            HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=triton.next_power_of_2(heads + kv_heads), D=dim,
+            HALF=triton.next_power_of_2(dim // 2), BLOCK_V=triton.next_power_of_2(kv_heads * dim), NORM=norm, PARTS=parts,
+            BIAS=parts > 0 and bias is not None, num_warps=4 if heads > 16 else 2,
+        )  # fmt: skip
+        query, key, value = out.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+        return query, key, value
+
+
+def _project(x: Tensor, linears: Sequence[Any], few: bool) -> tuple[Tensor, Tensor | None]:
+    """The linear maps of one input, side by side, in one product where their weights lie together; with few rows in parts, and the bias
+    that is still to be added."""
+    weight = _joined([linear.weight for linear in linears])
+    if weight is None:
+        return torch.cat([linear(x) for linear in linears], dim=-1), None
+    bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
+    return (partial_products(x, weight), bias) if few else (F.linear(x, weight, bias), None)
+
+
+def _linear(x: Tensor, linear: Any, few: bool) -> Tensor:
+    """The linear map; with few rows in parts that add up to it."""
+    if few and linear.bias is None:
+        return partial_products(x, linear.weight)
+    return F.linear(x, linear.weight, linear.bias)
+
+
+def _gated(x: Tensor, mlp: Any, few: bool) -> Tensor:
+    """silu(gate(x)) * up(x)."""
+    weight = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
+    if few and weight is not None and mlp.gate_proj.bias is None:
+        return gated_product(x, weight)
+    gate_up, _ = _project(x, [mlp.gate_proj, mlp.up_proj], few=False)
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    _gate_kernel[(rows, triton.cdiv(size, 2048))](gate_up, out, N=size, BLOCK=2048, num_warps=4)
+    return out
+
+
+@triton.jit
+def _add_norm_kernel(H, U, W, OUT, eps, stride_part, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < N
+    h = tl.load(H + row * N + i, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        update = tl.load(U + row * N + i, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            update += tl.load(U + part * stride_part + row * N + i, mask=inside, other=0.0)
+        # Rounded as the module rounds its residual stream, before the norm reads it.
+        total = (h + update).to(H.dtype.element_ty)
+        tl.store(H + row * N + i, total, mask=inside)
+        h = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
+    x = (h * scale).to(OUT.dtype.element_ty).to(tl.float32)
+    w = tl.load(W + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row * N + i, (x * w).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_kernel(GU, OUT, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    gate = tl.load(GU + row * 2 * N + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GU + row * 2 * N + N + i, mask=inside, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(OUT.dtype.element_ty).to(tl.float32)
+    tl.store(OUT + row * N + i, (silu * up).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    QKV, B, OUT, COS, SIN, POSITION, SLOT, KP, VP, Q_NORM, K_NORM, eps, width, stride_part,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_V: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Norm (Qwen3) and rotate q and k; write them to OUT, and k and v to their slot. PARTS 0: QKV is OUT, complete."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(POSITION + token)
+    slot = tl.load(SLOT + token)
+    H2: tl.constexpr = D // 2
+    TYPE: tl.constexpr = OUT.dtype.element_ty
+    d = tl.arange(0, HALF)
+    h = tl.arange(0, BLOCK_H)
+    cos = tl.load(COS + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(SIN + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+    inner = h[:, None] * D + d[None, :]
+    place = token * width + inner
+    inside = (h < HEADS + KV_HEADS)[:, None] & (d < H2)[None, :]
+    x1 = tl.load(QKV + place, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(QKV + place + H2, mask=inside, other=0.0).to(tl.float32)
+    i = tl.arange(0, BLOCK_V)
+    is_value = i < KV_HEADS * D
+    v_start: tl.constexpr = (HEADS + KV_HEADS) * D
+    v = tl.load(QKV + token * width + v_start + i, mask=is_value, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x1 += tl.load(QKV + part * stride_part + place, mask=inside, other=0.0)
+        x2 += tl.load(QKV + part * stride_part + place + H2, mask=inside, other=0.0)
+        v += tl.load(QKV + part * stride_part + token * width + v_start + i, mask=is_value, other=0.0)
+    if BIAS:
+        x1 += tl.load(B + inner, mask=inside, other=0.0).to(tl.float32)
+        x2 += tl.load(B + inner + H2, mask=inside, other=0.0).to(tl.float32)
+        v += tl.load(B + v_start + i, mask=is_value, other=0.0).to(tl.float32)
+    x1 = x1.to(TYPE).to(tl.float32)
+    x2 = x2.to(TYPE).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        q1 = tl.load(Q_NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        q2 = tl.load(Q_NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        k1 = tl.load(K_NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        k2 = tl.load(K_NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        is_query = (h < HEADS)[:, None]
+        x1 = (x1 * scale).to(TYPE).to(tl.float32) * tl.where(is_query, q1, k1)
+        x2 = (x2 * scale).to(TYPE).to(tl.float32) * tl.where(is_query, q2, k2)
+        x1 = x1.to(TYPE).to(tl.float32)
+        x2 = x2.to(TYPE).to(tl.float32)
+    y1 = (x1 * cos - x2 * sin).to(TYPE)
+    y2 = (x2 * cos + x1 * sin).to(TYPE)
+    tl.store(OUT + place, y1, mask=inside)
+    tl.store(OUT + place + H2, y2, mask=inside)
+    is_key = inside & (h >= HEADS)[:, None]
+    target = KP + slot * (KV_HEADS * D) + (h - HEADS)[:, None] * D + d[None, :]
+    tl.store(target, y1, mask=is_key)
+    tl.store(target + H2, y2, mask=is_key)
+    tl.store(VP + slot * (KV_HEADS * D) + i, v.to(TYPE), mask=is_value)
+    if PARTS > 0:
+        tl.store(OUT + token * width + v_start + i, v.to(TYPE), mask=is_value)

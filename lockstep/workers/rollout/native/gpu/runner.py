@@ -1,0 +1,128 @@
+"""DecodeRunner: one whole decode step, from the last token's embedding to the next token's bookkeeping, as a CUDA graph a batch size.
+
+A graph computes a fixed number of rows, so the live rows are rounded up to the next of `BUCKETS`; the rest is padding. Graphs are captured
+when a size is first needed. They hold addresses: of the rows, the pages and the parameters. Parameters may change in place between
+replays; when they move, the owner calls `forget`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, decode_slots
+from lockstep.workers.rollout.native.gpu.draw import draw
+from lockstep.workers.rollout.native.gpu.prefill import PackedRows
+from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
+
+BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Batch sizes that are captured; above the last, multiples of 256."""
+
+Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
+"""(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
+
+Variant = tuple[int, Filter | None, bool]
+"""What a graph is captured for: the number of rows, the filter, and whether shared prefixes are read together."""
+WarmSizes = set[Variant]
+"""What has been computed once in this process: its kernels are compiled."""
+
+
+class Decoder(Protocol):
+    """FusedDecoder or HFDecoder."""
+
+    num_heads: int
+    """Query heads of a layer."""
+
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None,
+    ) -> Tensor: ...
+
+    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor: ...
+
+    def release(self) -> None: ...
+
+
+def bucket(rows: int) -> int:
+    """The batch size that `rows` rows are computed with."""
+    return next((size for size in BUCKETS if size >= rows), -(-rows // 256) * 256)
+
+
+class DecodeRunner:
+    """Steps over `rows`. On a device without CUDA graphs (tests with Triton's interpreter) each step is simply computed."""
+
+    def __init__(self, decoder: Decoder, rows: RowState, page_size: int, warm: WarmSizes) -> None:
+        self._decoder, self._rows, self._page_size = decoder, rows, page_size
+        self._captures = rows.token.is_cuda
+        self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._warm = warm
+
+    def steps(self, size: int, count: int, keep: Filter | None, shared: bool) -> None:
+        """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
+        variant = (size, keep, shared)
+        if not self._captures:
+            for _ in range(count):
+                self._step(*variant)
+            return
+        graph = self._graphs.get(variant) or self._capture(variant)
+        for _ in range(count):
+            graph.replay()
+
+    def first_tokens(self, logits: Tensor, first: int, keep: Filter | None) -> None:
+        """Draw a token for each of the rows `first`... from `logits` [count, vocabulary] of their prompts' ends."""
+        self._draw(logits, first, keep)
+
+    def forget(self) -> None:
+        """Drop the graphs and the memory they hold."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _step(self, size: int, keep: Filter | None, shared: bool) -> None:
+        rows = self._rows
+        table, context = rows.page_table[:size], rows.context[:size]
+        positions, slots = decode_slots(table, context, self._page_size)
+        prefixes = rows.shared_of(size) if shared else None
+        logits = self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes)
+        self._draw(logits, 0, keep)
+
+    def _draw(self, logits: Tensor, first: int, keep: Filter | None) -> None:
+        if keep is None:
+            draw(logits, self._rows, first)
+        else:
+            kept, normaliser = keep(logits, self._rows, first)
+            draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
+
+    def _capture(self, variant: Variant) -> torch.cuda.CUDAGraph:
+        if not self._warm:
+            # A compiler that makes one kernel for all batch sizes tunes it for the size that it sees first: let that be the largest.
+            self._warm_up((self._rows.capacity, None, False))
+        if variant not in self._warm:
+            self._warm_up(variant)
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(*variant)
+        self._graphs[variant] = graph
+        return graph
+
+    def _warm_up(self, variant: Variant) -> None:
+        """Compile kernels and make the libraries' workspaces, which must not happen inside a capture.
+
+        Rows that are finished do not advance, and what this run writes to the pages is what the next step writes there again.
+        """
+        size = variant[0]
+        done = self._rows.done[:size].clone()
+        self._rows.done[:size] = TOO_LONG
+        self._step(*variant)
+        self._rows.done[:size] = done
+        self._warm.add(variant)

@@ -1,0 +1,53 @@
+"""Weights of linear layers in the layout of the CPU's matrix products, for the time of one generation.
+
+A matrix product with few rows spends much of its time on rearranging the weight. Decoding makes thousands of them with the same weight, so
+it is rearranged once (oneDNN's prepacked linear). The price is a second copy of these weights while generation lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+_SMALLEST = 128 * 128
+"""Weights with fewer numbers are left alone: the call costs more than it saves."""
+_TYPICAL_ROWS = 64
+"""The number of rows that the layout is chosen for; it serves any number."""
+
+
+@contextmanager
+def prepacked(module: nn.Module) -> Iterator[int]:
+    """Inside, the linear layers of a CPU module use prepacked copies of their weights; gives the bytes of these copies.
+
+    Weights that change inside are not seen. Layers of another class than nn.Linear, of another type than float32 or bfloat16, and modules
+    on another device are left as they are.
+    """
+    layers = [layer for layer in module.modules() if _can_be_packed(layer)] if torch.backends.mkldnn.is_available() else []
+    packed: dict[int, Tensor] = {}
+    for layer in layers:
+        if id(layer.weight) not in packed:
+            packed[id(layer.weight)] = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TYPICAL_ROWS)
+        # An attribute of the instance hides the class's forward, and goes away without a trace.
+        layer.forward = partial(_linear, packed[id(layer.weight)], layer.bias)  # type: ignore[method-assign]
+    try:
+        yield sum(layer.weight.nbytes for layer in {id(layer.weight): layer for layer in layers}.values())
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _can_be_packed(layer: nn.Module) -> bool:
+    return (
+        type(layer) is nn.Linear
+        and layer.weight.device.type == "cpu"
+        and layer.weight.dtype in (torch.float32, torch.bfloat16)
+        and layer.weight.numel() >= _SMALLEST
+    )
+
+
+def _linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

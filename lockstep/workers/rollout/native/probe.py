@@ -1,0 +1,119 @@
+"""What a module's keys and values look like, found by asking it, and whether paged generation computes what the module itself computes.
+
+transformers' families differ in what they give to an attention function. A family that keeps state elsewhere, or reads a mask of its
+own, would be computed wrongly and without a word, so the engine compares before it generates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lockstep.errors import ConfigError
+from lockstep.models.attention import Variant
+from lockstep.workers.rollout.native.layout import CacheShape, StepBatch
+
+_PROMPTS = (7, 3)
+"""Lengths of the two prompts that are compared."""
+_DECODED = 2
+"""Tokens after each."""
+
+
+class UnsupportedModel(ConfigError):
+    """A model that the native engine cannot generate from; carries the family and the reason."""
+
+
+class _Recorder:
+    """A KeyValueCache that attends within one token, where the output is the value itself, and notes the shapes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int]] = {}
+        self.dtype = torch.float32
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        self.shapes[layer] = (key.shape[1], key.shape[3])
+        self.dtype = key.dtype
+        return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2)
+
+
+@torch.no_grad()
+def cache_shape(module: PreTrainedModel, page_size: int) -> CacheShape:
+    """The shape of the module's keys and values. Raises UnsupportedModel unless every layer has the same."""
+    recorder = _Recorder()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
+    try:
+        module(input_ids=token, position_ids=token, use_cache=False, kv_cache=recorder)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+        raise _unsupported(module, f"its attention cannot be replaced ({_first_line(error)})") from error
+    if not recorder.shapes:
+        raise _unsupported(module, "it has no attention that goes through transformers' attention interface")
+    shapes = set(recorder.shapes.values())
+    if len(shapes) > 1:
+        raise _unsupported(module, f"its layers have keys of different shapes: {sorted(shapes)} (heads, size of a head)")
+    return CacheShape(max(recorder.shapes) + 1, *shapes.pop(), page_size, recorder.dtype)
+
+
+@torch.no_grad()
+def check_equivalence(module: PreTrainedModel, runner: object) -> None:
+    """Raise UnsupportedModel unless prompts and decoded tokens give the logits that the module gives to each whole sequence."""
+    from lockstep.workers.rollout.native.torch_runner import TorchRunner
+
+    assert isinstance(runner, TorchRunner)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = module.config.get_text_config().vocab_size
+    rows = [torch.randint(0, vocabulary, (length + _DECODED,), generator=generator) for length in _PROMPTS]
+    paged: list[list[Tensor]] = [[] for _ in rows]
+    page_size, pages = runner.page_size, -(-(max(_PROMPTS) + _DECODED) // runner.page_size)
+    runner.open(1 + pages * len(rows))
+    attention = module.config._attn_implementation
+    try:
+        table = torch.arange(1, 1 + pages * len(rows), dtype=torch.int32).view(len(rows), pages)
+        for step in range(1 + _DECODED):
+            counts = list(_PROMPTS) if step == 0 else [1] * len(rows)
+            starts = [0 if step == 0 else length + step - 1 for length in _PROMPTS]
+            batch = _pass(rows, starts, counts, table, page_size)
+            logits = runner.forward(batch, torch.arange(len(batch.input_ids)))
+            for out, part in zip(paged, logits.split(counts), strict=True):
+                out.append(part)
+        module.set_attn_implementation("eager")
+        alone = [module(input_ids=row[None].to(module.device), use_cache=False).logits[0].float() for row in rows]
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+        raise _unsupported(module, f"generating with a paged cache fails ({_first_line(error)})") from error
+    finally:
+        module.set_attn_implementation(attention)
+        runner.close()
+    mine = torch.cat([torch.cat(parts).float() for parts in paged])
+    theirs = torch.cat(alone)
+    difference, scale = (mine - theirs).abs().max().item(), theirs.abs().max().item()
+    tolerance = 1e-3 if runner.shape.dtype == torch.float32 else 5e-2
+    if not difference <= tolerance * scale:
+        raise _unsupported(module, f"it attends in another way: logits up to {scale:.2g} differ by {difference:.2g}")
+
+
+def _pass(rows: list[Tensor], starts: list[int], counts: list[int], table: Tensor, page_size: int) -> StepBatch:
+    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
+    none = torch.empty(0, dtype=torch.int64)
+    return StepBatch(
+        input_ids=torch.cat([row[start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]),
+        positions=positions,
+        slots=table[row_of, positions // page_size].long() * page_size + positions % page_size,
+        query_lens=counts,
+        context_lens=torch.tensor(starts, dtype=torch.int32),
+        page_table=table,
+        sample_from=none,
+        keys=none,
+        response_positions=none,
+    )
+
+
+def _unsupported(module: PreTrainedModel, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the native engine cannot generate from {type(module).__name__}: {reason}. "
+        "Set actor_rollout_ref.rollout.fallback_to_hf=true to generate with transformers instead, which is slow"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

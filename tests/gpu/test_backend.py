@@ -1,0 +1,221 @@
+"""Whole generations on the GPU: the tokens of transformers' generate in float32, memory that comes back, weights that change in place."""
+
+import pytest
+import torch
+from helpers.tiny import tiny_model
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.native.gpu.backend import GPUBackend
+from lockstep.workers.rollout.native.layout import CacheShape
+from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.scheduler import Prompt, Scheduler, Sequence
+from lockstep.workers.rollout.sampling import request_keys
+
+SHAPE = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "max_position_embeddings": 512}
+"""Heads of 64, 4 over 2 key-value heads; sequences of several pages."""
+
+
+def big_tiny(family: str, **changes):
+    return tiny_model(family, **SHAPE | ({"head_dim": 64} if family in ("qwen3", "gemma2") else {}) | changes).cuda()
+
+
+def make_backend(model, num_pages=200, **options):
+    kv_heads = 4 if model.config.model_type == "gpt_neox" else 2
+    shape = CacheShape(2, kv_heads, 64, GPUBackend.page_size, model.dtype)
+    backend = GPUBackend(model, shape, 0.5, **{"own_weights": True} | options)
+    backend.open(num_pages)
+    return backend
+
+
+def generate(backend, prompts, limits, *, temperature=0.0, stop=frozenset(), seed=0, max_num_seqs=64):
+    """Every prompt once for each of `limits`."""
+    pool = PagePool(backend.num_pages, backend.page_size)
+    scheduler = Scheduler(pool, max_num_seqs, 2048, backend.lookahead, backend.mixed)
+    sequences = []
+    for ids in prompts:
+        prompt = Prompt(list(ids))
+        sequences += [Sequence(len(sequences) + i, prompt, limit) for i, limit in enumerate(limits)]
+    scheduler.add(sequences)
+    keys = dict(enumerate(request_keys(seed, [(0, s.index, 0) for s in sequences]).tolist()))
+    sampling = SamplingParams(temperature=temperature, top_k=-1, top_p=1.0, max_tokens=max(limits), stop_token_ids=(), seed=seed)
+
+    def find_stop(sequence, start):
+        hits = [i for i in range(start, len(sequence.tokens)) if sequence.tokens[i] in stop]
+        return hits[0] + 1 if hits else None
+
+    with torch.no_grad():
+        ended = {s.index: reason for s, reason in backend.run(scheduler, keys, sampling, frozenset(stop), find_stop)}
+    assert sorted(ended) == list(range(len(sequences)))
+    for sequence in sequences:
+        stopped = bool(sequence.tokens) and sequence.tokens[-1] in stop
+        assert ended[sequence.index] == ("stop" if stopped else "length")
+        assert stopped or len(sequence.tokens) == sequence.max_tokens
+    assert pool.num_free == pool.capacity
+    return sequences, scheduler
+
+
+def random_prompts(count=5, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 500, (n,), generator=generator).tolist() for n in (3, 64, 150, 65, 100)[:count]]
+
+
+@torch.no_grad()
+def greedy_of_transformers(model, sequence, stop=()):
+    ids = torch.tensor([sequence.prompt.ids], device="cuda")
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=sequence.max_tokens, do_sample=False, pad_token_id=0,
+        eos_token_id=list(stop) or None,
+    )  # fmt: skip
+    return out[0, ids.shape[1] :].tolist()
+
+
+FAMILIES = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 70}, "gemma2": {"sliding_window": 70}, "phi": {}, "gpt_neox": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_greedy_tokens_equal_transformers_in_float32(family, fused):
+    if fused and family not in ("llama", "qwen2", "qwen3", "mistral"):
+        pytest.skip("this family has no fused layers")
+    changes = FAMILIES[family]
+    model, reference = big_tiny(family, **changes), big_tiny(family, **changes)
+    sequences, _ = generate(make_backend(model, fused=fused), random_prompts(), [1, 9, 130])
+    for sequence in sequences:
+        assert sequence.tokens == greedy_of_transformers(reference, sequence)
+        with torch.no_grad():
+            ids = torch.tensor([sequence.prompt.ids + sequence.tokens], device="cuda")
+            log_probs = reference(input_ids=ids).logits[0, len(sequence.prompt.ids) - 1 : -1].log_softmax(-1)
+        want = log_probs.gather(1, ids[0, len(sequence.prompt.ids) :, None])[:, 0]
+        assert (torch.tensor(sequence.log_probs, device="cuda") - want).abs().max() < 5e-5
+
+
+def test_stop_tokens_end_a_response_where_transformers_does():
+    model = big_tiny("qwen2")
+    backend = make_backend(model)
+    free, _ = generate(backend, random_prompts(), [60])
+    stop = {free[0].tokens[20], free[1].tokens[3], free[2].tokens[40]}
+    sequences, _ = generate(backend, random_prompts(), [60], stop=stop)
+    reference = big_tiny("qwen2")
+    assert [s.tokens for s in sequences] == [greedy_of_transformers(reference, s, stop) for s in sequences]
+    assert any(len(s.tokens) < 60 for s in sequences)
+
+
+def test_a_short_pool_preempts_and_gives_the_same_tokens():
+    model = big_tiny("qwen2")
+    plenty, scheduler = generate(make_backend(model), random_prompts(), [100, 90, 120])
+    assert scheduler.num_preemptions == 0
+    short, scheduler = generate(make_backend(model, num_pages=14), random_prompts(), [100, 90, 120])
+    assert scheduler.num_preemptions > 0
+    assert [s.tokens for s in short] == [s.tokens for s in plenty]
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch():
+    model = big_tiny("qwen2")
+    backend = make_backend(model)
+    together, _ = generate(backend, random_prompts(), [40], temperature=1.0, seed=3)
+    alone, _ = generate(backend, random_prompts(1), [40], temperature=1.0, seed=3)
+    assert alone[0].tokens == together[0].tokens
+    other, _ = generate(backend, random_prompts(), [40], temperature=1.0, seed=4)
+    assert [s.tokens for s in other] != [s.tokens for s in together]
+
+
+def test_graphs_see_parameters_that_change_in_place_and_parameters_that_move():
+    model = big_tiny("qwen2")
+    backend = make_backend(model)
+    first, _ = generate(backend, random_prompts(), [30])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    second, _ = generate(backend, random_prompts(), [30])
+    assert [s.tokens for s in second] != [s.tokens for s in first]
+    assert [s.tokens for s in second] == [greedy_of_transformers(model, s) for s in second]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    moved, _ = generate(backend, random_prompts(), [30])
+    assert [s.tokens for s in moved] == [s.tokens for s in second]
+
+
+def test_fifty_rounds_of_sleeping_and_waking_leave_no_memory_behind():
+    model = big_tiny("qwen2")
+    backend = make_backend(model)
+    backend.close()
+    used = []
+    for _ in range(50):
+        backend.open(500)
+        generate(backend, random_prompts(2), [12])
+        backend.close()
+        used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert used[-1] == used[2]
+
+
+def test_logits_that_are_not_finite_end_their_sequence_alone():
+    model = big_tiny("qwen2", tie_word_embeddings=False)
+    backend = make_backend(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] = torch.nan
+    prompts = [[5, 6, 7], [5, 3, 7], [8, 9]]
+    pool = PagePool(backend.num_pages, backend.page_size)
+    scheduler = Scheduler(pool, 64, 2048, backend.lookahead, backend.mixed)
+    scheduler.add([Sequence(i, Prompt(ids), 5) for i, ids in enumerate(prompts)])
+    sampling = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=5, stop_token_ids=(), seed=0)
+    with torch.no_grad():
+        ended = backend.run(scheduler, {i: i for i in range(3)}, sampling, frozenset(), lambda sequence, start: None)
+        reasons = {sequence.index: reason for sequence, reason in ended}
+    assert reasons == {0: "length", 1: "error", 2: "length"}
+
+
+def test_samples_of_a_prompt_read_its_pages_together_in_large_batches():
+    """300 rows of 2 KV heads need no splits, so shared prefixes are used; greedy samples of a prompt must then all be alike."""
+    backend = make_backend(big_tiny("qwen2"), num_pages=3000)
+    prompts = random_prompts()
+    many, _ = generate(backend, prompts, [40] * 60, max_num_seqs=300)
+    assert any(shared for _, _, shared in backend._runner._graphs)
+    few, _ = generate(backend, prompts, [40])
+    assert [s.tokens for s in many] == [few[i // 60].tokens for i in range(300)]
+
+
+def test_more_requests_than_rows_are_served_as_rows_get_free():
+    backend = make_backend(big_tiny("qwen2"))
+    limits = [3, 30, 17, 9]
+    narrow, _ = generate(backend, random_prompts(), limits, max_num_seqs=7)
+    wide, _ = generate(backend, random_prompts(), limits)
+    assert [s.tokens for s in narrow] == [s.tokens for s in wide]
+
+
+def test_batch_invariant_log_probs_are_bitwise_the_same_in_any_batch():
+    backend = make_backend(big_tiny("qwen2").bfloat16(), batch_invariant=True)
+    together, _ = generate(backend, random_prompts(), [40, 20, 30], temperature=1.0, seed=3)
+    alone, _ = generate(backend, random_prompts(1), [40], temperature=1.0, seed=3)
+    assert alone[0].tokens == together[0].tokens
+    assert alone[0].log_probs == together[0].log_probs
+
+
+@torch.no_grad()
+def log_probs_of(model, sequence):
+    ids = torch.tensor([sequence.prompt.ids + sequence.tokens], device="cuda")
+    start = len(sequence.prompt.ids)
+    return model(input_ids=ids).logits[0, start - 1 : -1].float().log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("rows", [1, 3, 60])
+def test_fused_layers_in_bfloat16_are_as_near_to_float32_as_the_module_itself(family, rows):
+    """Few rows and many take different products, in decoding and (1 row) in prefill; all stay within 1.5 times the module's own mean
+    rounding error."""
+    plain, fused = big_tiny(family).bfloat16(), big_tiny(family).bfloat16()
+    exact = big_tiny(family)
+    exact.load_state_dict(plain.state_dict())
+    prompts = [[ids[0] + i, *ids[1:20]] for i in range(12) for ids in random_prompts()]
+    sequences, _ = generate(
+        make_backend(fused), [[i % 500 for i in ids] for ids in prompts[:rows]], [20 if rows > 1 else 300], temperature=1.0
+    )
+    want = torch.cat([log_probs_of(exact, s) for s in sequences])
+    module = torch.cat([log_probs_of(plain, s) for s in sequences])
+    sampler = torch.cat([torch.tensor(s.log_probs, device="cuda") for s in sequences])
+    assert (sampler - want).abs().mean() < 1.5 * (module - want).abs().mean()

@@ -1,0 +1,51 @@
+"""The GPU kernels in Triton's interpreter, on a machine without a GPU: paged attention and the sampler against plain torch.
+
+tests/gpu has the compiled ones. These need the package triton: TRITON_INTERPRET=1 pytest tests/workers/rollout/native/gpu
+"""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 from the start: triton reads it when it is imported", allow_module_level=True)
+
+from lockstep.workers.rollout.native.gpu.attention import paged_attention
+from lockstep.workers.rollout.native.gpu.draw import draw, num_chunks
+from lockstep.workers.rollout.native.gpu.rows import RUNNING, RowState
+from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_paged_attention_equals_plain_torch(splits):
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, 24)
+    k, v = torch.randn(2, 7, 16, 2, 24)
+    table = torch.tensor([[3, 1, 5], [2, 6, 4]], dtype=torch.int32)
+    context = torch.tensor([35, 16], dtype=torch.int32)
+    out = paged_attention(query, k, v, table, context, scale=0.2, window=20, splits=splits)
+    for row in range(2):
+        n = int(context[row]) + 1
+        keys, values = (x[table[row].long()].flatten(0, 1)[:n].repeat_interleave(3, 1) for x in (k, v))
+        score = torch.einsum("hd,nhd->hn", query[row], keys) * 0.2
+        score[:, : max(n - 20, 0)] = -torch.inf
+        torch.testing.assert_close(out[row], torch.einsum("hn,nhd->hd", score.softmax(-1), values), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_sampler_draws_the_cpus_tokens(temperature):
+    torch.manual_seed(1)
+    count, vocabulary = 6, 50
+    rows = RowState.make(count, 1, vocabulary, num_chunks(vocabulary), torch.device("cpu"))
+    rows.key[:count] = request_keys(0, [(0, i, 0) for i in range(count)])
+    rows.limit[:count], rows.done[:count] = 9, RUNNING
+    rows.inverse_temperature.fill_(1 / (temperature or 1.0))
+    rows.greedy.fill_(temperature == 0)
+    logits = 2 * torch.randn(count, vocabulary)
+    draw(logits, rows, 0)
+    want, log_probs = sample(logits, uniforms(rows.key[:count], torch.zeros(count, dtype=torch.int64)), temperature)
+    assert rows.token[:count].tolist() == want.tolist()
+    torch.testing.assert_close(rows.out_log_probs[:count, 0], log_probs, atol=1e-5, rtol=0)
+    assert rows.context[:count].tolist() == [1] * count
