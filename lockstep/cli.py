@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "check": ("lockstep.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
+    "compare": ("lockstep.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
 }
 """Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
