@@ -31,11 +31,15 @@ ARROWS: dict[str, set[str]] = {
         "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "check": {"algorithms", "config", "utils"},
+    "compare": {
+        "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
+        "observability", "utils",
+    },
     "trainer/ppo": {"single_controller", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
     "trainer/summary": {"trainer/ppo"},
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
-COMPOSITION_ROOTS = ("trainer/main_ppo", "cli", "__init__")
+COMPOSITION_ROOTS = ("trainer/main_ppo", "compare", "cli", "__init__")
 
 
 def modules():

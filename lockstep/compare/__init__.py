@@ -100,11 +100,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("batch", type=Path, nargs="?", help="the folder of a recorded batch")
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="what to compare; without it, every named algorithm")
-    parser.add_argument("--model", type=Path, help="the policy to update; without it, the one that wrote the batch (every ratio is 1)")
-    parser.add_argument("--drift", type=_positive, metavar="LR", help="first move the policy by one optimizer step of the first algorithm")
-    parser.add_argument("--tokens", type=int, default=10, metavar="N", help="most pushed tokens to keep, up and down (default 10)")
+    parser.add_argument(
+        "--model", type=Path, help="the policy to update; without it, the one that wrote the batch (every ratio is 1)"
+    )
+    parser.add_argument(
+        "--drift", type=_positive, metavar="LR", help="first move the policy by one optimizer step of the first algorithm"
+    )
+    parser.add_argument(
+        "--tokens", type=_count, default=10, metavar="N", help="most pushed tokens to keep, up and down (default 10)"
+    )
     parser.add_argument("--out", type=Path, help="where compare.json and compare.svg go; without it, beside the batch")
-    parser.add_argument("--record", type=Path, metavar="DIR", help="train one step and record its batch in DIR instead of comparing")
+    parser.add_argument(
+        "--record", type=Path, metavar="DIR", help="train one step and record its batch in DIR instead of comparing"
+    )
     return parser
 
 
@@ -113,6 +121,12 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a learning rate; expected a number above 0, such as 1e-4")
     return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a count; expected a whole number of at least 0")
+    return int(text)
 
 
 class _Parser(argparse.ArgumentParser):

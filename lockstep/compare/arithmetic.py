@@ -41,7 +41,7 @@ def cosines(products: Sequence[Sequence[float]]) -> list[list[float | None]]:
 
 
 def effective_share(weights: Tensor) -> float | None:
-    """(sum w)^2 / (n sum w^2) of n weights that are not negative: 1 when all are equal, 1/n when one has everything. None when all are 0."""
+    """(sum w)^2 / (n sum w^2) of n weights of at least 0: 1 when all are equal, 1/n when one has everything, None when all are 0."""
     w = weights.double().flatten()
     squares = float(w.square().sum())
     return float(w.sum().square()) / (len(w) * squares) if squares > 0 else None

@@ -65,6 +65,11 @@ class Measured:
     rows: DataProto
     """The mini-batch as the engine got it: with advantages, and the mask after the correction."""
 
+    def reported(self, name: str) -> float | None:
+        """A metric of the policy loss; None when it has no such metric."""
+        metric = self.metrics.get(f"actor/{name}")
+        return metric.value if metric is not None else None
+
 
 def compare(
     recording: Recording,
@@ -74,7 +79,7 @@ def compare(
     model: Path | None = None,
     drift: float | None = None,
     num_tokens: int = 10,
-    num_excerpts: int = 4,
+    num_excerpts: int = 6,
 ) -> Comparison:
     """Compute each algorithm's advantages, loss and gradient on the recorded batch. No weight on disk changes.
 
@@ -131,9 +136,7 @@ def compare(
     }
     return Comparison(
         source=source,
-        results=[
-            _result(algorithms[i], m, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, (i, m) in enumerate(done)
-        ],
+        results=[_result(algorithms[i], m, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, (i, m) in enumerate(done)],
         cosines=arithmetic.cosines(dots),
         row_prompts=[str(uid) for uid in batch.non_tensor_batch["uid"]],
         row_scores=batch.batch["token_level_scores"].sum(1).tolist(),
@@ -235,12 +238,13 @@ def _result(
         settings=dict(algorithm.changes),
         loss=m.metrics["actor/loss"].value,
         grad_norm=grad_norm,
-        clip_fraction=m.metrics["actor/pg_clipfrac"].value,
-        dual_clip_fraction=m.metrics["actor/pg_clipfrac_lower"].value,
+        clip_fraction=m.reported("pg_clipfrac"),
+        dual_clip_fraction=m.reported("pg_clipfrac_lower"),
         masked_fraction=arithmetic.share(~mask, response),
         silent_fraction=arithmetic.share(m.pushes == 0, response),
         ratio_effective=arithmetic.effective_share(ratio[mask] * weights),
         push_effective=arithmetic.effective_share(m.pushes[mask].abs()),
+        largest_push=float(m.pushes.abs().max()),
         pushed_up=[shown.token(row, position) for row, position in up],
         pushed_down=[shown.token(row, position) for row, position in down],
         row_pushes=m.pushes.double().sum(1).tolist(),
@@ -272,7 +276,9 @@ def _check_tokens(batch: DataProto, config: PPOConfig, policy: Path) -> None:
     """DataError unless the policy's vocabulary has every token of the batch."""
     model = config.actor_rollout_ref.model
     vocabulary = read_model_config(str(policy), model.trust_remote_code, **model.override_config).get_text_config().vocab_size
-    largest = max((int(batch.ragged(name).values.max()) for name in ("prompts", "responses") if len(batch.ragged(name).values)), default=0)
+    largest = max(
+        (int(batch.ragged(name).values.max()) for name in ("prompts", "responses") if len(batch.ragged(name).values)), default=0
+    )
     if largest >= vocabulary:
         raise DataError(
             f"the batch has the token {largest}, but {policy} knows only 0 to {vocabulary - 1}: it is not a model of the recorded "

@@ -46,10 +46,10 @@ class AlgorithmResult:
     """The keys that make it."""
     loss: float
     grad_norm: float
-    clip_fraction: float
-    """Tokens whose loss the clip changed."""
-    dual_clip_fraction: float
-    """Tokens under the dual clip."""
+    clip_fraction: float | None
+    """Tokens whose loss the clip changed; None for a loss of your own that does not report pg_clipfrac."""
+    dual_clip_fraction: float | None
+    """Tokens under the dual clip; None likewise."""
     masked_fraction: float
     """Response tokens that are not in the loss: not the policy's, or their row was left out or rejected."""
     silent_fraction: float
@@ -58,6 +58,8 @@ class AlgorithmResult:
     """(sum w)^2 / (n sum w^2) of the n tokens in the loss, w the ratio times the correction's weight: how far from on-policy."""
     push_effective: float | None
     """The same with w = |push|: the share of tokens that the update really rests on."""
+    largest_push: float
+    """The largest |push| of a token."""
     pushed_up: list[TokenPush]
     """Strongest first, at most one a row."""
     pushed_down: list[TokenPush]

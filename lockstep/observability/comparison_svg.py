@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 
-from lockstep.observability.comparison import AlgorithmResult, Comparison, describe_source, visible
+from lockstep.observability.comparison import Comparison, Excerpt, describe_source, visible
 
 _MARGIN, _ROW, _CELL, _BAR, _COLUMN = 28, 26, 50, 150, 74
 _MAX_RESPONSES = 256
@@ -73,7 +73,7 @@ def _draw_gradients(page: _Page, comparison: Comparison, left: float, y: float) 
             fill = _FAINT if cosine is None else _colour(cosine)
             page.rect(left + j * _CELL, top, _CELL - 2, _ROW - 2, fill)
             ink = "#fff" if cosine is not None and abs(cosine) > 0.6 else _INK
-            text = "–" if cosine is None else f"{cosine:.2f}"
+            text = "-" if cosine is None else f"{cosine:.2f}"
             page.text(left + j * _CELL + _CELL / 2 - 1, middle, text, anchor="middle", fill=ink)
         width = result.grad_norm / largest * _BAR
         page.rect(bars, top + 4, max(width, 1), _ROW - 10, "#57606a")
@@ -83,7 +83,7 @@ def _draw_gradients(page: _Page, comparison: Comparison, left: float, y: float) 
             page.rect(x, top + 4, _COLUMN - 14, _ROW - 10, _FAINT)
             if value is not None:
                 page.rect(x, top + 4, (_COLUMN - 14) * min(value, 1.0), _ROW - 10, "#afb8c1")
-            page.text(x + 6, middle, "–" if value is None else f"{value:.3f}")
+            page.text(x + 6, middle, "-" if value is None else f"{value:.3f}")
     page.widen(columns + len(fractions) * _COLUMN)
     return y + size * _ROW
 
@@ -92,7 +92,8 @@ def _draw_responses(page: _Page, comparison: Comparison, left: float, y: float) 
     """The push on each response: one column a response, prompts side by side; returns where the part ends."""
     count = min(len(comparison.row_scores), _MAX_RESPONSES)
     cut = f"; the first {count} of {len(comparison.row_scores)}" if count < len(comparison.row_scores) else ""
-    y = _heading(page, y, "Responses", f"sum of the pushes on the tokens of each response, those to one prompt together{cut}") + 10
+    about = f"the sum of the pushes on each response, those to one prompt together; blue: more likely, red: less likely{cut}"
+    y = _heading(page, y, "Responses", about) + 10
     width = max(3.0, min(14.0, math.floor(880 / count)))
     x, places = left, []
     for before, prompt in pairwise([comparison.row_prompts[0], *comparison.row_prompts[:count]]):
@@ -115,36 +116,50 @@ def _draw_responses(page: _Page, comparison: Comparison, left: float, y: float) 
 
 
 def _draw_excerpts(page: _Page, comparison: Comparison, left: float, y: float) -> float:
-    """Pieces of responses; returns where the part ends."""
+    """Pieces of responses, side by side while they fit; returns where the part ends."""
     if not comparison.excerpts:
         return y
-    y = _heading(page, y, "Tokens", "the push on each token of the responses with the strongest ones; colour is relative to the largest")
-    peaks = [_largest(comparison.results, i) for i in range(len(comparison.results))]
+    y = _heading(page, y, "Tokens", "the push on each token of responses with strong ones; blue: more likely, red: less likely")
+    x, height = left, 51 + _TOKEN_ROW * len(comparison.results)
     for excerpt in comparison.excerpts:
-        y += 26
-        page.text(left, y, f"row {excerpt.row}, reward {excerpt.score:g}, prompt: …{visible(excerpt.prompt)}", fill=_GREY, size=11)
-        y += 18
+        about = f"row {excerpt.row}, reward {excerpt.score:g}: …{excerpt.prompt}"
         shown = [visible(token).replace(" ", "␣") for token in excerpt.tokens]
         widths = [max(_MONO_CHARACTER * _columns(token) + 8, 18) for token in shown]
-        x = [left + sum(widths[:i]) for i in range(len(widths))]
-        for at, width, token in zip(x, widths, shown, strict=True):
-            page.text(at + width / 2, y, token, anchor="middle", mono=True)
-        if excerpt.start:
-            page.text(left - 8, y, "…", anchor="end", mono=True)
-        if excerpt.is_cut:
-            page.text(x[-1] + widths[-1] + 4, y, "…", mono=True)
-        y += 7
-        for result, pushes, peak in zip(comparison.results, excerpt.pushes, peaks, strict=True):
-            page.text(left - 8, y + 11, result.name, anchor="end")
-            page.cells(zip(x, [w - 2 for w in widths], _scaled(pushes, peak), strict=True), y, _TOKEN_ROW - 2, _colour)
-            y += _TOKEN_ROW
-        page.widen(x[-1] + widths[-1] + 20)
-    return y + 24
+        width = max(sum(widths) + 36, 6.5 * _columns(about) + 24)
+        if x > left and x + width > max(page.width, 1200):
+            x, y = left, y + height
+        _draw_excerpt(page, comparison, excerpt, x, y + 26, about, list(zip(shown, widths, strict=True)), with_names=x == left)
+        page.widen(x + width)
+        x += width
+    return y + height + 24
 
 
-def _largest(results: Sequence[AlgorithmResult], i: int) -> float:
-    """The largest |push| of one algorithm on any token."""
-    return max((abs(token.push) for token in (*results[i].pushed_up[:1], *results[i].pushed_down[:1])), default=0.0)
+def _draw_excerpt(
+    page: _Page,
+    comparison: Comparison,
+    excerpt: Excerpt,
+    left: float,
+    y: float,
+    about: str,
+    columns: Sequence[tuple[str, float]],
+    with_names: bool,
+) -> None:
+    """One piece: the tokens (text, width of its column) above, a line for each algorithm below."""
+    page.text(left, y, about, fill=_GREY, size=11)
+    left += 12 if excerpt.start else 0
+    x = [left + sum(width for _, width in columns[:i]) for i in range(len(columns) + 1)]
+    for at, (token, width) in zip(x, columns, strict=False):
+        page.text(at + width / 2, y + 18, token, anchor="middle", mono=True)
+    if excerpt.start:
+        page.text(left - 2, y + 18, "…", anchor="end", mono=True)
+    if excerpt.is_cut:
+        page.text(x[-1] + 2, y + 18, "…", mono=True)
+    for i, (result, pushes) in enumerate(zip(comparison.results, excerpt.pushes, strict=True)):
+        top = y + 25 + i * _TOKEN_ROW
+        if with_names:
+            page.text(left - 8, top + 11, result.name, anchor="end")
+        cells = zip(x, [width - 2 for _, width in columns], _scaled(pushes, result.largest_push), strict=False)
+        page.cells(cells, top, _TOKEN_ROW - 2, _colour)
 
 
 def _heading(page: _Page, y: float, title: str, about: str) -> float:
@@ -185,15 +200,15 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 class _Page:
-    """Shapes in the order in which they are drawn; the page is as wide as the widest that was announced."""
+    """Shapes in the order in which they are drawn. `width` is how far they reach, as far as `widen` was told."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
-        self._width = 900.0
+        self.width = 900.0
 
     def widen(self, x: float) -> None:
         """Something is drawn up to x."""
-        self._width = max(self._width, x)
+        self.width = max(self.width, x)
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         self._parts.append(f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" rx="2" fill="{fill}"/>')
@@ -224,10 +239,10 @@ class _Page:
         extra += f' font-weight="{weight}"' if weight != 400 else ""
         extra += f' font-family="{_MONO}"' if mono else ""
         extra += f' transform="rotate({turn:g} {x:.4g} {y:.4g})"' if turn else ""
-        self._parts.append(f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}"{extra}>{escape(text)}</text>')
+        self._parts.append(f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}"{extra}>{escape(visible(text))}</text>')
 
     def svg(self, height: float) -> str:
-        width, height = math.ceil(self._width + _MARGIN), math.ceil(height + _MARGIN)
+        width, height = math.ceil(self.width + _MARGIN), math.ceil(height + _MARGIN)
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
             f'font-family="{_SANS}" font-size="12">\n<rect width="{width}" height="{height}" fill="#fff"/>\n'

@@ -86,6 +86,4 @@ def number_parts(scored: Scored) -> list[str]:
     """The judges and the keys of a reward function that gave a number to every row whose reward is not missing."""
     known = [i for i, failure in enumerate(scored.failures) if failure is None]
     columns = {**scored.extra, **scored.parts}
-    return [
-        name for name, values in columns.items() if known and all(isinstance(values[i], int | float) for i in known)
-    ]
+    return [name for name, values in columns.items() if known and all(isinstance(values[i], int | float) for i in known)]
