@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from lockstep.compare.named import ALGORITHMS, read_algorithm
@@ -35,6 +37,11 @@ def test_every_named_algorithm_is_a_configuration_that_could_train(name, base):
     # A recorded run may have had other values: every name sets all of them.
     assert algorithm.changes.keys() == ALGORITHMS["ppo"].keys()
     check_algorithm(with_changes(base, {"trainer.critic_warmup": 0, **algorithm.changes}))
+
+
+def test_the_page_lists_every_name():
+    page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    assert [name for name in ALGORITHMS if f"`{name}`" not in page] == []
 
 
 def test_an_estimator_alone_keeps_the_recorded_loss():

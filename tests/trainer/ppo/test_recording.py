@@ -22,7 +22,7 @@ def run(embedded_config, tmp_path):
     def train(name, *overrides):
         config = embedded_config(
             "trainer.total_training_steps=2", "trainer.val_before_train=false", "algorithm.adv_estimator=grpo",
-            "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=1.000001",
+            "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=1.0000001",
             "actor_rollout_ref.rollout.temperature=2.0",
             f"trainer.default_local_dir={tmp_path / name}", *overrides,
         )  # fmt: skip
@@ -56,6 +56,7 @@ def test_a_run_that_records_is_the_same_run(run, tmp_path, embedded_task):
     assert wanted | {"reward_baselines", "reward_parts"} <= set(batch.columns)
     assert not {"advantages", "returns", "rollout_is_weights"} & set(batch.columns)
     assert {"uid", "data_source", "index", "sample"} <= set(batch.non_tensor_batch)
+    assert recorded[0][0]["rollout_corr/rollout_rs_masked_fraction"] > 0  # rounding is over so small a threshold
     assert batch.ragged("response_mask").values.all()  # before the rejection
     assert batch.meta_info["reward_part_names"]
     assert first.config.algorithm.adv_estimator == "grpo"
