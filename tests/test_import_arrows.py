@@ -35,11 +35,15 @@ ARROWS: dict[str, set[str]] = {
         "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "check": {"algorithms", "config", "utils"},
+    "compare": {
+        "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
+        "observability", "utils",
+    },
     "trainer/ppo": {"single_controller", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
     "trainer/summary": {"trainer/ppo"},
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
-COMPOSITION_ROOTS = ("trainer/main_ppo", "trainer/check_rewards", "trainer/setup", "cli", "__init__")
+COMPOSITION_ROOTS = ("trainer/main_ppo", "trainer/check_rewards", "trainer/setup", "compare", "cli", "__init__")
 
 
 def modules():

@@ -74,6 +74,38 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
         raise ConfigError(_one_line(error)) from error
 
 
+def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
+    """The same configuration with other values for some keys ("algorithm.adv_estimator": "grpo"), checked like any other."""
+    node = OmegaConf.structured(config)
+    try:
+        for key, value in changes.items():
+            check_key(key)
+            OmegaConf.update(node, key, value, force_add=True)
+        return _to_object(node)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def read_keys(path: str | Path) -> dict[str, Any]:
+    """The keys that a YAML file sets, with their values. Raises ConfigError for an unknown one."""
+    node = _read_file(path)
+    keys = list(_leaf_keys(node))
+    for key in keys:
+        check_key(key)
+    return {key: OmegaConf.select(node, key) for key in keys}
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The keys that Hydra-style overrides set, with their values. Raises ConfigError for an unknown one."""
+    found: dict[str, Any] = {}
+    for text in overrides:
+        for key in _override_keys([text]):
+            check_key(key)
+        parsed = OverridesParser.create().parse_override(text.lstrip("+"))
+        found[parsed.key_or_group] = parsed.value()
+    return found
+
+
 def to_yaml(config: PPOConfig) -> str:
     """The whole configuration as YAML that `load_config(config_file=...)` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -52,6 +52,10 @@ class TrainerConfig:
     """Write every training sample there, a JSONL file a step."""
     validation_data_dir: str | None = None
     """Write every validation sample there, a JSONL file a validation."""
+    record_batch_dir: str | None = None
+    """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
+    record_batch_freq: int = -1
+    """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
     worker_timeout_s: float = 3600.0
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0
@@ -70,7 +74,7 @@ class TrainerConfig:
             )
         for name in ("total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("test_freq", "save_freq"):
+        for name in ("test_freq", "save_freq", "record_batch_freq"):
             at_least(f"trainer.{name}", getattr(self, name), -1)
 
     @property

@@ -5,7 +5,7 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from lockstep.config.load import as_config, check_key, load_config, to_yaml
+from lockstep.config.load import as_config, check_key, load_config, read_keys, read_overrides, to_yaml, with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
 from lockstep.errors import ConfigError
@@ -223,3 +223,29 @@ def test_parsing_and_help_import_no_torch_and_are_quick():
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
     assert time.monotonic() - start < 5
+
+
+def test_changes_are_checked_like_the_command_line():
+    config = load_config([*NAMED, "algorithm.adv_estimator=grpo"])
+    changed = with_changes(config, {"algorithm.lam": 0.5, "actor_rollout_ref.actor.policy_loss.loss_kwargs.slope": 2})
+    assert (changed.algorithm.lam, changed.algorithm.adv_estimator) == (0.5, "grpo")
+    assert changed.actor_rollout_ref.actor.policy_loss.loss_kwargs == {"slope": 2}
+    assert config.algorithm.lam == 1.0
+    for changes, says in (
+        ({"algorithm.lan": 1}, "algorithm.lam"),
+        ({"algorithm.lam": 2}, "out of range"),
+        ({"algorithm.lam": "x"}, "lam"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            with_changes(config, changes)
+
+
+def test_the_keys_of_a_file_and_of_overrides_are_read_with_their_values(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("algorithm: {lam: 0.5, gdpo_reward_keys: [a, b]}\ndata: {train_batch_size: 3}\n")
+    expected = {"algorithm.lam": 0.5, "algorithm.gdpo_reward_keys": ["a", "b"], "data.train_batch_size": 3}
+    assert read_keys(file) == expected
+    assert read_overrides(["algorithm.lam=0.5", "algorithm.gdpo_reward_keys=[a,b]", "++data.train_batch_size=3"]) == expected
+    for read in (lambda: read_overrides(["algorithm.lan=1"]), lambda: read_overrides(["algorithm"])):
+        with pytest.raises(ConfigError):
+            read()

@@ -1,7 +1,7 @@
 """RayPPOTrainer: one driver, groups of workers, and the loop. `fit` reads as the algorithm; each line of it is a stage.
 
 ```text
-prompts -> generate -> score -> old_log_prob -> correct -> ref_log_prob -> values -> advantage
+prompts -> generate -> score -> old_log_prob -> ref_log_prob -> values -> correct -> advantage
         -> update_critic -> update_actor -> sync -> record
 ```
 """
@@ -30,7 +30,7 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
 from lockstep.single_controller.base.partition import balanced_partition
 from lockstep.single_controller.ray import RayWorkerGroup
-from lockstep.trainer.ppo import checks, rewards, stages
+from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
@@ -237,13 +237,16 @@ class RayPPOTrainer:
         with self.timer.stage("step"):
             batch, scored, metrics = self.batches.next(self.rollout_wg, self.rm_wg, self._sampling())
             metrics |= self._old_log_prob(batch)
-            metrics |= stages.correct(batch, self.config.algorithm.rollout_correction)
             if self.ref_policy_wg is not None:
                 with self.timer.stage("ref"):
                     stages.ref_log_prob(self.ref_policy_wg, batch)
             if self.critic_wg is not None:
                 with self.timer.stage("values"):
                     stages.values(self.critic_wg, batch)
+            if self._records(step):
+                with self.timer.stage("record_batch"):
+                    self._record_batch(step, batch, scored)
+            metrics |= stages.correct(batch, self.config.algorithm.rollout_correction)
             with self.timer.stage("adv"):
                 metrics |= stages.advantage(batch, self.config.algorithm, self.kl_control)
             if self.critic_wg is not None:
@@ -288,13 +291,33 @@ class RayPPOTrainer:
                 "old log-probs are recomputed from the next step on"
             )
 
+    def _records(self, step: int) -> bool:
+        return self.config.trainer.record_batch_dir is not None and self._is_due(self.config.trainer.record_batch_freq, step)
+
+    def _record_batch(self, step: int, batch: DataProto, scored: Scored) -> None:
+        """Save the batch, with columns that other algorithms than the run's read. The run's own batch stays as it is."""
+        recorded = batch.select()
+        recorded.meta_info["global_step"] = step
+        if "reward_baselines" not in recorded:
+            self._baselines(recorded, self.num_prompt_batches)
+        if names := recording.number_parts(scored):
+            rewards.set_parts(recorded, scored, names)
+        kl_ctrl = dataclasses.replace(self.config.algorithm.kl_ctrl, kl_coef=self.kl_control.value)
+        config = dataclasses.replace(self.config, algorithm=dataclasses.replace(self.config.algorithm, kl_ctrl=kl_ctrl))
+        folder = Path(str(self.config.trainer.record_batch_dir)) / f"{recording.PREFIX}{step}"
+        recording.save_recording(folder, recorded, config, self._policy_weights(), self.tokenizer)
+        self.display.message(f"the batch of step {step} is in {folder}")
+
+    def _policy_weights(self) -> list[tuple[str, Any]]:
+        assert self.actor_wg is not None
+        (weights,) = (w for w in self.actor_wg.export_weights() if w is not None)
+        return weights
+
     def _sync_weights(self) -> None:
         """A rollout that shares the actor's process shares its weights: nothing to do. One of its own gets a copy."""
         if self.rollout_wg is not self.actor_wg:
-            assert self.actor_wg is not None
             assert self.rollout_wg is not None
-            (weights,) = (w for w in self.actor_wg.export_weights() if w is not None)
-            self.rollout_wg.update_weights(weights)
+            self.rollout_wg.update_weights(self._policy_weights())
 
     def _record(self, batch: DataProto) -> dict[str, float]:
         data = self.config.data
@@ -336,9 +359,10 @@ class RayPPOTrainer:
         seed = self.config.trainer.seed + step if self.config.actor_rollout_ref.actor.shuffle else None
         return stages.cut_mini_batches(prompts, n, size, epochs, seed)
 
-    def _is_due(self, frequency: int) -> bool:
-        """Every `frequency` steps and after the last one; -1 after the last only, 0 never."""
-        return frequency != 0 and (self.global_steps == self.total_steps or (frequency > 0 and self.global_steps % frequency == 0))
+    def _is_due(self, frequency: int, step: int | None = None) -> bool:
+        """At every `frequency`-th step (the one just done, unless named) and at the last one; -1 at the last only, 0 never."""
+        step = self.global_steps if step is None else step
+        return frequency != 0 and (step == self.total_steps or (frequency > 0 and step % frequency == 0))
 
     # -- validation --------------------------------------------------------------------------------------------------------
 

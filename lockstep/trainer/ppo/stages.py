@@ -193,9 +193,7 @@ def update_actor(
     Also returns the largest |log-prob - old log-prob| in the first mini-batch: before any step it is how far the sampler (or the
     old-log-prob pass) is from the policy that is trained.
     """
-    optional = [name for name in ("ref_log_prob", "rollout_is_weights") if name in batch]
-    data = batch.select([*UPDATE_COLUMNS, "old_log_probs", "advantages", *optional], ["index", "sample"])
-    updates = [_update(actor.update_actor, _prepared(data.select_idxs(rows), config)) for rows in mini_batches]
+    updates = [_update(actor.update_actor, actor_mini_batch(batch, rows, config)) for rows in mini_batches]
     return average_updates(updates), updates[0]["actor/log_ratio_max"].value
 
 
@@ -215,8 +213,11 @@ def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int
     return [rows for epoch in range(epochs) for rows in one_epoch(epoch)]
 
 
-def _prepared(mini_batch: DataProto, config: ActorConfig) -> DataProto:
-    """The mini-batch with the columns that the policy loss wants computed from the whole of it."""
+def actor_mini_batch(batch: DataProto, rows: Tensor, config: ActorConfig) -> DataProto:
+    """Those rows with the columns that an update of the actor reads, and those that the policy loss wants computed from all of them."""
+    optional = [name for name in ("ref_log_prob", "rollout_is_weights") if name in batch]
+    data = batch.select([*UPDATE_COLUMNS, "old_log_probs", "advantages", *optional], ["index", "sample"])
+    mini_batch = data.select_idxs(rows)
     mode = config.policy_loss.loss_mode
     keys = [
         (int(index) << 24) + int(sample)

@@ -90,3 +90,12 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".removeprefix(".").replace("_fsdp_wrapped_module.", ""), buffer
+
+
+def own_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, gradient) of every trained parameter on ONE rank; zeros where the last backward passes left none."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            yield name.replace("_fsdp_wrapped_module.", ""), local.detach()

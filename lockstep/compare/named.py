@@ -1,0 +1,106 @@
+"""What the command line calls an algorithm: some keys of the configuration, laid over those of the recorded run.
+
+```text
+grpo, dapo, gspo, ...     a name of `ALGORITHMS`: estimator, loss, clip range and aggregation of the paper
+opo, grpo_passk, ...      any other advantage estimator, with the loss of the recorded run
+gspo+rloo                 the loss (with clip range and aggregation where the name is in `ALGORITHMS`) + another estimator
+mine.py:function          a loss of your own (it reads log_prob), or an estimator of your own; either side of a + too
+mine.yaml                 any keys of the configuration
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.algorithms.advantages import ADV_ESTIMATORS
+from lockstep.algorithms.policy_losses import POLICY_LOSSES, loss_inputs
+from lockstep.algorithms.registry import unknown_name
+from lockstep.config.check import absolute_reference
+from lockstep.config.load import read_keys
+from lockstep.utils.files import load_reference
+
+_ACTOR = "actor_rollout_ref.actor"
+_ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One column of a comparison."""
+
+    name: str
+    """As it is shown."""
+    changes: dict[str, Any]
+    """Key of the configuration -> value."""
+
+
+def _make(
+    estimator: str, loss: str, aggregation: str, low: float | None = None, high: float | None = None, norm: bool = True
+) -> dict[str, Any]:
+    """The keys of an algorithm; a clip range of None is the recorded run's actor.clip_ratio."""
+    return {
+        _ESTIMATOR: estimator,
+        _LOSS: loss,
+        f"{_ACTOR}.loss_agg_mode": aggregation,
+        f"{_ACTOR}.clip_ratio_low": low,
+        f"{_ACTOR}.clip_ratio_high": high,
+        "algorithm.norm_adv_by_std_in_grpo": norm,
+    }
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": _make("gae", "vanilla", "token-mean"),
+    "grpo": _make("grpo", "vanilla", "seq-mean-token-mean"),
+    "dr_grpo": _make("grpo", "vanilla", "seq-mean-token-sum-norm", norm=False),
+    "dapo": _make("grpo", "vanilla", "token-mean", 0.2, 0.28),
+    "rloo": _make("rloo", "vanilla", "seq-mean-token-sum"),
+    "remax": _make("remax", "vanilla", "seq-mean-token-sum"),
+    "reinforce_plus_plus": _make("reinforce_plus_plus", "vanilla", "token-mean"),
+    "reinforce_plus_plus_baseline": _make("reinforce_plus_plus_baseline", "vanilla", "token-mean"),
+    "gspo": _make("grpo", "gspo", "seq-mean-token-mean", 3e-4, 4e-4),
+    "gmpo": _make("grpo", "geo_mean", "seq-mean-token-mean", 0.4, 0.4),
+    "cispo": _make("grpo", "cispo", "token-mean", 1.0),
+    "sapo": _make("grpo", "sapo", "seq-mean-token-mean"),
+    "gpg": _make("gpg", "gpg", "token-mean"),
+    "gdpo": _make("gdpo", "vanilla", "token-mean"),
+}
+"""Name -> the keys that make the algorithm; docs/algorithms.md says where each comes from."""
+
+
+def read_algorithm(text: str) -> Algorithm:
+    """The algorithm that `text` names; see the module. Raises ConfigError, with the nearest name, when there is none, and DataError
+    for a file that does not exist."""
+    if text.endswith((".yaml", ".yml")):
+        return Algorithm(Path(text).stem, read_keys(text))
+    loss, plus, estimator = text.rpartition("+")
+    if plus:
+        return Algorithm(f"{_short(loss)}+{_short(estimator)}", _loss(loss) | {_ESTIMATOR: _estimator(estimator)})
+    if text in ALGORITHMS:
+        return Algorithm(text, ALGORITHMS[text])
+    own = load_reference(text)
+    if own is not None and "log_prob" in loss_inputs(own):
+        return Algorithm(_short(text), _loss(text))
+    if own is None and text not in ADV_ESTIMATORS:
+        raise unknown_name("algorithm", text, {**ALGORITHMS, **ADV_ESTIMATORS})
+    return Algorithm(_short(text), {_ESTIMATOR: absolute_reference(text)})
+
+
+def _loss(text: str) -> dict[str, Any]:
+    if text in ALGORITHMS:
+        return ALGORITHMS[text]
+    if load_reference(text) is None and text not in POLICY_LOSSES:
+        raise unknown_name("policy loss", text, {**ALGORITHMS, **POLICY_LOSSES})
+    return {_LOSS: absolute_reference(text)}
+
+
+def _estimator(text: str) -> str:
+    if load_reference(text) is None and text not in ADV_ESTIMATORS:
+        raise unknown_name("advantage estimator", text, ADV_ESTIMATORS)
+    return absolute_reference(text)
+
+
+def _short(text: str) -> str:
+    """mine.py:function is shown as function."""
+    return text.rpartition(":")[2]

@@ -1,0 +1,173 @@
+"""What several algorithms would do with one batch: the record, and its tables for a terminal. The picture is in comparison_svg."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_MIN_WIDTH = 132
+"""Columns of the tables where the output is no terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPush:
+    """One token of a response and what an algorithm does with it."""
+
+    row: int
+    """Row of the batch."""
+    position: int
+    """Position in the response."""
+    token: str
+    before: str
+    """Text before it, from the prompt on if it is near."""
+    after: str
+    push: float
+    """-d loss / d log_prob; above 0 the token becomes more likely."""
+    share: float
+    """Of the sum of all |push|."""
+    advantage: float
+    ratio: float
+    """Its probability now over that before the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmResult:
+    """One algorithm on the batch. Fractions are of tokens; None is a number that does not exist (a mean over nothing)."""
+
+    name: str
+    settings: dict[str, Any]
+    """The keys that make it."""
+    loss: float
+    grad_norm: float
+    clip_fraction: float | None
+    """Tokens whose loss the clip changed; None for a loss of your own that does not report pg_clipfrac."""
+    dual_clip_fraction: float | None
+    """Tokens under the dual clip; None likewise."""
+    masked_fraction: float
+    """Response tokens that are not in the loss: not the policy's, or their row was left out or rejected."""
+    silent_fraction: float
+    """Response tokens that push nothing: masked, clipped, or with advantage 0."""
+    ratio_effective: float | None
+    """(sum w)^2 / (n sum w^2) of the n tokens in the loss, w the ratio times the correction's weight: how far from on-policy."""
+    push_effective: float | None
+    """The same with w = |push|: the share of tokens that the update really rests on."""
+    largest_push: float
+    """The largest |push| of a token."""
+    pushed_up: list[TokenPush]
+    """Strongest first, at most one a row."""
+    pushed_down: list[TokenPush]
+    row_pushes: list[float]
+    """For each row of the batch the sum of its tokens' pushes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A piece of one response under every algorithm."""
+
+    row: int
+    prompt: str
+    """The end of the prompt."""
+    score: float
+    start: int
+    """Position of the first token in the response."""
+    tokens: list[str]
+    pushes: list[list[float]]
+    """One list for each algorithm, in the order of the results."""
+    is_cut: bool
+    """Whether the response goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `lockstep compare` found."""
+
+    source: dict[str, Any]
+    """Where the batch and the policy come from: recording, model, step, rows, prompts, tokens, drift, largest_log_ratio, ..."""
+    results: list[AlgorithmResult]
+    cosines: list[list[float | None]]
+    """Between the gradients, in the order of the results; None for a gradient that is zero."""
+    row_prompts: list[str]
+    """For each row the id of its prompt."""
+    row_scores: list[float]
+    """For each row its reward."""
+    excerpts: list[Excerpt]
+    not_comparable: list[tuple[str, str]]
+    """(algorithm, reason)"""
+
+    def to_json(self) -> str:
+        """Everything, as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
+
+
+def describe_source(source: dict[str, Any]) -> str:
+    """One line: what was compared."""
+    drift = f", after one optimizer step of {source['drift_algorithm']} with lr {source['drift']:g}" if source.get("drift") else ""
+    return (
+        f"{source['rows']} responses to {source['prompts']} prompts, {source['tokens']} tokens, step {source['step']}; policy "
+        f"{source['model']}{drift}; largest |log-ratio| {source['largest_log_ratio']:.2g}"
+    )
+
+
+def print_comparison(comparison: Comparison, stream: TextIO, num_tokens: int = 2) -> None:
+    """The tables: numbers and cosines, then the tokens that each algorithm pushes most (`num_tokens` up and as many down)."""
+    console = Console(file=stream)
+    if not console.is_terminal:
+        console = Console(file=stream, width=max(_MIN_WIDTH, console.width))
+    console.print(describe_source(comparison.source), highlight=False)
+    console.print(_numbers_table(comparison.results))
+    console.print(_cosine_table(comparison))
+    if num_tokens:
+        console.print(_tokens_table(comparison.results, num_tokens))
+    for name, reason in comparison.not_comparable:
+        console.print(Text.assemble((f"not comparable: {name}: ", "bold"), reason))
+
+
+def visible(text: str) -> str:
+    """The text on one line: line ends, tabs and what cannot be shown as signs."""
+    named = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+    return "".join(named.get(c, c if c.isprintable() else "�") for c in text)
+
+
+def _numbers_table(results: Sequence[AlgorithmResult]) -> Table:
+    table = _table("one batch, one gradient each")
+    for label in ("", "|gradient|", "clipped", "dual clip", "masked", "silent", "ratio ESS", "push ESS"):
+        table.add_column(label, justify="right" if label else "left")
+    for r in results:
+        shares = (r.clip_fraction, r.dual_clip_fraction, r.masked_fraction, r.silent_fraction, r.ratio_effective, r.push_effective)
+        table.add_row(Text(r.name), f"{r.grad_norm:.4g}", *("-" if x is None else f"{x:.3f}" for x in shares))
+    return table
+
+
+def _cosine_table(comparison: Comparison) -> Table:
+    table = _table("cosine between the gradients")
+    table.add_column("")
+    names = [r.name for r in comparison.results]
+    for number in range(len(names)):
+        table.add_column(f"({number + 1})", justify="right")
+    for number, (name, row) in enumerate(zip(names, comparison.cosines, strict=True)):
+        table.add_row(Text(f"({number + 1}) {name}"), *("-" if x is None else f"{x:.3f}" for x in row))
+    return table
+
+
+def _tokens_table(results: Sequence[AlgorithmResult], num_tokens: int) -> Table:
+    table = _table("the tokens pushed most")
+    for label in ("", "share", "advantage", "ratio", "row", "token in its place"):
+        table.add_column(label, justify="left" if label in ("", "token in its place") else "right", no_wrap=label != "")
+    for r in results:
+        for pushed, sign, style in ((r.pushed_up, "+", "bold green"), (r.pushed_down, "-", "bold red")):
+            for token in pushed[:num_tokens]:
+                place = Text.assemble(visible(token.before), (f"[{visible(token.token)}]", style), visible(token.after))
+                numbers = (f"{token.advantage:+.2f}", f"{token.ratio:.3f}", str(token.row))
+                table.add_row(Text(r.name), f"{sign}{token.share:.2%}", *numbers, place)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -1,0 +1,89 @@
+"""One batch of a run on disk, with all that its advantages and losses are computed from: what `lockstep compare` reads.
+
+```text
+step_12/
+  batch.pt      every column, before the correction, the advantages and the update
+  config.yaml   the run's configuration; algorithm.kl_ctrl.kl_coef is the weight at that step
+  model/        the policy that wrote the responses, and its tokenizer: a Hugging Face folder
+```
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.config.load import load_config, to_yaml
+from lockstep.config.ppo import PPOConfig
+from lockstep.errors import DataError
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.rewards import Scored
+from lockstep.utils.hf_config import read_model_config
+
+PREFIX = "step_"
+_BATCH, _CONFIG, _MODEL = "batch.pt", "config.yaml", "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one folder holds."""
+
+    folder: Path
+    batch: DataProto
+    config: PPOConfig
+    model: Path
+    """The policy that wrote the responses."""
+
+
+def save_recording(
+    folder: Path, batch: DataProto, config: PPOConfig, weights: Iterable[tuple[str, Tensor]], tokenizer: Any
+) -> None:
+    """Write a recording. The folder has its name only when it is complete; one that is there already is replaced.
+
+    `weights` are (Hugging Face name, tensor) of the policy on the CPU.
+    """
+    draft = folder.with_name(f"{folder.name}.incomplete")
+    shutil.rmtree(draft, ignore_errors=True)
+    (draft / _MODEL).mkdir(parents=True)
+    batch.save_to_disk(draft / _BATCH)
+    (draft / _CONFIG).write_text(to_yaml(config))
+    model = config.actor_rollout_ref.model
+    read_model_config(str(model.path), model.trust_remote_code, **model.override_config).save_pretrained(draft / _MODEL)
+    tokenizer.save_pretrained(draft / _MODEL)
+    tensors = {name: tensor.contiguous() for name, tensor in weights}
+    save_file(tensors, draft / _MODEL / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+
+
+def load_recording(folder: Path) -> Recording:
+    """Read a recording: the folder of one step, or a folder with only one such folder in it. The batch is unpickled.
+
+    Raises DataError when it is not a recording, or holds several.
+    """
+    steps = sorted(path.parent.name for path in folder.glob(f"{PREFIX}*/{_BATCH}"))
+    if not (folder / _BATCH).is_file() and len(steps) == 1:
+        folder = folder / steps[0]
+    for name in (_BATCH, _CONFIG, _MODEL):
+        if not (folder / name).exists():
+            hint = f"name one of its steps: {', '.join(steps)}" if steps else "make one with lockstep compare --record DIR"
+            raise DataError(f"{folder} is not a recorded batch: there is no {name} in it; {hint}")
+    try:
+        batch = DataProto.load_from_disk(folder / _BATCH)
+    except (OSError, RuntimeError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(f"{folder / _BATCH} cannot be read: {error}") from error
+    return Recording(folder, batch, load_config(config_file=folder / _CONFIG), folder / _MODEL)
+
+
+def number_parts(scored: Scored) -> list[str]:
+    """The judges and the keys of a reward function that gave a number to every row whose reward is not missing."""
+    known = [i for i, failure in enumerate(scored.failures) if failure is None]
+    columns = {**scored.extra, **scored.parts}
+    return [name for name, values in columns.items() if known and all(isinstance(values[i], int | float) for i in known)]
