@@ -98,11 +98,11 @@ class BatchMaker:
                 rewards.set_parts(batch, scored, keys)
         if self._needs_baseline:
             with self._timer.stage("gen_max"):
-                metrics |= self._baselines(batch, rollout, reward_model, sampling)
+                metrics |= self.add_baselines(batch, rollout, reward_model, sampling)
         return batch, scored, metrics
 
-    def _baselines(self, batch: DataProto, rollout: Any, reward_model: Any, sampling: SamplingParams) -> dict[str, float]:
-        """The greedy response to each prompt, scored like the others."""
+    def add_baselines(self, batch: DataProto, rollout: Any, reward_model: Any, sampling: SamplingParams) -> dict[str, float]:
+        """Writes reward_baselines: the score of the greedy response to each prompt of the last batch."""
         first = torch.tensor([sample == 0 for sample in batch.non_tensor_batch["sample"]])
         objects = [name for name in batch.non_tensor_batch if name != "finish_reason"]
         greedy = batch.select(["prompts"], objects).select_idxs(first)

@@ -299,7 +299,7 @@ class RayPPOTrainer:
         recorded = batch.select()
         recorded.meta_info["global_step"] = step
         if "reward_baselines" not in recorded:
-            self._baselines(recorded, self.num_prompt_batches)
+            self.batches.add_baselines(recorded, self.rollout_wg, self.rm_wg, self._sampling())
         if names := recording.number_parts(scored):
             rewards.set_parts(recorded, scored, names)
         kl_ctrl = dataclasses.replace(self.config.algorithm.kl_ctrl, kl_coef=self.kl_control.value)
