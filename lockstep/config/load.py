@@ -22,7 +22,6 @@ from lockstep.errors import ConfigError
 REMOVED_KEYS = {
     "use_dynamic_bsz": "rows are always cut by tokens, unless ppo_micro_batch_size_per_gpu is set",
     "use_remove_padding": "rows are always packed without padding",
-    "gpu_memory_utilization": "the native engine needs no memory share of its own",
     "max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "hybrid_engine": "the roles in role_worker_mapping say what shares a process",
@@ -44,7 +43,8 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
         check_key(key)
     base = OmegaConf.structured(PPOConfig)
     named = {*_leaf_keys(from_file), *given}
-    if not named & {"data.train_files", "actor_rollout_ref.model.path"}:
+    is_embedded = not named & {"data.train_files", "actor_rollout_ref.model.path"}
+    if is_embedded:
         base = OmegaConf.merge(base, EMBEDDED_PRESET)
     try:
         base = OmegaConf.merge(base, from_file)
@@ -52,6 +52,8 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
         with initialize(version_base=None, config_path=None):
             # "++" also fills the free-form dicts, whose keys the schema cannot know; every other key was checked above.
             composed = compose("ppo", overrides=[f"++{text.lstrip('+')}" for text in overrides])
+        if is_embedded and "trainer.critic_warmup" not in named and composed.algorithm.adv_estimator != "gae":
+            composed.trainer.critic_warmup = 0  # the preset's is for the preset's critic
         return _to_object(composed)
     except HydraException as error:
         raise ConfigError(_innermost(error)) from error

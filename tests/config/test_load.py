@@ -249,3 +249,11 @@ def test_the_keys_of_a_file_and_of_overrides_are_read_with_their_values(tmp_path
     for read in (lambda: read_overrides(["algorithm.lan=1"]), lambda: read_overrides(["algorithm"])):
         with pytest.raises(ConfigError):
             read()
+
+
+def test_the_embedded_task_runs_without_a_critic_by_one_key():
+    config = load_config(["algorithm.adv_estimator=grpo"])
+    assert (config.use_critic, config.trainer.critic_warmup) == (False, 0)
+    assert load_config([]).trainer.critic_warmup > 0
+    with pytest.raises(ConfigError, match="critic_warmup=3 needs a critic"):
+        load_config(["algorithm.adv_estimator=grpo", "trainer.critic_warmup=3"])
