@@ -44,18 +44,21 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
     held_out = next((name for name in recipe.held_out if name in found.splits), None)
     targets = {split: target for split, target in (("train", TRAIN_FILE), (held_out, HELD_OUT_FILE)) if split in found.splits}
     instruction = recipe.instruction if instruction is None else instruction
-    out.mkdir(parents=True, exist_ok=True)
-    # In the same folder, so that moving a finished file is one step; nothing is moved before everything is finished.
-    with tempfile.TemporaryDirectory(dir=out, prefix=".preprocess-") as unfinished:
-        accounts = {}
-        for split, target in targets.items():
-            paths = [file.fetch() for file in found.splits[str(split)]]
-            account = accounts[split] = write_split(recipe, instruction, str(split), paths, Path(unfinished) / target)
-            if not account.num_written:
-                reasons = f"\n{account.table()}" if account.unusable else " there are none"
-                raise DataError(f"no row of the split {split!r} can be used:{reasons}")
-        for target in targets.values():
-            (Path(unfinished) / target).replace(out / target)
+    accounts = {}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # In the same folder, so that moving a finished file is one step; nothing is moved before everything is finished.
+        with tempfile.TemporaryDirectory(dir=out, prefix=".preprocess-") as unfinished:
+            for split, target in targets.items():
+                paths = [file.fetch() for file in found.splits[str(split)]]
+                account = accounts[split] = write_split(recipe, instruction, str(split), paths, Path(unfinished) / target)
+                if not account.num_written:
+                    reasons = f"\n{account.table()}" if account.unusable else " there are none"
+                    raise DataError(f"no row of the split {split!r} can be used:{reasons}")
+            for target in targets.values():
+                (Path(unfinished) / target).replace(out / target)
+    except OSError as error:
+        raise DataError(f"cannot write to {out}: {error}") from error
 
     for split, target in targets.items():
         account = accounts[split]

@@ -70,6 +70,12 @@ def test_a_corrupt_file_is_an_error_and_what_was_there_stays(run, tmp_path, caps
     assert pq.read_table(tmp_path / "out/train.parquet").to_pylist() == before["train.parquet"]
 
 
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    source = write_rows(tmp_path / "train.jsonl", [GOOD])
+    assert main(["gsm8k", "--source", str(source), "--out", str(source)]) == 1
+    assert f"error: cannot write to {source}" in capsys.readouterr().err
+
+
 def test_the_files_are_what_the_dataset_reads(run, tmp_path):
     run("gsm8k", write_rows(tmp_path / "train.jsonl", [GOOD] * 3))
     rows = RowFiles([tmp_path / "out/train.parquet"])

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MAX_WORDS = 2**18
-_NOT_PLAIN = re.compile(r"[^\t\n\r -~]")
+_SHORT_PART = 64
+"""Parts between added tokens up to this long are remembered whole: most are the template's."""
+_SEPARATORS = "\x1c\x1d\x1e\x1f"
+"""White space to Python's `re`, not to the tokenizer's expressions."""
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What ByteLevel(use_regex=True) cuts with."""
 _ASCII_CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9", r"\p{Lu}": "A-Z", r"\p{Ll}": "a-z"}
@@ -36,7 +39,7 @@ class WordMemory:
 
     def __init__(self, backend: Tokenizer, words: re.Pattern[str]) -> None:
         added = {token.content: index for index, token in backend.get_added_tokens_decoder().items()}
-        self._added = added
+        self._parts = {content: [index] for content, index in added.items()}
         # Of several added tokens that begin at one place the longest wins.
         alternatives = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
         self._cut = re.compile(f"({alternatives})") if added else None
@@ -58,17 +61,19 @@ class WordMemory:
 
     def encode(self, text: str) -> list[int] | None:
         """The ids of `text`; None when it is not plain ASCII, or has characters that no word takes in."""
-        if _NOT_PLAIN.search(text):
+        if not text.isascii() or any(character in text for character in _SEPARATORS):
             return None
         ids: list[int] = []
         for part in self._cut.split(text) if self._cut else [text]:
-            if part in self._added:
-                ids.append(self._added[part])
-                continue
-            words = self._words.findall(part)
-            if sum(map(len, words)) != len(part):
-                return None
-            ids.extend(chain.from_iterable(map(self._ids.__getitem__, words)))
+            known = self._parts.get(part)
+            if known is None:
+                words = self._words.findall(part)
+                if sum(map(len, words)) != len(part):
+                    return None
+                known = list(chain.from_iterable(map(self._ids.__getitem__, words)))
+                if len(part) <= _SHORT_PART and len(self._parts) < _MAX_WORDS:
+                    self._parts[part] = known
+            ids += known
         return ids
 
 
