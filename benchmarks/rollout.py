@@ -189,10 +189,6 @@ def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedMode
 
 def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Completion], count: int) -> dict[str, float]:
     """Sampler against the training engine (float32 weights, computation in the model's type) on some of the responses."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
     step = max(1, len(completions) // count)
     chosen = range(0, len(completions), step)
     data = DataProto.from_dict(
@@ -205,10 +201,13 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
     with model.device:
         module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32, attn_implementation=PACKED)
     module.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    backend = "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     engine = FSDPEngine(
         module, Head.LANGUAGE_MODEL, version=2, config=FSDPConfig(dtype=dtype), optim=None, total_updates=0, device=model.device
     )
     trained = engine.forward(data, Budget(8192)).ragged("log_probs").values
+    dist.destroy_process_group()
     difference = (trained - torch.cat([completions[i].log_probs for i in chosen])).abs()
     ratio = torch.exp(trained - torch.cat([completions[i].log_probs for i in chosen]))
     return {

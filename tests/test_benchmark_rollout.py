@@ -23,10 +23,8 @@ def test_a_load_has_the_tokens_that_published_numbers_were_measured_with(name: s
 def test_the_benchmark_writes_rates_versions_and_the_distance_to_the_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(
-        "--shape tiny --device cpu --load gsm8k_like --prompts 1 --n 2 --repeats 1 --trainer-check 2 --out".split()
-        + [str(tmp_path)]
-    )
+    small = ["--shape", "tiny", "--device", "cpu", "--load", "gsm8k_like", "--prompts", "1", "--n", "2", "--repeats", "1"]
+    main([*small, "--trainer-check", "2", "--out", str(tmp_path)])
     (file,) = tmp_path.glob("rollout_tiny_*.json")
     result = json.loads(file.read_text())
     (row,) = result["rows"]
