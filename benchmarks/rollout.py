@@ -57,14 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         starts[engine] = round(time.perf_counter() - start, 2)
         print(f"{engine}: {starts[engine]} s from a loaded model to the first token", flush=True)
         for name in options.load:
-            load = LOADS[name](**({"num_prompts": options.prompts} if options.prompts else {}))
+            sizes = {"num_prompts": options.prompts, "n": options.n}
+            load = LOADS[name](**{size: value for size, value in sizes.items() if value})
             check = options.trainer_check if name == options.load[0] else 0
             rows.append({"engine": engine, "load": name} | _measure(generate, load, options.repeats, model, check))
             print(_line(rows[-1]), flush=True)
     print("\n" + "\n".join([_line(None), *map(_line, rows)]))
     about = _about(options, device, dtype)
-    file = RESULTS / f"rollout_{options.name or options.shape or Path(options.model).name}_{about['date']}.json"
-    file.parent.mkdir(exist_ok=True)
+    file = options.out / f"rollout_{options.name or options.shape or Path(options.model).name}_{about['date']}.json"
+    options.out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
 
 
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="a Hugging Face folder, instead of random weights")
     parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--prompts", type=int, help="prompts of a load, instead of its own number")
+    parser.add_argument("--n", type=int, help="samples of a prompt, instead of the load's own number")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--max-num-seqs", type=int, default=1024)
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--generic-layers", action="store_true", help="the native engine's way for all families, also where it has fused layers"
     )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--name", help="middle part of the result file's name, instead of the shape")
     return parser
 
@@ -186,10 +189,6 @@ def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedMode
 
 def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Completion], count: int) -> dict[str, float]:
     """Sampler against the training engine (float32 weights, computation in the model's type) on some of the responses."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
     step = max(1, len(completions) // count)
     chosen = range(0, len(completions), step)
     data = DataProto.from_dict(
@@ -202,10 +201,13 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
     with model.device:
         module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32, attn_implementation=PACKED)
     module.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    backend = "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     engine = FSDPEngine(
         module, Head.LANGUAGE_MODEL, version=2, config=FSDPConfig(dtype=dtype), optim=None, total_updates=0, device=model.device
     )
     trained = engine.forward(data, Budget(8192)).ragged("log_probs").values
+    dist.destroy_process_group()
     difference = (trained - torch.cat([completions[i].log_probs for i in chosen])).abs()
     ratio = torch.exp(trained - torch.cat([completions[i].log_probs for i in chosen]))
     return {
@@ -238,7 +240,9 @@ def _about(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
         "commit": commit or "unknown",
         "dtype": str(dtype),
-        "arguments": vars(options),
+        "arguments": {
+            name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "out"
+        },
     }
 
 

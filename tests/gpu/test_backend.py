@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.native.gpu.backend import GPUBackend
+from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
 from lockstep.workers.rollout.native.layout import CacheShape
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.scheduler import Prompt, Scheduler, Sequence
@@ -75,6 +76,7 @@ def greedy_of_transformers(model, sequence, stop=()):
 
 FAMILIES = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 70}, "gemma2": {"sliding_window": 70}, "phi": {}, "gpt_neox": {},
+    "mixtral": {"num_local_experts": 4}, "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 
@@ -219,3 +221,20 @@ def test_fused_layers_in_bfloat16_are_as_near_to_float32_as_the_module_itself(fa
     module = torch.cat([log_probs_of(plain, s) for s in sequences])
     sampler = torch.cat([torch.tensor(s.log_probs, device="cuda") for s in sequences])
     assert (sampler - want).abs().mean() < 1.5 * (module - want).abs().mean()
+
+
+def test_a_step_that_cannot_be_captured_is_computed_without_graphs(capsys):
+    model = big_tiny("qwen2")
+    want, _ = generate(make_backend(big_tiny("qwen2")), random_prompts(), [30])
+    backend = make_backend(model)
+    logits_of = FusedDecoder._logits
+
+    def looks_at_the_device(self, hidden):
+        assert float(hidden.sum()) < 1e9  # a copy to the host, which a capture forbids
+        return logits_of(self, hidden)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedDecoder, "_logits", looks_at_the_device)
+        slow, _ = generate(backend, random_prompts(), [30])
+    assert [s.tokens for s in slow] == [s.tokens for s in want]
+    assert "without CUDA graphs" in capsys.readouterr().out

@@ -7,7 +7,6 @@ layer it is. That is why the pages travel as keyword arguments and `layer_idx` i
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,6 @@ from lockstep.workers.rollout.native.gpu.prefill import PackedRows, packed_promp
 from lockstep.workers.rollout.native.layout import KVCache
 
 GPU_PAGED = "lockstep_gpu_paged"
-_log = logging.getLogger(__name__)
 
 
 @torch.library.custom_op("lockstep::paged_decode", mutates_args=())

@@ -69,13 +69,14 @@ class DecodeRunner:
     def steps(self, size: int, count: int, keep: Filter | None, shared: bool) -> None:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
         variant = (size, keep, shared)
-        if not self._captures:
-            for _ in range(count):
-                self._step(*variant)
-            return
-        graph = self._graphs.get(variant) or self._capture(variant)
+        if self._captures and variant not in self._graphs:
+            self._capture(variant)
+        graph = self._graphs.get(variant)
         for _ in range(count):
-            graph.replay()
+            if graph is None:
+                self._step(*variant)
+            else:
+                graph.replay()
 
     def first_tokens(self, logits: Tensor, first: int, keep: Filter | None) -> None:
         """Draw a token for each of the rows `first`... from `logits` [count, vocabulary] of their prompts' ends."""
@@ -101,7 +102,8 @@ class DecodeRunner:
             kept, normaliser = keep(logits, self._rows, first)
             draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
 
-    def _capture(self, variant: Variant) -> torch.cuda.CUDAGraph:
+    def _capture(self, variant: Variant) -> None:
+        """Add the variant's graph. A model whose step cannot be captured is decoded without graphs from here on, and says so."""
         if not self._warm:
             # A compiler that makes one kernel for all batch sizes tunes it for the size that it sees first: let that be the largest.
             self._warm_up((self._rows.capacity, None, False))
@@ -110,10 +112,16 @@ class DecodeRunner:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step(*variant)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step(*variant)
+        except RuntimeError as error:
+            first = str(error).strip().splitlines()[0]
+            print(f"decoding without CUDA graphs, which is slower: the step of this model cannot be captured ({first})", flush=True)
+            self._captures = False
+            self.forget()
+            return
         self._graphs[variant] = graph
-        return graph
 
     def _warm_up(self, variant: Variant) -> None:
         """Compile kernels and make the libraries' workspaces, which must not happen inside a capture.
