@@ -24,7 +24,7 @@ prompts             R     P      RLHFDataset        prompt token ids
 responses           R     T      generate           sampled token ids
 response_mask       R     T      generate           1 where the policy wrote the token, 0 elsewhere (tools, user turns)
 rollout_log_probs   R     T      generate           log-prob of the token under the sampler
-finish_reason       O     -      generate           "stop" (end of sequence) or "length"
+finish_reason       O     -      generate           "stop", "length", "abort", or "error": a request without a response (0 tokens)
 rm_scores           R     T      reward model       a reward model's score, on the last token
 token_level_scores  R     T      stages.score       the reward, on the last token
 old_log_probs       R     T      stages.old_log_prob  log-prob under the policy before the update
