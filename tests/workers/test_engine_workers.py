@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.distributed import run_distributed
 from helpers.rollouts import make_requests, sampling
 from helpers.tiny import save_tiny_model, tiny_model
 from hypothesis import given
@@ -21,6 +23,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import ModelConfig, OptimConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.embedded.task import make_tokenizer
+from lockstep.errors import NumericalError
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
@@ -170,6 +173,108 @@ def test_a_policy_checkpoint_restores_generation(tmp_path: Path) -> None:
         assert not generate(policy).ragged("responses").equal(before.ragged("responses"))
         policy.load_checkpoint(str(tmp_path / "saved"))
         assert generate(policy).ragged("responses").equal(before.ragged("responses"))
+
+
+def test_a_request_that_fails_is_an_empty_response_and_a_batch_of_them_an_error(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    with workers(policy=policy_class(path, "actor_rollout")) as (roles, _):
+        batch = prompts()
+        rows = list(batch.ragged("prompts").rows())
+        rows[2] = torch.tensor([99])
+        batch.set("prompts", Ragged.from_rows(rows))
+        out = roles["policy"].generate_sequences(batch, sampling(temperature=TEMPERATURE), 3)
+        assert out.non_tensor_batch["finish_reason"][2] == "error"
+        for name in ("responses", "response_mask", "rollout_log_probs"):
+            lengths = out.ragged(name).lengths.tolist()
+            assert lengths[2] == 0
+            assert all(length > 0 for row, length in enumerate(lengths) if row != 2)
+        batch = batch.union(out)
+        assert roles["policy"].compute_log_prob(batch).ragged("old_log_probs").lengths[2] == 0
+        learn(roles["policy"], batch)
+        batch.set("prompts", Ragged.from_rows([[99]] * 6))
+        with pytest.raises(NumericalError, match=r"no request of the batch has a response; the first: request \(3, 10, 0\)"):
+            roles["policy"].generate_sequences(batch.select(["prompts"]), sampling(), 3)
+
+
+def test_stop_strings_use_the_models_tokenizer(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    tokenizer = make_tokenizer()
+    with workers(policy=policy_class(path, "actor_rollout", stop=["never there"])) as (roles, _):
+        free = roles["policy"].generate_sequences(prompts(), sampling(stop_token_ids=()), 3).ragged("responses").rows()
+        target = tokenizer.decode(free[0].tolist()[3:5])
+        params = sampling(stop_token_ids=(), stop=(target,))
+        stopped = roles["policy"].generate_sequences(prompts(), params, 3)
+    text = tokenizer.decode(stopped.ragged("responses").rows()[0].tolist())
+    assert text.endswith(target)
+    assert len(stopped.ragged("responses").rows()[0]) <= 5
+    assert stopped.non_tensor_batch["finish_reason"][0] == "stop"
+
+
+def living_tensor_bytes() -> int:
+    """Bytes of all tensors of this process, each storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        # Not isinstance: it asks lazy modules for their class, which loads them.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and not thing.is_meta:
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("keep", "switches"), [(False, 200), (True, 20)], ids=["cache given back", "cache kept"])
+def test_two_hundred_switches_between_generating_and_updating_take_no_memory(tmp_path: Path, keep: bool, switches: int) -> None:
+    """Live tensors after each switch from the second on: within 1 KiB, where the weights have 70."""
+    path = save_tiny_model(tmp_path)
+    params = sampling(temperature=TEMPERATURE, max_tokens=3)
+    with workers(policy=policy_class(path, "actor_rollout", free_cache_engine=not keep)) as (roles, inside):
+        worker = inside["policy"]
+        sizes = []
+        for switch in range(switches):
+            batch = prompts().slice(0, 2)
+            batch = batch.union(roles["policy"].generate_sequences(batch, params, switch))
+            assert (worker.rollout._runner.num_pages > 0) is keep
+            assert all(parameter.is_meta for parameter in worker.rollout.module.parameters())
+            learn(roles["policy"], batch)
+            if switch in (2, switches // 2, switches - 1):
+                sizes.append(living_tensor_bytes())
+        assert worker.rollout.version == switches
+    assert max(sizes) - min(sizes) < 1024
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_sharded_ranks_generate_their_shares_and_give_the_gathered_weights_back(tmp_path: Path, strategy: str) -> None:
+    """Two ranks generate what one does, before and after an update; whole weights and cache exist only while they generate."""
+    path = save_tiny_model(tmp_path)
+    config = policy_config(path)
+    config.actor.strategy = strategy
+
+    def rank() -> tuple[list[list[int]], list[bool]]:
+        gc.freeze()  # what the parent left behind (threads of a process group) must not be collected in a fork: that hangs
+        # Not through a worker group: the process group exists already.
+        worker = ActorRolloutRefWorker(config, "actor_rollout", seed=1, pad_token_id=0, total_updates=10, max_response_length=12)
+        worker.init_model()
+        number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        released, found = [], []
+        for step in (3, 4):
+            rows = prompts()
+            share = rows.select_idxs(list(range(number, len(rows), count)))
+            before = living_tensor_bytes()
+            out = worker.generate_sequences(share, sampling(temperature=TEMPERATURE), step)
+            found += [row.tolist() for row in out.ragged("responses").rows()]
+            del out
+            released.append(living_tensor_bytes() <= before + 4096)
+            released.append(worker.rollout._runner.num_pages == 0)
+        return found, released
+
+    ((whole, fine),) = run_distributed(rank, 1)
+    shares = run_distributed(rank, 2)
+    half = len(whole) // 2
+    for step in range(2):
+        expected = whole[step * half : (step + 1) * half]
+        for number, (found, released) in enumerate(shares):
+            assert found[step * 3 : (step + 1) * 3] == expected[number::2]
+            assert all(released)
+    assert all(fine)
 
 
 def test_a_critic_computes_values_and_learns_them(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
         lengths = batch.ragged(column).lengths.float()
         metrics |= _spread(name, lengths)
         metrics[f"{name}/clip_ratio"] = (lengths >= limit).float().mean().item()
+    if "finish_reason" in batch.non_tensor_batch:
+        metrics["response/error_ratio"] = float((batch.non_tensor_batch["finish_reason"] == "error").mean())
     metrics["response/aborted_ratio"] = (batch.ragged("responses").lengths == 0).float().mean().item()
     return metrics
 

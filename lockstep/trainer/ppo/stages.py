@@ -5,6 +5,7 @@ Stages act on the batch in place and return metrics. They know worker groups by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -68,9 +69,11 @@ def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
     _check_finite(batch, "old_log_probs")
     mask = batch.ragged("response_mask").values.bool()
     new, old = (batch.ragged(name).values[mask] for name in ("old_log_probs", "rollout_log_probs"))
-    metrics = {}
+    metrics: dict[str, float] = {}
     if len(new):
         difference = (new.exp() - old.exp()).abs()
+        ratio = (new - old).double().exp()
+        metrics |= _ratio_metrics((new - old).abs().max().item(), ratio.mean().item(), ratio.square().mean().item())
         metrics["actor/entropy"] = batch.ragged("entropys").values[mask].mean().item()
         metrics["training/rollout_log_probs_diff_max"] = (new - old).abs().max().item()
         metrics["training/rollout_probs_diff_max"] = difference.max().item()
@@ -191,10 +194,24 @@ def update_actor(
     before it is cut.
 
     Also returns the largest |log-prob - old log-prob| in the first mini-batch: before any step it is how far the sampler (or the
-    old-log-prob pass) is from the policy that is trained.
+    old-log-prob pass) is from the policy that is trained. Where that pass was skipped (the batch has no entropys), the metrics
+    training/rollout_ratio_* are those of the first mini-batch.
     """
     updates = [_update(actor.update_actor, actor_mini_batch(batch, rows, config)) for rows in mini_batches]
-    return average_updates(updates), updates[0]["actor/log_ratio_max"].value
+    metrics, first = average_updates(updates), {name: metric.value for name, metric in updates[0].items()}
+    if "entropys" not in batch:
+        metrics |= _ratio_metrics(first["actor/log_ratio_max"], first["actor/ratio_mean"], first["actor/ratio_square_mean"])
+    return metrics, first["actor/log_ratio_max"]
+
+
+def _ratio_metrics(log_ratio_max: float, mean: float, square_mean: float) -> dict[str, float]:
+    """training/rollout_ratio_*: the trainer's over the sampler's probability of the tokens. `ess` is the effective share of the samples,
+    mean(r)^2 / mean(r^2), 1 when all ratios are the same; `max` is the largest of r and 1 / r."""
+    return {
+        "training/rollout_ratio_max": math.exp(min(log_ratio_max, 700.0)),
+        "training/rollout_ratio_mean": mean,
+        "training/rollout_ratio_ess": mean**2 / square_mean if square_mean else math.nan,
+    }
 
 
 def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int | None) -> list[Tensor]:

@@ -165,8 +165,10 @@ class TrainEngine(ABC):
         return {"log_probs": log_probs, "entropys": entropy}
 
     def _micro_batches(self, data: DataProto, budget: Budget) -> Iterator[DataProto | None]:
-        for index in self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget)):
-            yield data.select_idxs(index) if index else None
+        # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
+        rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
+        for index in self._equal_counts(cut_into_micro_batches(data.token_counts()[rows].tolist(), budget)):
+            yield data.select_idxs(rows[index]) if index else None
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""

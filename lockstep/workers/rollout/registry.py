@@ -35,7 +35,6 @@ def make_rollout(
         if not config.fallback_to_hf:
             raise
         print(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
-        fallback = get_rollout("hf")
-        module.set_attn_implementation(fallback.attention)
-        engine = fallback(module, config, pad_token_id, decode_text)
+        module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
+        engine = get_rollout("hf")(module, config, pad_token_id, decode_text)
     return engine

@@ -42,6 +42,7 @@ class Learner:
     def update_actor(self, data, denominators):
         self.calls.append((data, denominators))
         rank = {"actor/tokens": Mean(float(denominators.tokens)), "actor/log_ratio_max": Max(float(len(self.calls)))}
+        rank |= {"actor/ratio_mean": Mean(1.0), "actor/ratio_square_mean": Mean(4.0 * len(self.calls))}
         return [rank, rank | {"actor/log_ratio_max": Max(0.5)}]
 
     update_critic = update_actor
@@ -100,7 +101,7 @@ def test_old_log_probs_are_compared_with_the_samplers_on_the_policys_tokens():
     metrics = stages.old_log_prob(Group(old_log_probs=old, entropys=[[1.0, 2.0, 90.0], [3.0]]), batch)
     pairs = [(-1.0, -1.5), (-2.0, -2.0), (-0.5, -0.25)]
     differences = [abs(math.exp(a) - math.exp(b)) for a, b in pairs]
-    mean = sum(differences) / 3
+    mean, ratios = sum(differences) / 3, [math.exp(a - b) for a, b in pairs]
     assert metrics == pytest.approx(
         {
             "actor/entropy": 2.0,
@@ -108,6 +109,9 @@ def test_old_log_probs_are_compared_with_the_samplers_on_the_policys_tokens():
             "training/rollout_probs_diff_max": max(differences),
             "training/rollout_probs_diff_mean": mean,
             "training/rollout_probs_diff_std": math.sqrt(sum((d - mean) ** 2 for d in differences) / 3),
+            "training/rollout_ratio_max": math.exp(0.5),
+            "training/rollout_ratio_mean": sum(ratios) / 3,
+            "training/rollout_ratio_ess": sum(ratios) ** 2 / (3 * sum(r * r for r in ratios)),
         }
     )
     assert rows_of(batch, "old_log_probs") == old
@@ -278,6 +282,15 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     mini_batches = [torch.tensor([2, 3]), torch.tensor([0, 1])]
     actor, critic = Learner(), Learner()
     metrics, drift = stages.update_actor(actor, batch, mini_batches, ActorConfig())
+    rollout = {name: value for name, value in metrics.items() if name.startswith("training/")}
+    assert rollout == pytest.approx(  # of the first update: the old log-probs are the sampler's
+        {
+            "training/rollout_ratio_max": math.e,
+            "training/rollout_ratio_mean": 1.0,
+            "training/rollout_ratio_ess": 0.25,
+        }
+    )
+    metrics = {name: value for name, value in metrics.items() if name not in rollout and "ratio_" not in name.removesuffix("_max")}
     assert drift == 1.0  # of the first update, before any step
     assert metrics == {"actor/tokens": 2.5, "actor/log_ratio_max": 2.0}
     assert [(list(d.non_tensor_batch["index"]), c.tokens, c.sequences) for d, c in actor.calls] == [

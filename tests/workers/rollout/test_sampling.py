@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,3 +127,69 @@ def test_a_uniform_does_not_depend_on_the_batch(keys: list[tuple[int, int, int]]
     shuffled = uniforms(request_keys(5, [keys[i] for i in order]), positions[order])
     assert torch.equal(shuffled, together[order])
     assert torch.equal(uniforms(request_keys(5, keys[:1]), positions[:1]), together[:1])
+
+
+def share_of(logits: Tensor, options: dict[str, float], history: list[int]) -> Tensor:
+    """What is left of the distribution, written out token by token in float64."""
+    penalty, temperature = options.get("repetition_penalty", 1.0), options["temperature"]
+    scores = [x / temperature for x in logits.double().tolist()]
+    scores = [(x / penalty if x > 0 else x * penalty) if i in history else x for i, x in enumerate(scores)]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    order = order[: int(options["top_k"])] if options.get("top_k", -1) > 0 else order
+    total = sum(math.exp(scores[i]) for i in order)
+    kept, held = [], 0.0
+    for i in order:
+        if not kept or held < options.get("top_p", 1.0):
+            kept.append(i)
+        held += math.exp(scores[i]) / total
+    kept = [i for i in kept if scores[i] >= scores[order[0]] + math.log(options.get("min_p", 0.0) or 1e-300)]
+    share = torch.zeros(len(scores), dtype=torch.float64)
+    for i in kept:
+        share[i] = math.exp(scores[i])
+    return share / share.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.15},
+        {"temperature": 0.9, "repetition_penalty": 1.8},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_tokens_follow_the_distribution_under_every_option(options: dict[str, float]) -> None:
+    """Chi-square over 400 tokens (more than one chunk), those with less than 5 expected draws put together; 99.9 % quantile by
+    Wilson and Hilferty. The seed is fixed. The log-prob stays that of the whole distribution at the temperature."""
+    logits = torch.randn(400, generator=torch.Generator().manual_seed(5)) * 2.5
+    count, history = 20_000, [3, 3, 17, 200, int(logits.argmax())]
+    uniform = uniforms(request_keys(1, [(0, i, 0) for i in range(count)]), torch.zeros(count, dtype=torch.int64))
+    counts = torch.zeros(400, dtype=torch.float64)
+    for part in uniform.split(5_000):
+        rows = logits.expand(len(part), -1)
+        seen = [torch.tensor(history)] * len(part) if "repetition_penalty" in options else None
+        tokens, log_probs = sample(rows, part, **options, history=seen)  # type: ignore[arg-type]
+        counts += torch.bincount(tokens, minlength=400)
+        whole = torch.log_softmax(logits.double() / options["temperature"], -1)[tokens]
+        torch.testing.assert_close(log_probs.double(), whole, atol=2e-5, rtol=0)
+    expected = count * share_of(logits, options, history)
+    assert counts[expected == 0].sum() == 0
+    often = expected >= 5
+    observed = torch.cat([counts[often], counts[~often].sum()[None]])
+    expected = torch.cat([expected[often], expected[~often].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    degrees = len(expected) - 1
+    quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+    assert ((observed - expected) ** 2 / expected).sum() < quantile
+
+
+def test_a_repetition_penalty_can_change_the_most_likely_token() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0], [2.0, 1.5, -1.0]])
+    history = [torch.tensor([0, 0]), torch.tensor([1])]
+    tokens, log_probs = sample(logits, torch.zeros(2), 0.0, repetition_penalty=1.5, history=history)
+    assert tokens.tolist() == [1, 0]
+    torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1)[[0, 1], [1, 0]])

@@ -26,7 +26,8 @@ def prepacked(module: nn.Module) -> Iterator[int]:
     Weights that change inside are not seen. Layers of another class than nn.Linear, of another type than float32 or bfloat16, and modules
     on another device are left as they are.
     """
-    layers = [layer for layer in module.modules() if _can_be_packed(layer)] if torch.backends.mkldnn.is_available() else []
+    linears = [layer for layer in module.modules() if type(layer) is nn.Linear and _can_be_packed(layer.weight)]
+    layers = linears if torch.backends.mkldnn.is_available() else []
     packed: dict[int, Tensor] = {}
     for layer in layers:
         if id(layer.weight) not in packed:
@@ -40,13 +41,8 @@ def prepacked(module: nn.Module) -> Iterator[int]:
             del layer.forward
 
 
-def _can_be_packed(layer: nn.Module) -> bool:
-    return (
-        type(layer) is nn.Linear
-        and layer.weight.device.type == "cpu"
-        and layer.weight.dtype in (torch.float32, torch.bfloat16)
-        and layer.weight.numel() >= _SMALLEST
-    )
+def _can_be_packed(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() >= _SMALLEST
 
 
 def _linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,6 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 from transformers import GenerationConfig
 
-from lockstep.errors import NumericalError
 from lockstep.workers.rollout.base import Request
 
 
@@ -52,9 +52,36 @@ def test_no_requests_give_no_completions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_name_the_request(tmp_path: Path, temperature: float) -> None:
+def test_bad_requests_get_an_error_each_and_the_others_finish(tmp_path: Path, temperature: float) -> None:
     rollout = make_rollout(save_tiny_model(tmp_path), "hf")
     rollout.module.model.embed_tokens.weight.data[17] = torch.nan
-    requests = [Request(torch.tensor([3, 4]), (2, 40, 0)), Request(torch.tensor([5, 17]), (2, 41, 1))]
-    with pytest.raises(NumericalError, match=r"request \(2, 41, 1\)"):
-        rollout.generate(requests, sampling(temperature=temperature, stop_token_ids=(), max_tokens=1))
+    requests = [
+        Request(torch.tensor([3, 4]), (2, 40, 0)),
+        Request(torch.tensor([5, 17]), (2, 41, 1)),
+        Request(torch.tensor([32]), (2, 42, 0)),
+    ]
+    good, broken, foreign = rollout.generate(requests, sampling(temperature=temperature, stop_token_ids=(), max_tokens=1))
+    assert (good.finish_reason, broken.finish_reason, foreign.finish_reason) == ("length", "error", "error")
+    assert "request (2, 41, 1) (step, prompt, sample): the model's logits are not finite at token 0" in broken.error
+    assert "request (2, 42, 0) (step, prompt, sample): the prompt has token 32" in foreign.error
+
+
+def test_penalty_limits_and_stop_strings_are_those_of_the_native_engine(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    requests = [
+        Request(torch.tensor([3 + i, 4]), (0, i, 0), max_tokens=limit, stop_token_ids=stop)
+        for i, (limit, stop) in enumerate([(3, None), (12, (1, 9)), (9, ()), (None, (20,))])
+    ]
+
+    def letters(ids: list[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in ids)
+
+    native, hf = (make_rollout(path, name, decode_text=letters) for name in ("native", "hf"))
+    params = sampling(temperature=0.0, repetition_penalty=1.7)
+    (free,) = native.generate(requests[2:3], params)
+    params = replace(params, stop=(letters(free.ids.tolist()[5:7]),))
+    for mine, theirs in zip(hf.generate(requests, params), native.generate(requests, params), strict=True):
+        assert mine.ids.tolist() == theirs.ids.tolist()
+        assert mine.finish_reason == theirs.finish_reason
+        torch.testing.assert_close(mine.log_probs, theirs.log_probs, atol=2e-5, rtol=0)
+    assert len(native.generate(requests, params)[2].ids) == 7

@@ -88,7 +88,7 @@ def test_tokens_do_not_depend_on_batching_order_or_calls(tmp_path: Path, model_t
     params = sampling(top_k=25, top_p=0.97)
     expected = make_rollout(path).generate(requests, params)
     assert len({tuple(ids) for ids in ids_of(expected)}) > 1
-    for seats, budget in ((1, 8192), (2, 3), (5, 1), (9, 8192)):
+    for seats, budget in ((1, 8192), (2, 3), (5, 2)):
         rollout = make_rollout(path, max_num_seqs=seats, max_num_batched_tokens=budget)
         assert ids_of(rollout.generate(requests, params)) == ids_of(expected)
         assert ids_of(rollout.generate(requests[::-1], params)[::-1]) == ids_of(expected)
@@ -136,13 +136,13 @@ def test_a_batch_invariant_engine_gives_the_same_bits_in_any_batch(
     tmp_path: Path, small_pool: Callable[[int], None], model_type: str, changes: dict[str, Any]
 ) -> None:
     path = save_tiny_model(tmp_path, model_type, **changes)
-    requests = [Request(torch.arange(2, 2 + 7 * i % 23 + 1) % 30 + 2, (0, i % 5, i)) for i in range(10)]
-    params = sampling(stop_token_ids=(), max_tokens=14)
+    requests = [Request(torch.arange(2, 2 + 7 * i % 23 + 1) % 30 + 2, (0, i % 5, i)) for i in range(6)]
+    params = sampling(stop_token_ids=(), max_tokens=9)
     expected = make_rollout(path, batch_invariant=True).generate(requests, params)
     alone = make_rollout(path, batch_invariant=True, max_num_seqs=1)
     assert same_bits([alone.generate([request], params)[0] for request in requests], expected)
     small_pool(5)
-    for seats, budget in ((3, 7), (10, 1)):
+    for seats, budget in ((3, 7), (6, 2)):
         rollout = make_rollout(path, batch_invariant=True, max_num_seqs=seats, max_num_batched_tokens=budget)
         assert same_bits(rollout.generate(requests[::-1], params)[::-1], expected)
     plain = make_rollout(path).generate(requests, params)

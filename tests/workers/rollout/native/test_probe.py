@@ -1,0 +1,53 @@
+import pytest
+import torch
+from helpers.families import FAMILIES
+from helpers.rollouts import PAD, make_requests, sampling
+from helpers.tiny import tiny_model
+from torch import Tensor
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.errors import ConfigError
+from lockstep.models.attention import CACHED, Variant
+from lockstep.models.load import share_structure
+from lockstep.workers.rollout.native.paged import PagedAttention
+from lockstep.workers.rollout.native.probe import cache_shape
+from lockstep.workers.rollout.registry import get_rollout, make_rollout
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM: it has no attention that goes through"),
+        ("mamba", {}, "MambaForCausalLM: it has no attention"),
+        ("stablelm", {}, "StableLmForCausalLM: its attention cannot be replaced"),
+    ],
+)
+def test_a_family_that_cannot_be_computed_is_refused_by_name_or_falls_back(model_type: str, changes: dict, reason: str) -> None:
+    module = share_structure(tiny_model(model_type, **changes), CACHED)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        make_rollout(module, RolloutConfig(), PAD)
+    assert "fallback_to_hf=true" in str(caught.value)
+    engine = make_rollout(module, RolloutConfig(fallback_to_hf=True), PAD)
+    assert isinstance(engine, get_rollout("hf"))
+    assert all(len(completion.ids) for completion in engine.generate(make_requests(2), sampling()))
+
+
+def test_attention_that_gives_other_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a family had a variant that the paged attention ignores."""
+    attend = PagedAttention.attend
+
+    def ignore_the_window(self: PagedAttention, layer: int, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+        return attend(self, layer, q, k, v, Variant(variant.scaling))
+
+    monkeypatch.setattr(PagedAttention, "attend", ignore_the_window)
+    module = share_structure(tiny_model("mistral", sliding_window=4), CACHED)
+    with pytest.raises(ConfigError, match="MistralForCausalLM: it attends in another way: logits up to .* differ by"):
+        make_rollout(module, RolloutConfig(), PAD)
+
+
+@pytest.mark.parametrize(("model_type", "expected"), [("llama", (2, 2, 8)), ("gpt2", (2, 4, 8)), ("deepseek_v3", (2, 4, 12))])
+def test_the_shape_of_the_cache_is_found_in_the_module(model_type: str, expected: tuple[int, int, int]) -> None:
+    shape = cache_shape(share_structure(tiny_model(model_type, **FAMILIES[model_type]), CACHED), 16)
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == expected
+    assert shape.page_bytes == 2 * expected[0] * 16 * expected[1] * expected[2] * 4
+    assert shape.dtype == torch.float32
