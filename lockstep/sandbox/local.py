@@ -122,6 +122,7 @@ class _Run:
         scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-sandbox-")) if self._is_weak else None
         report, ready = os.pipe()
         self._own(report)
+        os.set_blocking(report, False)
         info = os.dup(ready)
         try:
             process = subprocess.Popen(
@@ -167,6 +168,8 @@ class _Run:
         while not self._output["report"].endswith(b"ready"):
             if self._step(deadline) or time.monotonic() > deadline:
                 self._read_the_rest()
+                if self._output["report"].endswith(b"ready"):
+                    break  # a short program may have ended before anybody looked
                 told = self._output["stderr"].decode(errors="replace").strip()
                 raise ResourceError(
                     f"the sandbox could not be built: {told or f'no answer within {_START_S:g} s'}. bubblewrap needs user namespaces for "
@@ -250,6 +253,8 @@ class _Run:
         self._read_the_rest()
 
     def _read_the_rest(self) -> None:
+        while "report" in self._open and self._read("report"):
+            pass
         for name in ("stdout", "stderr"):
             while name in self._open and not self._prints_too_much() and self._read(name):
                 pass

@@ -51,17 +51,21 @@ def return_types(trees, sections):
 def reads_in(trees, sections, returns, untyped):
     """The fields and properties of `sections` that these modules read, by the function that reads them ("Class.method")."""
     found: dict[str, set[Field]] = defaultdict(set)
-    for tree in trees:
-        for owner, function in _functions(tree):
-            if owner is None:
-                _Scope(sections, returns, untyped, found, {}, {}, "").visit_function(function)
-        for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-            attributes: dict[str, Types] = {}
-            own = {"self": frozenset({cls.name})} if cls.name in sections else {}
-            for _ in range(3):  # until attributes that are made from other attributes are known
-                for owner, function in _functions(tree):
-                    if owner is cls:
-                        _Scope(sections, returns, untyped, found, attributes, own, f"{cls.name}.").visit_function(function)
+    attributes_of: dict[str, dict[str, Types]] = defaultdict(dict)
+    for _ in range(2):  # a class may be defined in another file than the one it inherits attributes from
+        for tree in trees:
+            for owner, function in _functions(tree):
+                if owner is None:
+                    _Scope(sections, returns, untyped, found, {}, {}, "").visit_function(function)
+            for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+                attributes = attributes_of[cls.name]
+                for base in (node.id for node in cls.bases if isinstance(node, ast.Name)):
+                    attributes.update({name: kind for name, kind in attributes_of[base].items() if name not in attributes})
+                own = {"self": frozenset({cls.name})} if cls.name in sections else {}
+                for _ in range(3):  # until attributes that are made from other attributes are known
+                    for owner, function in _functions(tree):
+                        if owner is cls:
+                            _Scope(sections, returns, untyped, found, attributes, own, f"{cls.name}.").visit_function(function)
     return found
 
 
