@@ -2,8 +2,9 @@
 
     python benchmarks/rollout_cpu.py --model smollm2-135m --threads 2
 
-Every engine is run `--repeats` times, in turn, so that a machine that is busy with something else is busy for all of them. A response's
-length is forced: no stop tokens, and a limit for each request. Useful tokens are the sum of these lengths.
+Every engine is run `--repeats` times, in turn, so that a machine that is busy with something else is busy for all of them; tokens a
+CPU second (all threads' time together) say more than tokens a second on such a machine. A response's length is forced: no stop tokens, and
+a limit for each request. Useful tokens are the sum of these lengths.
 """
 
 from __future__ import annotations
@@ -100,23 +101,32 @@ def main() -> None:
     }
     runs = {name: engines[name]() for name in arguments.engines.split(",")}
     rates: dict[str, list[float]] = {name: [] for name in runs}
+    cpu_rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.repeats):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             tokens = run()
             rates[name].append(tokens / (time.perf_counter() - start))
+            cpu_rates[name].append(tokens / (time.process_time() - cpu))
     print(
         f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, load {arguments.load}: {len(load[0])} requests,",
         end=" ",
     )
     print(f"{sum(map(len, load[0]))} prompt tokens, {sum(load[1])} response tokens (longest {max(load[1])})")
     for name, values in rates.items():
-        print(f"{name:18s} {statistics.median(values):8.1f} tok/s (all: {', '.join(f'{v:.1f}' for v in values)})")
+        every = ", ".join(f"{value:.1f}" for value in values)
+        print(f"{name:18s} {statistics.median(values):8.1f} tok/s ({every}); {statistics.median(cpu_rates[name]):.1f} a CPU second")
     if arguments.out:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         about = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine(), "commit": commit}
         about |= {"torch": torch.__version__, "transformers": transformers.__version__, "threads": arguments.threads}
-        about |= {"model": arguments.model, "dtype": arguments.dtype, "load": arguments.load, "tokens_per_s": rates}
+        about |= {
+            "model": arguments.model,
+            "dtype": arguments.dtype,
+            "load": arguments.load,
+            "tokens_per_s": rates,
+            "tokens_per_cpu_s": cpu_rates,
+        }
         arguments.out.write_text(json.dumps(about, indent=1) + "\n")
 
 
