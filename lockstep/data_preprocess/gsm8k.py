@@ -8,9 +8,7 @@ import pyarrow as pa
 
 from lockstep.data_preprocess.recipe import REWARD_MODEL, Example, Recipe, Row, UnusableRow, ask, text
 
-INSTRUCTION = (
-    "Work it out one step at a time. Then write the final answer, as a number alone, on a last line of the form: #### number"
-)
+INSTRUCTION = "Reason step by step, and end with the final answer on a line of its own, in the form: #### number"
 
 _FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*\Z")
 

@@ -1,9 +1,10 @@
-"""WordMemory: the ids of plain ASCII text under a byte-level BPE tokenizer, word by word from a dict.
+"""WordMemory: the ids of plain text under a byte-level BPE tokenizer, word by word from a dict.
 
 Such a tokenizer cuts text at its added tokens, cuts the rest into words with one regular expression, and encodes each
 word by itself. Most words of a dataset come again and again, so their ids are remembered, which is several times faster
 than the tokenizer. The ids of a new word come from the tokenizer's own model. What lies outside of this (another kind of
-tokenizer, text that is not plain ASCII) is not guessed at: the caller asks the tokenizer itself.
+tokenizer, text with other characters than ASCII and common punctuation) is not guessed at: the caller asks the tokenizer
+itself.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 _MAX_WORDS = 2**18
 _SHORT_PART = 64
 """Parts between added tokens up to this long are remembered whole: most are the template's."""
-_SEPARATORS = "\x1c\x1d\x1e\x1f"
-"""White space to Python's `re`, not to the tokenizer's expressions."""
+_NOT_PLAIN = re.compile("[^\\x00-\\x1b -\\x7f\u2018\u2019\u201c\u201d\u2013\u2014\u2026\u00a3\u20ac\u00b0\u00d7]")
+"""Plain are ASCII and a few characters that are neither letters, digits nor white space and have one normal form. Not plain are the ASCII
+separators 1c to 1f: white space to Python's `re`, not to the tokenizer's expressions.
+"""
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What ByteLevel(use_regex=True) cuts with."""
 _ASCII_CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9", r"\p{Lu}": "A-Z", r"\p{Ll}": "a-z"}
@@ -60,15 +63,15 @@ class WordMemory:
         return memory if [memory.encode(probe) for probe in _PROBES] == expected else None
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of `text`; None when it is not plain ASCII, or has characters that no word takes in."""
-        if not text.isascii() or any(character in text for character in _SEPARATORS):
+        """The ids of `text`; None when it is not plain, or has characters that no word takes in."""
+        if _NOT_PLAIN.search(text):
             return None
         ids: list[int] = []
         for part in self._cut.split(text) if self._cut else [text]:
             known = self._parts.get(part)
             if known is None:
                 words = self._words.findall(part)
-                if sum(map(len, words)) != len(part):
+                if "".join(words) != part:
                     return None
                 known = list(chain.from_iterable(map(self._ids.__getitem__, words)))
                 if len(part) <= _SHORT_PART and len(self._parts) < _MAX_WORDS:

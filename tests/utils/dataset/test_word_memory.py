@@ -13,7 +13,24 @@ from lockstep.utils.dataset.word_memory import WordMemory
 
 PLAIN = st.text(st.sampled_from(string.printable), max_size=60) | st.text(st.characters(max_codepoint=127), max_size=20)
 PIECES = st.lists(
-    PLAIN | st.sampled_from(["She'll ", "'S", "  ", "\n\n ", " \r\n", "1234", "<|im_start|>", "<|im_start|>x", "<|im_", "|>"]),
+    PLAIN
+    | st.sampled_from(
+        [
+            "She'll ",
+            "'S",
+            "\u2019s \u201cIt\u201d\u2014",
+            "\u00a35 \u20ac6",
+            "9\u00d77\u00b0\u2026",
+            "  ",
+            "\n\n ",
+            " \r\n",
+            "1234",
+            "<|im_start|>",
+            "<|im_start|>x",
+            "<|im_",
+            "|>",
+        ]
+    ),
     max_size=8,
 )
 
