@@ -3,6 +3,7 @@
 import pytest
 from helpers.run import roles, train
 
+from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.single_controller.ray import RayWorkerGroup
 
 FILE = '''
@@ -32,7 +33,8 @@ def folder(tmp_path_factory):
     """One file for all tests: a second one of the same text would register the same name again."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "mine.py").write_text(FILE)
-    return folder
+    yield folder
+    POLICY_LOSSES.pop("centred", None)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_a_rule_is_given_the_arguments_it_names(rules):
 
 def test_the_documented_rule_and_table_are_true(rules):
     text = DOCS.read_text()
-    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1], {})
     assert default_compute_score("my/data", "ab", 4) == 0.5
     rows = re.findall(r"^\| (`[^|#]+/.*?`) \| `(\w+)` \|", text, re.MULTILINE)
     documented = {source: name for sources, name in rows for source in re.findall("`(.*?)`", sources)}
