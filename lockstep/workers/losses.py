@@ -103,7 +103,7 @@ def _require_finite(name: str, values: Tensor, mask: Tensor, rows: DataProto) ->
     if bad:
         indices = rows.non_tensor_batch.get("index", range(len(rows)))
         raise NumericalError(
-            f"{name} of the update are not finite for {len(bad)} rows; dataset rows {[indices[i] for i in bad[:10]]}. "
+            f"{name}: not finite in the update for {len(bad)} rows; dataset rows {[indices[i] for i in bad[:10]]}. "
             "Nothing was updated"
         )
 

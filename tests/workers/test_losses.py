@@ -197,7 +197,7 @@ def test_log_probs_that_are_not_finite_stop_the_update_with_their_dataset_rows(l
     data.non_tensor_batch["index"] = np.array([70, 71, 72], dtype=object)
     outputs[1][0, data.ragged("response_mask")[1].nonzero()[0]] = bad
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
-    with pytest.raises(NumericalError, match=r"log-probs of the update are not finite for 1 rows; dataset rows \[71\]"):
+    with pytest.raises(NumericalError, match=r"log-probs: not finite in the update for 1 rows; dataset rows \[71\]"):
         evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1, 2]])
 
 
@@ -210,7 +210,7 @@ def test_a_loss_from_a_file_gets_its_own_arguments_and_is_stopped_when_it_is_not
     mask = data.ragged("response_mask").values.bool()
     assert loss == pytest.approx(torch.cat([o[0] for o in outputs])[mask].square().mean().item(), rel=1e-5)
     own = PolicyLossConfig(loss_mode=f"{file}:mine", loss_kwargs={"power": 0.5})
-    with pytest.raises(NumericalError, match="policy loss of the update are not finite"):
+    with pytest.raises(NumericalError, match="policy loss: not finite in the update"):
         evaluate(make_policy_loss(ActorConfig(policy_loss=own), denominators_of(data), SCALE), data, outputs, [[0, 1]])
 
 
