@@ -8,9 +8,8 @@ from helpers.tiny import save_tiny_model, tiny_model
 from torch import Tensor
 
 from lockstep.config.engine import ModelConfig
-from lockstep.errors import ConfigError
-from lockstep.models.attention import CACHED, PackedLayout
-from lockstep.models.load import Head, load_model, share_structure
+from lockstep.models.attention import PackedLayout
+from lockstep.models.load import Head, load_model
 
 CASES = {
     "llama": {},
@@ -20,6 +19,12 @@ CASES = {
     "qwen3": {},
     "mistral, window 3": {"sliding_window": 3},
     "gpt_neox": {},
+    "gemma2, soft-capped scores": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 3,
+        "attn_logit_softcapping": 3.0,
+    },
 }
 
 
@@ -59,11 +64,3 @@ def test_the_window_matters_for_these_rows() -> None:
     row = torch.arange(2, 11)[None]
     narrow, wide = (tiny_model("mistral", sliding_window=window)(input_ids=row).logits for window in (3, None))
     assert (narrow - wide).abs().max() > 1e-2
-
-
-def test_soft_capped_attention_is_refused_by_name(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "gemma2", head_dim=8, query_pre_attn_scalar=8)
-    with pytest.raises(ConfigError, match="Gemma2Attention uses attention with 'softcap'"):
-        load_model(ModelConfig(path=path), Head.LANGUAGE_MODEL, seed=0)
-    with pytest.raises(ConfigError, match="softcap"):
-        share_structure(tiny_model("gemma2", head_dim=8), CACHED)(input_ids=torch.tensor([[3]]), use_cache=False, kv_cache=None)

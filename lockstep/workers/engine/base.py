@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lockstep.errors import NumericalError
 from lockstep.models.load import Head
 from lockstep.models.outputs import sequence_scores, token_log_probs, token_values
+from lockstep.models.token_head import TokenHead
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.packing import (
@@ -67,6 +68,8 @@ class TrainEngine(ABC):
     """The model as the backend wraps it."""
     decoder: PreTrainedModel | None = None
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
+    token_head: TokenHead | None = None
+    """The model's output layer, where it can give log-probs without logits."""
     device: torch.device
     rank: int
     world_size: int
@@ -161,6 +164,7 @@ class TrainEngine(ABC):
             packed.targets,
             temperature,
             entropy_grad,
+            self.token_head,
         )
         return {"log_probs": log_probs, "entropys": entropy}
 
