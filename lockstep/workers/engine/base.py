@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.errors import NumericalError
+from lockstep.models.flops import ModelCost
 from lockstep.models.load import Head
 from lockstep.models.outputs import sequence_scores, token_log_probs, token_values
 from lockstep.models.token_head import TokenHead
@@ -70,6 +71,10 @@ class TrainEngine(ABC):
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
     token_head: TokenHead | None = None
     """The model's output layer, where it can give log-probs without logits."""
+    cost: ModelCost
+    """What a token costs, for rates."""
+    dtype: torch.dtype
+    """The type of the computation."""
     device: torch.device
     rank: int
     world_size: int

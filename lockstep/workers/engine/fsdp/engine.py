@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, OptimConfig
 from lockstep.errors import DataError, NumericalError
+from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
 from lockstep.workers.engine.base import OptimResult, TrainEngine
@@ -66,9 +67,10 @@ class FSDPEngine(TrainEngine):
         if optim is None:
             module.requires_grad_(False)
         self._tied: dict[str, str] = dict(module.all_tied_weights_keys or {})
-        dtype = compute_dtype(config.dtype, device)
+        self.cost = model_cost(module)
+        self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
-        self.module = sharding.shard(module, version, dtype, config.reshard_after_forward, device)
+        self.module = sharding.shard(module, version, self.dtype, config.reshard_after_forward, device)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
