@@ -31,6 +31,7 @@ from lockstep.workers.engine.packing import (
     pack_rows,
     pad_rows,
     placeholder_row,
+    shared_prompt_tokens,
 )
 
 
@@ -174,7 +175,8 @@ class TrainEngine(ABC):
         return {"log_probs": log_probs, "entropys": entropy}
 
     def _micro_batches(self, data: DataProto, budget: Budget) -> Iterator[DataProto | None]:
-        for index in self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget)):
+        batches = cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data))
+        for index in self._equal_counts(batches):
             yield data.select_idxs(index) if index else None
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
