@@ -54,7 +54,7 @@ def attend(
     they see. `window` (itself and the window - 1 tokens before) goes without `shared` only.
     """
     assert shared is None or window is None, "a window over a shared segment is not written"
-    return _Attend.apply(query.contiguous(), key.contiguous(), value.contiguous(), own, shared, num_shared, scale, window)  # type: ignore[no-any-return]
+    return _Attend.apply(query.contiguous(), key.contiguous(), value.contiguous(), own, shared, num_shared, scale, window)
 
 
 class _Attend(torch.autograd.Function):
@@ -132,7 +132,7 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
-    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+    return torch.ops.aten._flash_attention_backward(
         grad,
         query,
         key,

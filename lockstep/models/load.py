@@ -124,7 +124,7 @@ def _check_packing(model: PreTrainedModel, path: str) -> None:
 def _packed_logits(model: PreTrainedModel, segments: list[Tensor], first_positions: list[int], layout: PackedLayout) -> Tensor:
     positions = torch.cat([start + torch.arange(len(ids)) for start, ids in zip(first_positions, segments, strict=True)])
     inputs = {"input_ids": torch.cat(segments)[None], "position_ids": positions[None], "use_cache": False}
-    return model(**inputs, layout=layout).logits[0]  # type: ignore[no-any-return]
+    return model(**inputs, layout=layout).logits[0]
 
 
 def _disable_dropout(model: nn.Module) -> None:
