@@ -80,6 +80,7 @@ def _bounds(lengths: Tensor) -> Tensor:
     return F.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
 
 
+@torch.compiler.disable  # layouts differ from one micro-batch to the next
 def packed_attention(
     module: nn.Module,
     query: Tensor,

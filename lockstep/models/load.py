@@ -71,12 +71,6 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
     _disable_dropout(model)
     if head is not Head.SCORE:
         _check_packing(model, config.path)
-    if config.enable_gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"{type(model).__name__} has no gradient checkpointing; set model.enable_gradient_checkpointing=false"
-            )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
@@ -84,7 +78,6 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second module tree over the SAME parameters, with another attention function: training and decoding from one set of weights."""
     memo = {id(parameter): parameter for parameter in model.parameters()}
     twin = copy.deepcopy(model, memo)
-    twin.gradient_checkpointing_disable()
     # Families with soft-capped scores or sinks have no fused function of transformers' own.
     twin.set_attn_implementation("eager" if attention == "sdpa" and not model._supports_sdpa else attention)
     return twin.eval()

@@ -29,8 +29,8 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import LossFn, TrainEngine
-from lockstep.workers.engine.fsdp.engine import compute_dtype
 from lockstep.workers.engine.packing import Budget
+from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.stage import Stages
 from lockstep.workers.losses import make_policy_loss, make_value_loss
@@ -210,6 +210,7 @@ class ActorRolloutRefWorker(Worker):
             device=self.device,
             seed=self.seed,
             decoder_attention=decoder_attention,
+            max_tokens=_token_limit(self._actor_budget()),
         )
 
     def _weights(self) -> AbstractContextManager[object]:
@@ -258,6 +259,7 @@ class TrainingWorker(Worker):
             device=self.device,
             seed=self.seed,
             pad_token_id=None if critic else self.tokenizer.pad_token_id,
+            max_tokens=_token_limit(self._critic_budget()) if critic else None,
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -325,6 +327,11 @@ def on_last_token(scores: Tensor, responses: Ragged) -> Ragged:
     last = torch.cumsum(responses.lengths, 0) - 1
     column[last[filled]] = scores.float()[filled]
     return responses.like(column)
+
+
+def _token_limit(budget: Budget) -> int | None:
+    """Tokens of the largest micro-batch; None where it is cut by rows."""
+    return budget.max_tokens if budget.max_rows is None else None
 
 
 def _learn(
