@@ -9,9 +9,9 @@ full       only what enters each layer is kept: least memory, about a third more
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -75,7 +75,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that are free on the device (on a CPU: in the machine)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available
 
 
 def _mlps(model: PreTrainedModel) -> list[nn.Module]:
