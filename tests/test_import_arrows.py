@@ -97,7 +97,7 @@ def test_the_configuration_the_algorithms_and_the_sandbox_import_nothing_heavy()
             assert not heads & {"transformers", "ray", "numpy", "omegaconf"}, name
 
 
-def test_rows_are_packed_for_training_in_one_file():
-    # models/load packs two rows of its own to check that a family can be packed at all.
+def test_rows_are_packed_in_one_file_for_training():
+    # models/load and models/token_head pack rows of their own to check what a family does.
     users = [name for name, path in modules() if "PackedLayout(" in path.read_text()]
-    assert users == ["models/load", "workers/engine/packing"]
+    assert users == ["models/load", "models/token_head", "workers/engine/packing"]

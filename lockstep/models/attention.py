@@ -1,16 +1,19 @@
 """Attention functions that plug into transformers' attention interface.
 
-`PACKED` is for training and scoring: the rows of a micro-batch lie end to end in one sequence, and no row sees another.
+`PACKED` is for training and scoring: the rows of a micro-batch lie end to end in one sequence, and no row sees another. Rows of the same
+prompt may share it: the prompt is one segment, and each response a segment that continues it.
 `CACHED` is for decoding: new tokens read and extend a key-value cache that the native rollout engine owns.
 
 Both receive query, key, value as [batch, heads, tokens, head_dim] (rotary embedding already applied) and return
 ([batch, tokens, heads, head_dim], None). transformers builds no mask for a name it does not know, so the layout travels as a keyword
-argument of the model's forward. Legend: R rows, L longest row, N tokens, H query heads, D head size.
+argument of the model's forward. Legend: R rows, S segments, L longest of them, N tokens, H query heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,25 +21,66 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lockstep.models import flash
+from lockstep.models.flash import Bounds
+
 PACKED = "lockstep_packed"
 CACHED = "lockstep_cached"
 
 
 class PackedLayout:
-    """Where the rows of a packed sequence lie, and the index that lifts them into a padded [R, L] block and back."""
+    """Where the segments of a packed sequence lie, and what each sees: itself up to the token, and all of the segment it continues.
 
-    def __init__(self, lengths: Tensor, device: torch.device | str = "cpu") -> None:
-        lengths = lengths.to("cpu", torch.int64)
-        self.rows, self.longest = len(lengths), int(lengths.max())
-        columns = torch.arange(self.longest)
-        starts = torch.cumsum(lengths, 0) - lengths
-        valid = columns < lengths[:, None]
-        self.to_padded = (starts[:, None] + columns).where(valid, starts[:, None]).to(device)
-        """[R, L]: for each padded place the token that fills it (padding repeats the row's first token; nothing reads it)."""
-        self.to_packed = valid.flatten().nonzero().flatten().to(device)
+    `lengths` [S] are those of the segments in order. The first len(`followers`) of them are shared: `followers[i]` of the later ones,
+    in order, each continue segment i. Without followers every segment stands alone.
+    """
+
+    def __init__(self, lengths: Tensor, device: torch.device | str = "cpu", followers: Sequence[int] = ()) -> None:
+        self.lengths = lengths.to("cpu", torch.int64)
+        self.num_shared, self._device = len(followers), device
+        counts = torch.tensor(list(followers), dtype=torch.int64)
+        assert not followers or int(counts.sum()) == len(lengths) - len(followers), "every later segment continues a shared one"
+        self.continued = torch.repeat_interleave(torch.arange(self.num_shared), counts).tolist()
+        """For each segment after the shared ones the number of the one it continues."""
+        own = self.lengths.tolist()
+        before = [0] * self.num_shared + [own[i] for i in self.continued] if followers else [0] * len(own)
+        self.longest = max(a + b for a, b in zip(before, own, strict=True))
+        """Tokens of the longest sequence."""
+        self.num_shared_tokens = sum(own[: self.num_shared])
+        bounds = _bounds(self.lengths).to(device)
+        self.own = Bounds(bounds, bounds, max(own), max(own))
+        self.shared: Bounds | None = None
+        if followers:
+            shared = self.lengths[: self.num_shared]
+            readers = torch.stack([part.sum() for part in self.lengths[self.num_shared :].split(counts.tolist())])
+            self.shared = Bounds(_bounds(readers).to(device), _bounds(shared).to(device), int(readers.max()), int(shared.max()))
+
+    @property
+    def wastes_little(self) -> bool:
+        """Whether the segments padded to the longest are at most twice the tokens."""
+        return len(self.lengths) * self.own.longest_query <= 2 * int(self.lengths.sum())
+
+    @cached_property
+    def to_padded(self) -> Tensor:
+        """[S, L]: for each padded place the token that fills it (padding repeats the segment's first token; nothing reads it)."""
+        starts, valid = self._places()
+        return (starts + torch.arange(valid.shape[1])).where(valid, starts).to(self._device)
+
+    @cached_property
+    def to_packed(self) -> Tensor:
         """[N]: for each token its place in the flattened padded block."""
+        return self._places()[1].flatten().nonzero().flatten().to(self._device)
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        starts = (torch.cumsum(self.lengths, 0) - self.lengths)[:, None]
+        return starts, torch.arange(self.own.longest_query) < self.lengths[:, None]
 
 
+def _bounds(lengths: Tensor) -> Tensor:
+    return F.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
+
+
+@torch.compiler.disable  # layouts differ from one micro-batch to the next
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -51,14 +95,36 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each row of a packed sequence (batch 1).
+    """Causal attention inside each segment of a packed sequence (batch 1), and over the segment that it continues.
 
-    The rows are padded on the right for this call only: under a causal mask a token never looks right, so padding needs no mask.
+    Flash attention without padding on a GPU in half precision. Elsewhere one segment at a time; or all at once where they are of
+    about the same length and stand alone, padded on the right for this call only: under a causal mask a token never looks right.
     """
-    q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [R, H, L, D]
-    out = causal_attention(q, k, v, scaling, sliding_window, softcap, None if s_aux is None else s_aux.view(1, -1, 1, 1))
-    packed = out.transpose(1, 2).flatten(0, 1)[layout.to_packed]  # [N, H, D]
-    return packed[None], None
+    window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
+    plain = softcap is None and s_aux is None and (window is None or layout.shared is None)
+    if plain and flash.applies(query, value):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, scaling, window)[None], None
+    options = (scaling, window, softcap, None if s_aux is None else s_aux.view(1, -1, 1, 1))
+    if layout.shared is None and layout.wastes_little:
+        q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [S, H, L, D]
+        out = causal_attention(q, k, v, *options)
+        packed = out.transpose(1, 2).flatten(0, 1)[layout.to_packed]  # [N, H, D]
+        return packed[None], None
+    return _one_segment_at_a_time(query, key, value, layout, options).transpose(1, 2), None
+
+
+def _one_segment_at_a_time(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: tuple[Any, ...]) -> Tensor:
+    sizes = layout.lengths.tolist()
+    queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
+    outputs = []
+    for segment in range(len(sizes)):
+        seen = [segment]
+        if layout.shared is not None and segment >= layout.num_shared:
+            seen = [layout.continued[segment - layout.num_shared], segment]
+        k, v = (torch.cat([parts[i] for i in seen], dim=2) for parts in (keys, values))
+        outputs.append(causal_attention(queries[segment], k, v, *options))
+    return torch.cat(outputs, dim=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -71,12 +71,6 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
     _disable_dropout(model)
     if head is not Head.SCORE:
         _check_packing(model, config.path)
-    if config.enable_gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"{type(model).__name__} has no gradient checkpointing; set model.enable_gradient_checkpointing=false"
-            )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
@@ -84,7 +78,6 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second module tree over the SAME parameters, with another attention function: training and decoding from one set of weights."""
     memo = {id(parameter): parameter for parameter in model.parameters()}
     twin = copy.deepcopy(model, memo)
-    twin.gradient_checkpointing_disable()
     # Families with soft-capped scores or sinks have no fused function of transformers' own.
     twin.set_attn_implementation("eager" if attention == "sdpa" and not model._supports_sdpa else attention)
     return twin.eval()
@@ -92,33 +85,39 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _check_packing(model: PreTrainedModel, path: str) -> None:
-    """Raise ConfigError unless two packed rows give what each gives alone with transformers' own attention.
+    """Raise ConfigError unless two packed rows, whole and with their prompt shared, give what each gives alone with transformers' own
+    attention.
 
     transformers leaves the mask to our attention function, so a family with another kind of attention (linear, ALiBi) would be computed
     wrongly and without a word.
     """
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, model.config.get_text_config().vocab_size, (n,), generator=generator) for n in (5, 3)]
-    lengths = torch.tensor([len(row) for row in rows])
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    prompt, one, two = (torch.randint(0, model.config.get_text_config().vocab_size, (n,), generator=generator) for n in (3, 4, 2))
+    whole, other = torch.cat([prompt, one]), torch.cat([prompt, two])
     model.eval()
     advice = "choose a model with causal softmax attention that goes through transformers' attention interface"
     try:
-        packed = model(
-            input_ids=torch.cat(rows)[None], position_ids=positions[None], use_cache=False, layout=PackedLayout(lengths)
-        ).logits[0]
+        packed = _packed_logits(model, [whole, other], [0, 0], PackedLayout(torch.tensor([7, 5])))
+        shared = _packed_logits(model, [prompt, one, two], [0, 3, 3], PackedLayout(torch.tensor([3, 4, 2]), followers=[2]))
         plain = share_structure(model, "sdpa")
-        alone = torch.cat([plain(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        alone = torch.cat([plain(input_ids=row[None], use_cache=False).logits[0] for row in (whole, other)])
+        difference = max((packed - alone).abs().max().item(), (shared - torch.cat([alone[:7], alone[10:]])).abs().max().item())
     except ConfigError:
         raise
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{type(model).__name__} ({path}) cannot compute packed rows ({error}); {advice}") from error
-    difference, scale = (packed - alone).abs().max().item(), alone.abs().max().item()
+    scale = alone.abs().max().item()
     if not difference <= 1e-3 * scale:
         raise ConfigError(
             f"{type(model).__name__} ({path}) attends in a way that packed rows do not reproduce: logits up to {scale:.2g} differ by "
             f"{difference:.2g}; {advice}"
         )
+
+
+def _packed_logits(model: PreTrainedModel, segments: list[Tensor], first_positions: list[int], layout: PackedLayout) -> Tensor:
+    positions = torch.cat([start + torch.arange(len(ids)) for start, ids in zip(first_positions, segments, strict=True)])
+    inputs = {"input_ids": torch.cat(segments)[None], "position_ids": positions[None], "use_cache": False}
+    return model(**inputs, layout=layout).logits[0]
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
 from lockstep.models.attention import PackedLayout
+from lockstep.models.token_head import TokenHead
 
 
 def token_log_probs(
@@ -17,19 +20,25 @@ def token_log_probs(
     targets: Tensor,
     temperature: float,
     entropy_grad: bool,
+    head: TokenHead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob [M] of `targets` [M] and entropy [M], predicted from the packed positions `predict_at` [M].
 
     The head is applied at those positions only. The logits are divided by `temperature`, as in sampling. The entropy carries a gradient
-    only when `entropy_grad` asks for it: it costs a copy of the logits.
+    only when `entropy_grad` asks for it. `head` is the model's own, where it can answer without logits; else M logits over the
+    vocabulary are kept for the backward pass.
     """
-    out = model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        use_cache=False,
-        logits_to_keep=predict_at,
-        layout=layout,
-    )
+    with head.asked(targets, temperature, entropy_grad) if head is not None else nullcontext():
+        out = model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=predict_at,
+            layout=layout,
+        )
+    if head is not None:
+        log_probs, entropy = out.logits[0].unbind(-1)
+        return log_probs, entropy if entropy_grad else entropy.detach()
     logits = out.logits[0].float() / temperature
     log_normaliser = torch.logsumexp(logits, dim=-1)
     log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,19 +22,24 @@ from lockstep.config.engine import OptimConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import NumericalError
+from lockstep.models.flops import peak_flops
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.observability.metrics import Max, Mean, Metric
+from lockstep.observability.metrics import Mean, Metric
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import LossFn, TrainEngine
-from lockstep.workers.engine.fsdp.engine import compute_dtype
 from lockstep.workers.engine.packing import Budget
+from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.stage import Stages
 from lockstep.workers.losses import make_policy_loss, make_value_loss
 from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine
 from lockstep.workers.rollout.registry import get_rollout, make_rollout
 from lockstep.workers.weight_sync.shared import SharedWeights, copy_weights
+
+_ACTOR_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+_CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
 POLICY_ROLES = ("actor", "rollout", "actor_rollout", "ref", "actor_rollout_ref")
 
@@ -60,6 +66,7 @@ class ActorRolloutRefWorker(Worker):
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
         self.shared: SharedWeights | None = None
+        self.stages = Stages(self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -102,7 +109,8 @@ class ActorRolloutRefWorker(Worker):
             )
         ]
         finished: dict[int, Completion] = {}
-        with self._weights():
+        counts = [len(request.prompt_ids) for request in requests]
+        with self.stages.run("gen", counts, None, "actor_rollout_ref.rollout.gpu_memory_utilization"), self._weights():
             for completion in self.rollout.generate_stream(requests, sampling):
                 finished[completion.index] = completion
                 if on_finished is not None:
@@ -127,7 +135,8 @@ class ActorRolloutRefWorker(Worker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
         assert self.actor is not None, f"a worker of role {self.role} has no actor"
-        out = self.actor.forward(data, self._actor_budget(), self.config.rollout.temperature)
+        with self.stages.run("old_log_prob", data.token_counts().tolist(), self._actor_budget(), _ACTOR_KEY):
+            out = self.actor.forward(data, self._actor_budget(), self.config.rollout.temperature)
         return out.rename(["log_probs"], ["old_log_probs"])
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -138,7 +147,8 @@ class ActorRolloutRefWorker(Worker):
         budget = Budget(
             ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
         )
-        out = self.ref.forward(data, budget, self.config.rollout.temperature)
+        with self.stages.run("ref", data.token_counts().tolist(), budget, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"):
+            out = self.ref.forward(data, budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
@@ -147,15 +157,17 @@ class ActorRolloutRefWorker(Worker):
         assert self.actor is not None, f"a worker of role {self.role} has no actor"
         config = self.config.actor
         loss_fn = make_policy_loss(config, denominators, config.loss_scale_factor or float(self.max_response_length))
-        metrics = _learn(
-            self.actor,
-            mini_batch,
-            loss_fn,
-            self._actor_budget(),
-            "actor",
-            self.config.rollout.temperature,
-            config.entropy_coeff != 0,
-        )
+        with self.stages.run("update_actor", mini_batch.token_counts().tolist(), self._actor_budget(), _ACTOR_KEY):
+            metrics = _learn(
+                self.actor,
+                mini_batch,
+                loss_fn,
+                self._actor_budget(),
+                "actor",
+                self.config.rollout.temperature,
+                config.entropy_coeff != 0,
+            )
+        metrics |= self.stages.take_peaks()
         if self.rollout is not None:
             self.rollout.version += 1
         return metrics
@@ -198,6 +210,7 @@ class ActorRolloutRefWorker(Worker):
             device=self.device,
             seed=self.seed,
             decoder_attention=decoder_attention,
+            max_tokens=_token_limit(self._actor_budget()),
         )
 
     def _weights(self) -> AbstractContextManager[object]:
@@ -227,6 +240,7 @@ class TrainingWorker(Worker):
         self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
         self.engine: TrainEngine | None = None
         self.tokenizer: Any = None
+        self.stages = Stages(self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -245,19 +259,23 @@ class TrainingWorker(Worker):
             device=self.device,
             seed=self.seed,
             pad_token_id=None if critic else self.tokenizer.pad_token_id,
+            max_tokens=_token_limit(self._critic_budget()) if critic else None,
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes values."""
-        return self._engine().forward(data, self._critic_budget())
+        with self.stages.run("values", data.token_counts().tolist(), self._critic_budget(), _CRITIC_KEY):
+            return self._engine().forward(data, self._critic_budget())
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
         assert isinstance(self.config, CriticConfig)
         loss_fn = make_value_loss(self.config, denominators)
-        return _learn(self._engine(), mini_batch, loss_fn, self._critic_budget(), "critic")
+        with self.stages.run("update_critic", mini_batch.token_counts().tolist(), self._critic_budget(), _CRITIC_KEY):
+            metrics = _learn(self._engine(), mini_batch, loss_fn, self._critic_budget(), "critic")
+        return metrics | self.stages.take_peaks()
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -270,7 +288,8 @@ class TrainingWorker(Worker):
         texts = zip(data.non_tensor_batch["raw_prompt"], data.non_tensor_batch["response_text"], strict=True)
         rows = Ragged.from_rows([self.render(prompt, response) for prompt, response in texts], dtype=torch.int64)
         budget = Budget(self.config.max_token_len_per_gpu, self.config.micro_batch_size_per_gpu)
-        scores = self._engine().score(rows, budget, self.tokenizer.pad_token_id)
+        with self.stages.run("reward_model", rows.lengths.tolist(), budget, "reward_model.max_token_len_per_gpu"):
+            scores = self._engine().score(rows, budget, self.tokenizer.pad_token_id)
         return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
 
     def render(self, prompt: str | list[dict[str, str]], response: str) -> list[int]:
@@ -310,6 +329,11 @@ def on_last_token(scores: Tensor, responses: Ragged) -> Ragged:
     return responses.like(column)
 
 
+def _token_limit(budget: Budget) -> int | None:
+    """Tokens of the largest micro-batch; None where it is cut by rows."""
+    return budget.max_tokens if budget.max_rows is None else None
+
+
 def _learn(
     engine: TrainEngine,
     mini_batch: DataProto,
@@ -319,12 +343,22 @@ def _learn(
     temperature: float = 1.0,
     entropy_grad: bool = False,
 ) -> dict[str, Metric]:
-    """Gradient of the mini-batch, then one optimizer step."""
+    """Gradient of the mini-batch, then one optimizer step.
+
+    Beside the losses' metrics: tokens a second of one device, and on a GPU whose peak is known the share of it that was used (MFU).
+    """
+    started = time.perf_counter()
     metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
     result = engine.optim_step()
+    on_gpu = engine.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(engine.device)
+    seconds = time.perf_counter() - started
     metrics |= {f"{prefix}/grad_norm": Mean(result.grad_norm), f"{prefix}/lr": Mean(result.lr)}
-    if engine.device.type == "cuda":
-        gib = 2**30
-        metrics["perf/max_memory_allocated_gb"] = Max(torch.cuda.max_memory_allocated() / gib)
-        metrics["perf/max_memory_reserved_gb"] = Max(torch.cuda.max_memory_reserved() / gib)
+    counts = mini_batch.token_counts()
+    metrics[f"perf/tokens_per_s/{prefix}"] = Mean(float(counts.sum()), seconds)
+    peak = peak_flops(torch.cuda.get_device_name(engine.device)) if on_gpu and engine.dtype == torch.bfloat16 else None
+    if peak is not None:
+        flops = engine.cost.training(counts.tolist(), len(mini_batch.ragged("responses").values))
+        metrics[f"perf/mfu/{prefix}"] = Mean(flops, seconds * peak)
     return metrics

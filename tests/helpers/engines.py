@@ -24,15 +24,16 @@ def make_tiny_engine(
     *,
     optim: OptimConfig | None = OPTIM,
     dtype: str = "float32",
-    checkpointing: bool = False,
+    recompute: str | None = None,
+    fsdp: dict[str, Any] | None = None,
     **options: Any,
 ) -> TrainEngine:
     """An engine on this rank's CPU; `options` go to make_engine."""
     return make_engine(
         strategy,
-        model=ModelConfig(path=path, enable_gradient_checkpointing=checkpointing),
+        model=ModelConfig(path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto"),
         head=head,
-        fsdp=FSDPConfig(dtype=dtype),
+        fsdp=FSDPConfig(dtype=dtype, **fsdp or {}),
         optim=optim,
         total_updates=TOTAL_UPDATES,
         device=torch.device("cpu"),

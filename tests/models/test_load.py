@@ -66,8 +66,6 @@ def test_a_second_structure_has_the_same_parameters_and_its_own_attention(tmp_pa
     assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
     assert twin.lm_head.weight is twin.model.embed_tokens.weight
     assert not twin.training
-    assert not twin.is_gradient_checkpointing
-    assert model.is_gradient_checkpointing
     assert model.config._attn_implementation != twin.config._attn_implementation == CACHED
 
 
@@ -112,13 +110,6 @@ def test_missing_weights_are_not_drawn_at_random(tmp_path: Path) -> None:
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be loaded as language_model"):
         load(save_tiny_model(tmp_path), override_config={"vocab_size": 40})
-
-
-def test_gradient_checkpointing_that_the_model_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_tiny_model(tmp_path)
-    monkeypatch.setattr(type(tiny_model()), "supports_gradient_checkpointing", False)
-    with pytest.raises(ConfigError, match="enable_gradient_checkpointing=false"):
-        load(path)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma", "phi", "gpt_neox", "opt", "qwen3_moe"])

@@ -76,6 +76,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 """Name -> loss: the values of `actor.policy_loss.loss_mode`."""
 
+FLAT_WITHOUT_ADVANTAGE = frozenset({vanilla, gspo, cispo, gpg, geo_mean, sapo, dppo_tv, dppo_kl, clip_cov})
+"""The losses whose gradient is 0 in a row whose advantages are: such a row can be left out of an update."""
+
 PREPARATIONS: dict[PolicyLoss, Prepare] = {clip_cov: choose_clip_cov, kl_cov: choose_kl_cov}
 """Loss -> what it needs done once for a mini-batch."""
 

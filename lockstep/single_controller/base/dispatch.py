@@ -13,7 +13,7 @@ import torch
 
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base.decorator import Dispatch
-from lockstep.single_controller.base.partition import balanced_partition
+from lockstep.single_controller.base.partition import balanced_partition, row_cost
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and keyword arguments of one rank's call."""
@@ -111,7 +111,7 @@ _PLANNERS: dict[Dispatch | str, Planner] = {
 
 
 def _share_rows(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> list[list[int]]:
-    """Which rows each rank gets: balanced by tokens where rows have tokens, else runs of neighbouring rows."""
+    """Which rows each rank gets: balanced by cost where rows have tokens, else runs of neighbouring rows."""
     batches = {name: value for name, value in _named(args, kwargs) if isinstance(value, DataProto)}
     if not batches:
         raise ValueError(f"this method shares out rows, but none of its {len(args) + len(kwargs)} arguments is a DataProto")
@@ -121,7 +121,7 @@ def _share_rows(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) 
     for batch in batches.values():
         tokens = batch.token_counts()
         if tokens.any():
-            return balanced_partition(tokens.tolist(), world_size)
+            return balanced_partition([row_cost(count) for count in tokens.tolist()], world_size)
     rows = next(iter(sizes.values()))
     bounds = [rows * rank // world_size for rank in range(world_size + 1)]
     return [list(range(a, b)) for a, b in pairwise(bounds)]

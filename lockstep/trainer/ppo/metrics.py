@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lockstep.protocol import DataProto
 
+_AROUND_STAGES = ("step", "testing", "save_checkpoint")
+"""The step itself, and what is timed beside it."""
+
 
 def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
     """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, prompt_length/*."""
@@ -54,7 +57,10 @@ def balance_metrics(batch: DataProto, shares: list[list[int]]) -> dict[str, floa
 
 
 def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> dict[str, float]:
-    """timing_s/*, timing_per_token_ms/* (generation by response tokens, the rest by all tokens), and perf/*."""
+    """timing_s/*, timing_per_token_ms/* (generation by response tokens, the rest by all tokens), and perf/*.
+
+    perf/idle_ratio is the share of the step in none of its stages.
+    """
     metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
     response_tokens, tokens = int(batch.ragged("responses").lengths.sum()), int(batch.token_counts().sum())
     per_token = {"gen": response_tokens} | dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), tokens)
@@ -63,6 +69,8 @@ def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: 
             metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / count
     metrics["perf/total_num_tokens"] = tokens
     metrics["perf/time_per_step"] = seconds["step"]
+    in_stages = sum(value for name, value in seconds.items() if name not in _AROUND_STAGES)
+    metrics["perf/idle_ratio"] = 1 - in_stages / seconds["step"]
     metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices)
     return metrics
 

@@ -18,12 +18,12 @@ from lockstep.algorithms.advantages import compute_advantage
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
-from lockstep.algorithms.policy_losses import get_policy_loss, prepare_columns
+from lockstep.algorithms.policy_losses import FLAT_WITHOUT_ADVANTAGE, get_policy_loss, prepare_columns
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
-from lockstep.observability.metrics import Metric, average_updates, merge_metrics
+from lockstep.observability.metrics import Mean, Metric, average_updates, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.files import load_reference
 
@@ -193,11 +193,18 @@ def update_actor(
     One optimizer step for each of `mini_batches` (row numbers). What the policy loss needs of a whole mini-batch is computed here,
     before it is cut.
 
+    A row whose advantages are all 0 is left out where it has no part in the gradient; actor/skipped_rows is their share.
+
     Also returns the largest |log-prob - old log-prob| in the first mini-batch: before any step it is how far the sampler (or the
     old-log-prob pass) is from the policy that is trained. Where that pass was skipped (the batch has no entropys), the metrics
     training/rollout_ratio_* are those of the first mini-batch.
     """
-    updates = [_update(actor.update_actor, actor_mini_batch(batch, rows, config)) for rows in mini_batches]
+    updates = []
+    for rows in mini_batches:
+        mini_batch = actor_mini_batch(batch, rows, config)
+        kept = rows_with_gradient(mini_batch, config)
+        updates.append(_update(actor.update_actor, mini_batch, kept))
+        updates[-1]["actor/skipped_rows"] = Mean(float(len(mini_batch) - len(kept)), float(len(mini_batch)))
     metrics, first = average_updates(updates), {name: metric.value for name, metric in updates[0].items()}
     if "entropys" not in batch:
         metrics |= _ratio_metrics(first["actor/log_ratio_max"], first["actor/ratio_mean"], first["actor/ratio_square_mean"])
@@ -276,8 +283,25 @@ def _share_lost(before: Tensor, after: Tensor) -> float:
     return 1 - int(after.sum()) / max(int(before.sum()), 1)
 
 
-def _update(update: Callable[..., Any], mini_batch: DataProto) -> dict[str, Metric]:
-    return merge_metrics(update(mini_batch, denominators=Denominators.of(mini_batch.batch["response_mask"].bool())))
+def rows_with_gradient(mini_batch: DataProto, config: ActorConfig) -> Tensor:
+    """The row numbers that have a part in the gradient of the policy loss; at least one, since an update is made in any case.
+
+    All of them where the entropy, the KL or the policy loss itself moves a row without an advantage.
+    """
+    everything = torch.arange(len(mini_batch))
+    mode = config.policy_loss.loss_mode
+    loss = load_reference(mode) or get_policy_loss(mode)
+    if config.entropy_coeff or config.use_kl_loss or loss not in FLAT_WITHOUT_ADVANTAGE or not len(mini_batch):
+        return everything
+    has_advantage = ((mini_batch.batch["advantages"] != 0) & mini_batch.batch["response_mask"].bool()).any(1)
+    return everything[has_advantage] if has_advantage.any() else everything[:1]
+
+
+def _update(update: Callable[..., Any], mini_batch: DataProto, rows: Tensor | None = None) -> dict[str, Metric]:
+    """One optimizer step on `rows` (all, if not given) of a mini-batch; the denominators are those of the whole of it."""
+    denominators = Denominators.of(mini_batch.batch["response_mask"].bool())
+    sent = mini_batch if rows is None or len(rows) == len(mini_batch) else mini_batch.select_idxs(rows)
+    return merge_metrics(update(sent, denominators=denominators))
 
 
 def _check_finite(batch: DataProto, name: str) -> None:

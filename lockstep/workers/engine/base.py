@@ -18,8 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.errors import NumericalError
+from lockstep.models.flops import ModelCost
 from lockstep.models.load import Head
 from lockstep.models.outputs import sequence_scores, token_log_probs, token_values
+from lockstep.models.token_head import TokenHead
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.packing import (
@@ -29,6 +31,7 @@ from lockstep.workers.engine.packing import (
     pack_rows,
     pad_rows,
     placeholder_row,
+    shared_prompt_tokens,
 )
 
 
@@ -67,6 +70,12 @@ class TrainEngine(ABC):
     """The model as the backend wraps it."""
     decoder: PreTrainedModel | None = None
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
+    token_head: TokenHead | None = None
+    """The model's output layer, where it can give log-probs without logits."""
+    cost: ModelCost
+    """What a token costs, for rates."""
+    dtype: torch.dtype
+    """The type of the computation."""
     device: torch.device
     rank: int
     world_size: int
@@ -161,14 +170,17 @@ class TrainEngine(ABC):
             packed.targets,
             temperature,
             entropy_grad,
+            self.token_head,
         )
         return {"log_probs": log_probs, "entropys": entropy}
 
     def _micro_batches(self, data: DataProto, budget: Budget) -> Iterator[DataProto | None]:
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
-        for index in self._equal_counts(cut_into_micro_batches(data.token_counts()[rows].tolist(), budget)):
-            yield data.select_idxs(rows[index]) if index else None
+        data = data if len(rows) == len(data) else data.select_idxs(rows)
+        batches = cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data))
+        for index in self._equal_counts(batches):
+            yield data.select_idxs(index) if index else None
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""

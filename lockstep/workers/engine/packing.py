@@ -25,24 +25,30 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """One micro-batch: rows end to end, without padding. N tokens, M of them response tokens."""
+    """One micro-batch: rows end to end, without padding. N tokens, M of them response tokens.
+
+    Rows of the same prompt share it, which makes N smaller and changes no number.
+    """
 
     input_ids: Tensor
     """[1, N]"""
     position_ids: Tensor
-    """[1, N], restarting at 0 in each row."""
+    """[1, N]: the place of the token in its row."""
     layout: PackedLayout
     """Where each row lies."""
     predict_at: Tensor
-    """[M]: the position whose output predicts each response token, which is the one before it."""
+    """[M]: the place in the pack whose output predicts each response token, which is that of the token before it in the row."""
     targets: Tensor
     """[M]: the response tokens."""
     response_lengths: Tensor
     """[rows], on the CPU: how the M entries divide into rows."""
 
 
-def cut_into_micro_batches(token_counts: Sequence[int], budget: Budget) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order. Raises ConfigError for a row that is longer than the token budget."""
+def cut_into_micro_batches(token_counts: Sequence[int], budget: Budget, shared: Sequence[int] | None = None) -> list[list[int]]:
+    """Row numbers of each micro-batch, in order. Raises ConfigError for a row that is longer than the token budget.
+
+    `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1.
+    """
     batches: list[list[int]] = []
     used = 0
     for row, count in enumerate(token_counts):
@@ -51,36 +57,73 @@ def cut_into_micro_batches(token_counts: Sequence[int], budget: Budget) -> list[
                 f"row {row} has {count} tokens, more than a micro-batch may hold ({budget.max_tokens}); "
                 "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu, max_token_len_per_gpu)"
             )
-        full = len(batches[-1]) >= budget.max_rows if budget.max_rows and batches else used + count > budget.max_tokens
+        more = count - (shared[row] if shared is not None else 0)
+        full = len(batches[-1]) >= budget.max_rows if budget.max_rows and batches else used + more > budget.max_tokens
         if not batches or full:
             batches.append([])
-            used = 0
+            used, more = 0, count
         batches[-1].append(row)
-        used += count
+        used += more
     return batches
 
 
+def shared_prompt_tokens(data: DataProto) -> list[int]:
+    """[rows]: the length of the row's prompt where it is that of the row before, else 0."""
+    rows = data.ragged("prompts").rows()
+    return [len(row) if i and torch.equal(row, rows[i - 1]) else 0 for i, row in enumerate(rows)]
+
+
 def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
-    """Lay the prompt and response of every row end to end."""
+    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses."""
+    repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
+    return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
+
+
+def _pack_whole(data: DataProto, device: torch.device) -> PackedRows:
+    """Prompt and response of every row as one segment."""
     prompts, responses = data.ragged("prompts"), data.ragged("responses")
     lengths = prompts.lengths + responses.lengths
     starts = torch.cumsum(lengths, 0) - lengths
-    parts = [part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair]
-    input_ids = torch.cat(parts)
-    position_ids = torch.arange(len(input_ids)) - torch.repeat_interleave(starts, lengths)
-    first_target = starts + prompts.lengths
-    offsets = torch.arange(len(responses.values)) - torch.repeat_interleave(
-        torch.cumsum(responses.lengths, 0) - responses.lengths, responses.lengths
-    )
-    predict_at = torch.repeat_interleave(first_target - 1, responses.lengths) + offsets
+    input_ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
+    predict_at = torch.repeat_interleave(starts + prompts.lengths - 1, responses.lengths) + _offsets(responses.lengths)
     return PackedRows(
         input_ids=input_ids[None].to(device),
-        position_ids=position_ids[None].to(device),
+        position_ids=_offsets(lengths)[None].to(device),
         layout=PackedLayout(lengths, device),
         predict_at=predict_at.to(device),
         targets=responses.values.to(device),
         response_lengths=responses.lengths,
     )
+
+
+def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device) -> PackedRows:
+    """The prompts, each once, then the responses, each a segment that continues its prompt."""
+    prompts, responses = data.ragged("prompts"), data.ragged("responses")
+    first = [row for row, again in enumerate(repeated) if not again]
+    prompt_of = torch.cumsum(~torch.tensor(repeated), 0) - 1
+    own = prompts.select(torch.tensor(first))
+    filled = responses.lengths > 0  # an empty response is no segment
+    followers = torch.bincount(prompt_of[filled], minlength=len(first)).tolist()
+    prompt_ends = torch.cumsum(own.lengths, 0)
+    starts = prompt_ends[-1] + torch.cumsum(responses.lengths, 0) - responses.lengths
+    # The token before a response is the last of its prompt; before any other token it is its neighbour.
+    offsets = _offsets(responses.lengths)
+    neighbour = torch.repeat_interleave(starts, responses.lengths) + offsets - 1
+    predict_at = torch.where(offsets == 0, torch.repeat_interleave(prompt_ends[prompt_of] - 1, responses.lengths), neighbour)
+    positions = torch.repeat_interleave(prompts.lengths, responses.lengths) + offsets
+    return PackedRows(
+        input_ids=torch.cat([own.values, responses.values])[None].to(device),
+        position_ids=torch.cat([_offsets(own.lengths), positions])[None].to(device),
+        layout=PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers),
+        predict_at=predict_at.to(device),
+        targets=responses.values.to(device),
+        response_lengths=responses.lengths,
+    )
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """0, 1, 2, ... anew for each of `lengths`, end to end."""
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
 
 
 def pad_rows(rows: Ragged, pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

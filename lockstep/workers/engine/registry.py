@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
+from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head, load_model, share_structure
+from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
 from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.engine.precision import compute_dtype
 
 
 def make_engine(
@@ -22,16 +27,22 @@ def make_engine(
     seed: int,
     pad_token_id: int | None = None,
     decoder_attention: str | None = None,
+    max_tokens: int | None = None,
 ) -> TrainEngine:
     """An engine with its model loaded. `optim` None makes a frozen one, which cannot learn.
 
-    `decoder_attention` also makes `engine.decoder`, a module for generation with that attention function.
+    `decoder_attention` also makes `engine.decoder`, a module for generation with that attention function. `max_tokens`, the tokens of
+    the largest micro-batch where that is known, decides how much model.recompute=auto recomputes.
     """
     if strategy in ("fsdp", "fsdp2"):
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
         module = load_model(model, head, seed, pad_token_id)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
+        if optim is not None and model.enable_gradient_checkpointing:
+            apply_recompute(module, _recompute(model, module, fsdp, max_tokens, device))
+        if fsdp.use_torch_compile:
+            compile_layers(module)
         engine = FSDPEngine(
             module,
             head,
@@ -44,3 +55,10 @@ def make_engine(
         engine.decoder = decoder
         return engine
     raise ConfigError(f"strategy={strategy} is not known; choose one of: fsdp, fsdp2")
+
+
+def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:
+    if model.recompute != "auto":
+        return model.recompute
+    element = compute_dtype(fsdp.dtype, device).itemsize
+    return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), element)

@@ -11,6 +11,7 @@ from lockstep.algorithms import policy_losses as module
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators, agg_loss
 from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.policy_losses import (
+    FLAT_WITHOUT_ADVANTAGE,
     POLICY_LOSSES,
     compute_policy_loss,
     get_policy_loss,
@@ -149,3 +150,21 @@ def test_a_loss_with_positional_arguments_is_refused_when_registered():
         module.register_policy_loss("positional")(lambda log_prob: (log_prob, {}))
     assert "positional" not in module.POLICY_LOSSES
     assert prepare_columns(vanilla, {}) == {}
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_row_without_advantage_has_no_gradient_in_the_losses_that_say_so(name):
+    generator = torch.Generator().manual_seed(0)
+    log_prob = torch.randn(3, 5, generator=generator).requires_grad_()
+    inputs = {
+        "old_log_prob": torch.randn(3, 5, generator=generator),
+        "log_prob": log_prob,
+        "advantages": torch.tensor([[0.0], [1.5], [-0.7]]).expand(3, 5),
+        "response_mask": torch.ones(3, 5, dtype=torch.bool),
+        "cov_selected": torch.ones(3, 5),
+    }
+    loss, _ = compute_policy_loss(get_policy_loss(name), ActorConfig().loss_parameters | inputs)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
+    assert (gradient[0] == 0).all() == (POLICY_LOSSES[name] in FLAT_WITHOUT_ADVANTAGE)
+    if name != "clip_cov":  # which leaves the selected tokens out
+        assert (gradient[1:] != 0).any()

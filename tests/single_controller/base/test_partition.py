@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.single_controller.base.partition import balanced_partition
+from lockstep.single_controller.base.partition import balanced_partition, row_cost
 
 
 @given(st.lists(st.integers(0, 5000), max_size=60), st.integers(1, 9))
@@ -28,3 +28,8 @@ def test_equal_sizes_give_counts_that_differ_by_at_most_one(size: int, rows: int
 def test_bad_arguments_are_refused(sizes: list[int], parts: int) -> None:
     with pytest.raises(ValueError, match=r"parts must be|negative, got -2"):
         balanced_partition(sizes, parts)
+
+
+def test_a_long_row_costs_more_than_its_tokens_in_short_rows() -> None:
+    assert row_cost(32768) == 2 * 32768
+    assert 8 * row_cost(512) == pytest.approx(8 * 512, rel=0.02)

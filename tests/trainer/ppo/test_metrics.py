@@ -94,6 +94,7 @@ def test_timing_divides_by_the_tokens_each_stage_works_on():
             "perf/total_num_tokens": 8,
             "perf/time_per_step": 4.0,
             "perf/throughput": 1.0,
+            "perf/idle_ratio": 0.125,
         }
     )
 

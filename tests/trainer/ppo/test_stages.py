@@ -274,7 +274,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
         [[1] * 3, [1], [1] * 2, [1]],
         [[1, 0, 1], [1], [1, 1], [0]],
         old_log_probs=nothing,
-        advantages=nothing,
+        advantages=[[1, 0, 0], [2], [0, 3], [4]],
         values=nothing,
         returns=nothing,
         token_level_scores=nothing,
@@ -292,9 +292,9 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     )
     metrics = {name: value for name, value in metrics.items() if name not in rollout and "ratio_" not in name.removesuffix("_max")}
     assert drift == 1.0  # of the first update, before any step
-    assert metrics == {"actor/tokens": 2.5, "actor/log_ratio_max": 2.0}
+    assert metrics == {"actor/tokens": 2.5, "actor/log_ratio_max": 2.0, "actor/skipped_rows": 0.25}
     assert [(list(d.non_tensor_batch["index"]), c.tokens, c.sequences) for d, c in actor.calls] == [
-        ([32, 33], 2, 1),
+        ([32], 2, 1),  # nothing in the last row is the policy's
         ([30, 31], 3, 2),
     ]
     assert set(actor.calls[0][0].columns) == {"prompts", "responses", "response_mask", "old_log_probs", "advantages"}
@@ -304,6 +304,28 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     batch.set("rollout_is_weights", column(nothing))
     stages.update_actor(actor, batch, mini_batches, ActorConfig())
     assert {"ref_log_prob", "rollout_is_weights"} <= set(actor.calls[-1][0].columns)
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (ActorConfig(), [0, 3]),
+        (ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo")), [0, 3]),
+        (ActorConfig(entropy_coeff=0.1), [0, 1, 2, 3]),
+        (ActorConfig(use_kl_loss=True), [0, 1, 2, 3]),
+        (ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")), [0, 1, 2, 3]),
+    ],
+)
+def test_a_row_without_advantage_leaves_the_update_where_it_has_no_gradient(config, kept):
+    advantages = [[0.0, 1.0], [0.0], [5.0, 0.0], [-1.0]]
+    batch = make_batch([[1] * 2, [1], [1] * 2, [1]], [[1, 1], [1], [0, 1], [1]], old_log_probs=advantages, advantages=advantages)
+    assert stages.rows_with_gradient(batch, config).tolist() == kept
+
+
+def test_an_update_is_made_even_where_no_row_has_an_advantage():
+    """AdamW's decay and momentum go on in such a step."""
+    batch = make_batch([[1], [1]], old_log_probs=[[0.0], [0.0]], advantages=[[0.0], [0.0]])
+    assert stages.rows_with_gradient(batch, ActorConfig()).tolist() == [0]
 
 
 def test_what_a_loss_needs_of_a_whole_mini_batch_is_computed_before_it_is_cut():

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.packing import Budget, cut_into_micro_batches, pack_rows, pad_rows
+from lockstep.workers.engine.packing import (
+    Budget,
+    PackedRows,
+    cut_into_micro_batches,
+    pack_rows,
+    pad_rows,
+    shared_prompt_tokens,
+)
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
 
@@ -32,24 +39,55 @@ def test_a_row_longer_than_the_budget_is_refused_by_name() -> None:
     assert cut_into_micro_batches([3, 11], Budget(10, max_rows=1)) == [[0], [1]]
 
 
-@given(lengths=LENGTHS, seed=st.integers(0, 1000))
-def test_packed_rows_equal_a_loop(lengths: list[tuple[int, int]], seed: int) -> None:
+def row_of_place(packed: PackedRows) -> list[list[int]]:
+    """For each segment of the pack, the places of all that its last token sees, in order: a row, by its layout alone."""
+    ends = packed.layout.lengths.cumsum(0).tolist()
+    segments = [list(range(end - n, end)) for end, n in zip(ends, packed.layout.lengths.tolist(), strict=True)]
+    shared = packed.layout.num_shared
+    return segments[:shared] + [
+        (segments[packed.layout.continued[i]] if shared else []) + segment for i, segment in enumerate(segments[shared:])
+    ]
+
+
+@given(lengths=LENGTHS, same=st.lists(st.booleans(), min_size=8, max_size=8), seed=st.integers(0, 1000))
+def test_a_pack_holds_every_row_as_it_is(lengths: list[tuple[int, int]], same: list[bool], seed: int) -> None:
+    """Read back through the layout: ids, positions and the place that predicts each response token. `same` repeats prompts."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(0, 99, (p,), generator=generator) for p, _ in lengths]
-    responses = [torch.randint(0, 99, (t,), generator=generator) for _, t in lengths]
+    prompts, responses = [], []
+    for i, (p, t) in enumerate(lengths):
+        prompts.append(prompts[-1] if i and same[i] else torch.randint(0, 99, (p,), generator=generator))
+        responses.append(torch.randint(0, 99, (t,), generator=generator))
     data = DataProto.from_dict({"prompts": Ragged.from_rows(prompts), "responses": Ragged.from_rows(responses)})
     packed = pack_rows(data, torch.device("cpu"))
+    ids, positions = packed.input_ids[0].tolist(), packed.position_ids[0].tolist()
 
-    ids, positions, predict_at = [], [], []
+    seen = {places[-1]: places for places in row_of_place(packed)}
+    predicted = iter(packed.predict_at.tolist())
     for prompt, response in zip(prompts, responses, strict=True):
-        predict_at += [len(ids) + len(prompt) - 1 + t for t in range(len(response))]
-        ids += [*prompt.tolist(), *response.tolist()]
-        positions += list(range(len(prompt) + len(response)))
-    assert packed.input_ids.tolist() == [ids]
-    assert packed.position_ids.tolist() == [positions]
-    assert packed.predict_at.tolist() == predict_at
+        places = [next(predicted) for _ in response]
+        if not places:
+            continue
+        # The last response token lies after the place that predicts it, except where it is alone behind a shared prompt.
+        row = next(
+            r
+            for r in seen.values()
+            if r[len(prompt) - 1 : -1] == places and [ids[x] for x in r[len(prompt) :]] == response.tolist()
+        )
+        assert [ids[place] for place in row] == [*prompt.tolist(), *response.tolist()]
+        assert [positions[place] for place in row] == list(range(len(row)))
     assert packed.targets.tolist() == [token for response in responses for token in response.tolist()]
     assert packed.response_lengths.tolist() == [t for _, t in lengths]
+    distinct = sum(len(p) for i, p in enumerate(prompts) if not (i and torch.equal(p, prompts[i - 1])))
+    assert len(ids) == distinct + sum(t for _, t in lengths)
+
+
+def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() -> None:
+    counts, shared = [6, 7, 8, 9], [0, 5, 5, 5]
+    assert cut_into_micro_batches(counts, Budget(11), shared) == [[0, 1, 2], [3]]
+    assert cut_into_micro_batches(counts, Budget(11)) == [[0], [1], [2], [3]]
+    prompts = Ragged.from_rows([[1, 2], [1, 2], [1, 3], [1], [1]])
+    data = DataProto.from_dict({"prompts": prompts, "responses": prompts})
+    assert shared_prompt_tokens(data) == [0, 2, 0, 0, 1]
 
 
 def test_padded_rows_carry_a_mask_that_does_not_depend_on_the_ids() -> None:

@@ -26,21 +26,17 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, OptimConfig
 from lockstep.errors import DataError, NumericalError
+from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
+from lockstep.models.token_head import gives_logits_unchanged, install_token_head
 from lockstep.workers.engine.base import OptimResult, TrainEngine
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.optim import learning_rate
+from lockstep.workers.engine.precision import compute_dtype
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
 PROGRESS = "optimizer_progress.json"
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of the computation: "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 class FSDPEngine(TrainEngine):
@@ -65,12 +61,20 @@ class FSDPEngine(TrainEngine):
         if optim is None:
             module.requires_grad_(False)
         self._tied: dict[str, str] = dict(module.all_tied_weights_keys or {})
-        dtype = compute_dtype(config.dtype, device)
-        self.module = sharding.shard(module, version, dtype, config.reshard_after_forward, device)
+        self.cost = model_cost(module)
+        self.dtype = compute_dtype(config.dtype, device)
+        token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
+        self.module = sharding.shard(module, version, self.dtype, config, device)
+        if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
+            self.token_head = token_head
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
         self._optimizer = (
             torch.optim.AdamW(
-                self.module.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+                self.module.parameters(),
+                lr=optim.lr,
+                betas=(optim.betas[0], optim.betas[1]),
+                weight_decay=optim.weight_decay,
+                fused=True,
             )
             if optim
             else None

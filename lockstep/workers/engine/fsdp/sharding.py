@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -29,9 +29,17 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lockstep.config.engine import FSDPConfig
+from lockstep.errors import ConfigError
 
-def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, reshard_after_forward: bool, device: torch.device) -> nn.Module:
-    """Shard the model over all ranks, layer by layer. Parameters stay float32; computation runs in `dtype`."""
+
+def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, config: FSDPConfig, device: torch.device) -> nn.Module:
+    """Shard the model layer by layer, over all ranks or groups of `fsdp_size`. Parameters stay float32; computation runs in `dtype`.
+
+    Raises ConfigError when the ranks do not divide into such groups.
+    """
+    _check_groups(version, config.fsdp_size)
+    reshard_after_forward = config.reshard_after_forward
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
     model = model.to(device)  # type: ignore[arg-type]
     if version == 1:
@@ -44,7 +52,7 @@ def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, reshard_afte
             device_id=device,
             use_orig_params=True,
         )
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = _mesh(config.fsdp_size, device)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     for module in model.modules():
         if type(module) in layers:
@@ -52,6 +60,28 @@ def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, reshard_afte
     model.register_forward_hook(_own_logits)  # before FSDP's own hook, which looks at the output
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     return model
+
+
+def _check_groups(version: int, fsdp_size: int) -> None:
+    world = dist.get_world_size()
+    if fsdp_size in (-1, world):
+        return
+    if version == 1:
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={fsdp_size} needs strategy fsdp2; fsdp shares one copy among all {world} ranks (-1)"
+        )
+    if fsdp_size > world or world % fsdp_size:
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={fsdp_size} must divide the {world} ranks: each group of that many holds one copy"
+        )
+
+
+def _mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
+    """All ranks in a row; or copies x ranks of one copy."""
+    world = dist.get_world_size()
+    if fsdp_size in (-1, world):
+        return init_device_mesh(device.type, (world,))
+    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("copy", "shard"))
 
 
 def _own_logits(module: nn.Module, args: Any, output: Any) -> None:

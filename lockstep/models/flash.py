@@ -1,0 +1,155 @@
+"""Flash attention over packed segments on a GPU, where a segment may also see all of another one that comes before it.
+
+Softmax over two sets of keys is joined from a pass over each: with outputs o1, o2 and log-sum-exps l1, l2 of the scores,
+
+    l = log(exp l1 + exp l2),   o = exp(l1 - l) o1 + exp(l2 - l) o2
+
+and since a flash backward pass needs of the softmax only o and l, each set's gradients come from a pass that is given the joined ones.
+Legend: N tokens, P tokens of shared segments, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLASH_TYPES = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which queries see which keys: those between `queries[i]` and `queries[i + 1]` see the keys between `keys[i]` and `keys[i + 1]`."""
+
+    queries: Tensor
+    """[S + 1] int32, on the device."""
+    keys: Tensor
+    """[S + 1] int32, on the device."""
+    longest_query: int
+    longest_key: int
+
+
+def applies(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernels take these tensors [..., D]."""
+    size = query.shape[-1]
+    return query.is_cuda and query.dtype in FLASH_TYPES and value.shape[-1] == size <= _LARGEST_HEAD and size % 8 == 0
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own: Bounds,
+    shared: Bounds | None,
+    num_shared: int,
+    scale: float | None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention inside the segments of `own`; [N, H, D] from query [N, H, D], key and value [N, K, D].
+
+    The first `num_shared` (P) tokens are shared segments. `shared` bounds queries from P on against keys up to P, whose whole segments
+    they see. `window` (itself and the window - 1 tokens before) goes without `shared` only.
+    """
+    assert shared is None or window is None, "a window over a shared segment is not written"
+    return _Attend.apply(query.contiguous(), key.contiguous(), value.contiguous(), own, shared, num_shared, scale, window)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: Bounds,
+        shared: Bounds | None,
+        num_shared: int,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        out, lse = _forward(query, key, value, own, True, scale, window)
+        if shared is not None:
+            p = num_shared
+            more, more_lse = _forward(query[p:], key[:p], value[:p], shared, False, scale, None)
+            joined = torch.logaddexp(lse[:, p:], more_lse)
+            mine, theirs = (torch.exp(x - joined).t()[:, :, None] for x in (lse[:, p:], more_lse))
+            out[p:] = (mine * out[p:] + theirs * more).to(out.dtype)
+            lse[:, p:] = joined
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.bounds, ctx.options = (own, shared, num_shared), (scale, window)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        query, key, value, out, lse = ctx.saved_tensors
+        (own, shared, p), (scale, window) = ctx.bounds, ctx.options
+        grad = grad.contiguous()
+        dq, dk, dv = _backward(grad, query, key, value, out, lse, own, True, scale, window)
+        if shared is not None:
+            part = (grad[p:], query[p:], key[:p], value[:p], out[p:], lse[:, p:].contiguous())
+            dq_more, dk_more, dv_more = _backward(*part, shared, False, scale, None)
+            dq[p:] += dq_more
+            dk[:p] += dk_more
+            dv[:p] += dv_more
+        return dq, dk, dv, *(None,) * 5
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output [N, H, D] and log-sum-exp of the scores [H, N]."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        bounds.queries,
+        bounds.keys,
+        bounds.longest_query,
+        bounds.longest_key,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        **_sides(causal, window),
+    )
+    return out, lse
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Bounds,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        bounds.queries,
+        bounds.keys,
+        bounds.longest_query,
+        bounds.longest_key,
+        0.0,
+        causal,
+        *no_dropout,
+        scale=scale,
+        **_sides(causal, window),
+    )
+
+
+def _sides(causal: bool, window: int | None) -> dict[str, int]:
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0 if causal else -1}

@@ -1,0 +1,93 @@
+"""What of the activations is kept for the backward pass, and what is computed again.
+
+```text
+none       everything is kept: fastest
+selective  the MLP of each layer, which holds the widest tensors, is computed again
+full       only what enters each layer is kept: least memory, about a third more time
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from lockstep.errors import ConfigError
+
+KINDS = ("none", "selective", "full")
+_SHARE = 0.5
+"""Of the memory that is free when an engine starts, what activations may take: other models may still come."""
+_TRAINED = 16
+"""Bytes a parameter: float32 weight, gradient and two moments."""
+
+
+def activation_bytes(kind: str, tokens: int, layers: int, hidden: int, intermediate: int, element: int) -> int:
+    """Bytes kept for the backward pass of `tokens` tokens, with `element` bytes a number.
+
+    Numbers a token and layer: 16 hidden + 3 intermediate when everything is kept (inputs of norms, projections, rotary embedding and
+    attention; gate, up and their product); 10 hidden without the MLP; 1 hidden, and one whole layer, with full recomputation.
+    """
+    whole = 16 * hidden + 3 * intermediate
+    per_token = {"none": layers * whole, "selective": layers * 10 * hidden + whole, "full": layers * hidden + whole}[kind]
+    return tokens * per_token * element
+
+
+def choose_recompute(model: PreTrainedModel, tokens: int | None, free: int, world_size: int, element: int) -> str:
+    """The least recomputation with which micro-batches of `tokens` tokens fit; full where their size is not known.
+
+    `free` bytes hold the model's state (sharded over `world_size` ranks) and its activations, which may take half of what is left.
+    """
+    if tokens is None:
+        return "full"
+    config = model.config.get_text_config()
+    hidden = config.hidden_size
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    state = _TRAINED * sum(p.numel() for p in model.parameters()) // world_size
+    room = _SHARE * (free - state)
+    kinds = [kind for kind in KINDS if kind != "selective" or _mlps(model)]
+    fitting = (
+        kind for kind in kinds if activation_bytes(kind, tokens, config.num_hidden_layers, hidden, intermediate, element) <= room
+    )
+    return next(fitting, "full")
+
+
+def apply_recompute(model: PreTrainedModel, kind: str) -> None:
+    """Make the model's forward pass keep no more than `kind` says. Raises ConfigError where the model cannot."""
+    remedy = "set model.enable_gradient_checkpointing=false"
+    if kind == "full":
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(f"{type(model).__name__} has no gradient checkpointing; {remedy}")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif kind == "selective":
+        mlps = _mlps(model)
+        if not mlps:
+            raise ConfigError(f"{type(model).__name__} has no layers with a part named mlp; set model.recompute=full, or {remedy}")
+        for mlp in mlps:
+            _recompute(mlp)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device (on a CPU: in the machine)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _mlps(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(".mlp")]
+
+
+def _recompute(module: nn.Module) -> None:
+    forward = module.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not module.training:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = recomputed

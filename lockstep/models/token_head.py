@@ -1,0 +1,197 @@
+"""Log-probs and entropy of given tokens from hidden states, without the logits.
+
+The logits of M tokens over a vocabulary of V are the largest tensor of a training step by far, and all that is wanted of them is two
+numbers a token. Here they exist for a chunk of tokens at a time, in the forward pass and again in the backward pass, where they are
+computed anew. What is kept between the two grows with the tokens alone.
+
+`TokenHead` puts this in the place where a model applies its output layer, so that a sharded layer is whole when it is read.
+Legend: M tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.models.attention import PackedLayout
+
+_MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
+"""Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
+
+
+def target_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+    max_logits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob [M] of `targets` [M] and entropy [M] under softmax((hidden [M, H] weight^T [V, H] + bias [V]) / temperature).
+
+    In float32 (float64 for float64 inputs). At most `max_logits` logits exist at a time (null: what suits the device), or one token's.
+    The entropy carries a gradient only when `entropy_grad` asks for it. A logit of -inf is a token that cannot occur.
+    """
+    max_logits = max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cpu"])
+    chunk = max(1, max_logits // weight.shape[0])
+    return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk)
+
+
+class _TargetLogProbs(torch.autograd.Function):
+    """With z the logits over the temperature, p = softmax(z), t the target, S the entropy:
+
+    log p_t = z_t - logsumexp(z),  S = -sum p log p,  d log p_t / dz = onehot(t) - p,  dS / dz = -p (log p + S)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        log_probs = torch.empty(len(targets), dtype=_sum_dtype(hidden.dtype), device=hidden.device)
+        entropy, log_normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        for rows in _chunks(len(targets), chunk):
+            logits = _scaled_logits(hidden[rows], weight, bias, temperature)
+            log_normaliser[rows] = torch.logsumexp(logits, dim=-1)
+            logits.sub_(log_normaliser[rows, None])
+            log_probs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            # entr(p) = -p log p, and 0 at p = 0: a forbidden token adds nothing.
+            entropy[rows] = torch.special.entr(logits.exp_()).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
+        ctx.temperature, ctx.entropy_grad, ctx.chunk = temperature, entropy_grad, chunk
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
+        log_prob_grad, entropy_grad = grads
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=_sum_dtype(weight.dtype)) if needs_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=_sum_dtype(bias.dtype)) if needs_bias else None
+        for rows in _chunks(len(targets), ctx.chunk):
+            logits = _scaled_logits(hidden[rows], weight, bias, ctx.temperature)
+            probs = logits.sub_(log_normaliser[rows, None]).exp_()
+            factor = -log_prob_grad[rows]
+            if ctx.entropy_grad:
+                surprise = torch.special.entr(probs).mul_(entropy_grad[rows, None])
+                factor = factor - entropy_grad[rows] * entropy[rows]
+            delta = probs.mul_(factor[:, None])
+            if ctx.entropy_grad:
+                delta.add_(surprise)
+            delta.scatter_add_(-1, targets[rows, None], log_prob_grad[rows, None]).div_(ctx.temperature)
+            if bias_grad is not None:
+                bias_grad += delta.sum(0)
+            delta = delta.to(hidden.dtype)
+            if hidden_grad is not None:
+                hidden_grad[rows] = delta @ weight
+            if weight_grad is not None:
+                _add_product(weight_grad, delta.t(), hidden[rows])
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    targets: Tensor
+    temperature: float
+    entropy_grad: bool
+
+
+class TokenHead(nn.Linear):
+    """A model's output layer that answers with log-prob and entropy of given tokens while `asked` for them, and else with logits."""
+
+    _request: _Request | None = None
+
+    @contextmanager
+    def asked(self, targets: Tensor, temperature: float, entropy_grad: bool) -> Iterator[None]:
+        """Inside, forward of hidden states [1, M, H] gives [1, M, 2]: log-prob and entropy for each of `targets` [M]."""
+        self._request = _Request(targets, temperature, entropy_grad)
+        try:
+            yield
+        finally:
+            self._request = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Logits, or what was asked for."""
+        if self._request is None:
+            return super().forward(input)
+        request = self._request
+        columns = target_log_probs(input[0], self.weight, self.bias, request.targets, request.temperature, request.entropy_grad)
+        return torch.stack(columns, dim=-1)[None]
+
+
+def install_token_head(model: PreTrainedModel) -> TokenHead | None:
+    """Make the model's output layer a TokenHead, in place and over the same parameters; None where it is not a plain linear layer."""
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        return None
+    layer.__class__ = TokenHead
+    assert isinstance(layer, TokenHead)
+    return layer
+
+
+@torch.no_grad()
+def gives_logits_unchanged(model: nn.Module, head: TokenHead, device: torch.device) -> bool:
+    """Whether the logits of the model are what its output layer gives: some families scale or cap them afterwards.
+
+    One forward pass of two tokens; on a sharded model every rank has to call it.
+    """
+    seen: list[Tensor] = []
+    handle = head.register_forward_hook(lambda module, args, output: seen.append(output))
+    ids = torch.arange(2, device=device)[None]
+    layout = PackedLayout(torch.tensor([2]), device)
+    was_training = model.training
+    try:
+        logits = model.eval()(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=ids[0, 1:], layout=layout).logits
+    finally:
+        handle.remove()
+        model.train(was_training)
+    return len(seen) == 1 and logits.shape[1] == 1 and torch.equal(seen[0].to(logits.dtype), logits)
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
+    else:
+        logits = (hidden @ weight.t()).to(_sum_dtype(hidden.dtype))
+    if bias is not None:
+        logits.add_(bias)
+    return logits.div_(temperature)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, summed in the precision of `total`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b

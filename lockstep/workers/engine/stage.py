@@ -1,0 +1,67 @@
+"""One stage of a step on one device: its peak of memory, and what it means that the memory was not enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from lockstep.errors import ResourceError
+from lockstep.observability.metrics import Max, Metric
+from lockstep.workers.engine.packing import Budget
+
+_GIB = 2**30
+
+
+class Stages:
+    """Runs stages on `device` and remembers the peaks of GPU memory until they are taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: dict[str, Metric] = {}
+
+    @contextmanager
+    def run(self, name: str, token_counts: Sequence[int], budget: Budget | None, key: str) -> Iterator[None]:
+        """A stage over rows of these token counts, cut by `budget`; `key` is the config key that lowers its memory first.
+
+        Raises ResourceError, with the stage, the sizes and the key, in the place of an out-of-memory error.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise ResourceError(_advice(name, token_counts, budget, key, str(error))) from error
+        if self._device.type == "cuda":
+            for kind, peak in (
+                ("allocated", torch.cuda.max_memory_allocated(self._device)),
+                ("reserved", torch.cuda.max_memory_reserved(self._device)),
+            ):
+                self._peaks = self._merged(f"perf/max_memory_{kind}_gb", peak / _GIB, name)
+
+    def take_peaks(self) -> dict[str, Metric]:
+        """perf/max_memory_{allocated,reserved}_gb of every stage (under /name) and of all, since the last call. Empty on a CPU."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def _merged(self, metric: str, peak: float, stage: str) -> dict[str, Metric]:
+        peaks = dict(self._peaks)
+        for name in (metric, f"{metric}/{stage}"):
+            peaks[name] = Max(peak).merge(peaks[name]) if name in peaks else Max(peak)
+        return peaks
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _advice(name: str, token_counts: Sequence[int], budget: Budget | None, key: str, error: str) -> str:
+    sizes = f"{len(token_counts)} rows of {sum(token_counts)} tokens, the longest {max(token_counts, default=0)}"
+    cut = ""
+    if budget is not None:
+        cut = f", up to {budget.max_tokens} tokens at once" if budget.max_rows is None else f", {budget.max_rows} rows at once"
+    first = error.strip().splitlines()[0]
+    return f"out of memory in stage {name} ({sizes}{cut}): {first}. Lower {key} first; it never changes a result"

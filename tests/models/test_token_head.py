@@ -1,0 +1,155 @@
+"""Log-probs without logits, against the logits written out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import FAMILIES
+from helpers.tiny import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.models.attention import PACKED, PackedLayout
+from lockstep.models.outputs import token_log_probs
+from lockstep.models.token_head import TokenHead, gives_logits_unchanged, install_token_head, target_log_probs
+
+
+def plain_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    log_probs = torch.log_softmax((hidden @ weight.t() + (0 if bias is None else bias)) / temperature, dim=-1)
+    own = log_probs[torch.arange(len(targets)), targets]
+    return own, -(log_probs.exp() * log_probs).sum(-1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    tokens=st.integers(0, 9), vocab=st.integers(2, 12), max_logits=st.integers(1, 60), temperature=st.floats(0.3, 3.0),
+    with_bias=st.booleans(), entropy_grad=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_values_and_gradients_equal_the_logits_written_out(
+    tokens: int, vocab: int, max_logits: int, temperature: float, with_bias: bool, entropy_grad: bool, seed: int
+) -> None:
+    """float64: nothing but the order of additions differs, so 1e-12."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    inputs = [draw(tokens, 5), 3 * draw(vocab, 5), *([draw(vocab)] if with_bias else [])]
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    weights = draw(2, tokens)
+
+    def run(function: Callable[..., Any], *options: Any) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        bias = leaves[2] if with_bias else None
+        log_probs, entropy = function(leaves[0], leaves[1], bias, targets, temperature, *options)
+        loss = (weights[0] * log_probs).sum() + ((weights[1] * entropy).sum() if entropy_grad else 0)
+        return log_probs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)
+
+    mine, want = run(target_log_probs, entropy_grad, max_logits), run(plain_log_probs)
+    for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_a_forbidden_token_makes_neither_entropy_nor_gradient_nan() -> None:
+    hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[1.0], [0.5], [0.0]], requires_grad=True)
+    bias = torch.tensor([0.0, 0.0, -torch.inf])
+    log_probs, entropy = target_log_probs(hidden, weight, bias, torch.tensor([0]), 2.0, entropy_grad=True)
+    (log_probs.sum() + entropy.sum()).backward()
+    torch.testing.assert_close(entropy[0], torch.distributions.Categorical(logits=torch.tensor([0.5, 0.25])).entropy())
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had which an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+def test_neither_pass_makes_or_keeps_a_tensor_of_tokens_times_vocabulary() -> None:
+    tokens, vocab, size, limit = 64, 500, 4, 3000
+    hidden, weight = torch.randn(tokens, size, requires_grad=True), torch.randn(vocab, size, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,))
+    saved = []
+
+    def run(function: Callable[..., Any], *options: Any) -> int:
+        saved.clear()
+        with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+            log_probs, entropy = function(hidden, weight, None, targets, 1.0, *options)
+            (log_probs.sum() + entropy.sum()).backward()
+        return largest.numel
+
+    assert run(target_log_probs, True, limit) <= limit
+    assert sum(saved) <= weight.numel() + hidden.numel() + 3 * tokens
+    assert run(plain_log_probs) == tokens * vocab, "the plain way must be caught, or the test says nothing"
+    assert sum(saved) >= tokens * vocab
+
+
+PLAIN_LOGITS = {family: family not in ("gemma2",) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_changes_its_logits_afterwards_is_found_out(family: str) -> None:
+    model = tiny_model(family, **FAMILIES[family])
+    model.set_attn_implementation(PACKED)
+    head = install_token_head(model)
+    assert head is not None
+    assert gives_logits_unchanged(model, head, torch.device("cpu")) == PLAIN_LOGITS[family]
+
+
+@pytest.mark.parametrize("changes", [{"logits_scaling": 4.0}, {"logits_scaling": 1.0}])
+def test_scaled_logits_are_found_out(changes: dict[str, float]) -> None:
+    model = tiny_model("granite", **changes)
+    model.set_attn_implementation(PACKED)
+    head = install_token_head(model)
+    assert gives_logits_unchanged(model, head, torch.device("cpu")) == (changes["logits_scaling"] == 1.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox"])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_a_model_gives_the_same_numbers_and_gradients_with_and_without_logits(family: str, entropy_grad: bool) -> None:
+    """float32: 1e-5 of the largest gradient. qwen3 ties its embeddings, phi's head has a bias."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 32, (1, 11), generator=generator)
+    positions = torch.cat([torch.arange(7), torch.arange(4)])[None]
+    predict_at = torch.tensor([2, 3, 4, 5, 8, 9])
+    weights = torch.randn(2, 6, generator=generator)
+
+    def run(without_logits: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        model = tiny_model(family, **FAMILIES[family])
+        model.set_attn_implementation(PACKED)
+        head = install_token_head(model) if without_logits else None
+        log_probs, entropy = token_log_probs(
+            model, ids, positions, PackedLayout(torch.tensor([7, 4])), predict_at, ids[0, predict_at + 1], 0.7, entropy_grad, head
+        )
+        assert entropy.requires_grad == entropy_grad
+        (weights[0] * log_probs + weights[1] * entropy).sum().backward()
+        return log_probs.detach(), entropy.detach(), [p.grad for p in model.parameters()]
+
+    mine, want = run(True), run(False)
+    torch.testing.assert_close(mine[0], want[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(mine[1], want[1], atol=1e-5, rtol=0)
+    for a, b in zip(mine[2], want[2], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 * b.abs().max().item() + 1e-7, rtol=0)
+
+
+def test_an_installed_head_still_gives_logits_to_who_does_not_ask() -> None:
+    model = tiny_model("llama")
+    ids = torch.arange(2, 9)[None]
+    before = model(input_ids=ids).logits
+    head = install_token_head(model)
+    assert isinstance(head, TokenHead)
+    assert torch.equal(model(input_ids=ids).logits, before)
