@@ -86,7 +86,7 @@ def test_the_configuration_and_the_algorithms_import_nothing_heavy():
             assert not heads & {"transformers", "ray", "numpy", "omegaconf"}, name
 
 
-def test_rows_are_packed_in_one_file_for_training_and_one_for_generation():
+def test_rows_are_packed_in_one_file():
     # models/load packs two rows of its own to check that a family can be packed at all.
     users = [name for name, path in modules() if "PackedLayout(" in path.read_text()]
-    assert users == ["models/load", "workers/engine/packing", "workers/rollout/native/engine"]
+    assert users == ["models/load", "workers/engine/packing"]

@@ -22,7 +22,6 @@ from lockstep.errors import ConfigError
 REMOVED_KEYS = {
     "use_dynamic_bsz": "rows are always cut by tokens, unless ppo_micro_batch_size_per_gpu is set",
     "use_remove_padding": "rows are always packed without padding",
-    "gpu_memory_utilization": "the native engine needs no memory share of its own",
     "max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "hybrid_engine": "the roles in role_worker_mapping say what shares a process",

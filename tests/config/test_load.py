@@ -60,7 +60,6 @@ def test_an_unknown_key_inside_a_value_that_is_a_mapping_is_found():
     [
         ("actor_rollout_ref.actor.use_dynamic_bsz", "always cut by tokens"),
         ("actor_rollout_ref.model.use_remove_padding", "always packed"),
-        ("actor_rollout_ref.rollout.gpu_memory_utilization", "native engine"),
         ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
     ],
 )

@@ -31,6 +31,7 @@ class NativeRollout(RolloutEngine):
         self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
     ) -> None:
         super().__init__(module, config, pad_token_id, decode_text)
+        self.config: RolloutConfig = config
         self._runner: Runner | None = None
         self._aborts: set[int] = set()
 
