@@ -43,7 +43,7 @@ class SamplingParams:
 
 def check_sampling(prefix: str, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> None:
     """Raise ConfigError for the first value that cannot be sampled with; `prefix` stands before its name."""
-    in_range(f"{prefix}.temperature", temperature, 0.0, 1e4)
+    at_least(f"{prefix}.temperature", temperature, 0.0)
     in_range(f"{prefix}.top_p", top_p, 0.0, 1.0)
     in_range(f"{prefix}.min_p", min_p, 0.0, 1.0)
     in_range(f"{prefix}.repetition_penalty", repetition_penalty, 1e-4, 1e4)

@@ -31,6 +31,7 @@ class HFRollout(RolloutEngine):
         self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
     ) -> None:
         super().__init__(module, config, pad_token_id, decode_text)
+        self.config: RolloutConfig = config
         # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
         module.generation_config = GenerationConfig()
 
