@@ -290,6 +290,11 @@ class DataProto:
                 counts += self.ragged(name).lengths
         return counts
 
+    def repeats_prompt(self) -> list[bool]:
+        """For each row whether its prompt is that of the row before: the samples of a prompt stand together."""
+        rows = self.ragged("prompts").rows()
+        return [i > 0 and torch.equal(row, rows[i - 1]) for i, row in enumerate(rows)]
+
     def __getitem__(self, item: int | Indices) -> Any:
         """A DataProtoItem for a number, a DataProto for a slice, a list, an array or a mask."""
         if isinstance(item, int | np.integer):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -12,12 +14,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedModel,
 )
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.attention import PACKED, PackedLayout
+from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, draw_weights, missing_weights
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
 from lockstep.utils.quiet import quiet_transformers
@@ -41,12 +45,7 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
     or of another shape raises DataError, as does a folder that is not a model or has no such head in transformers.
     """
     assert config.path is not None, "the composition root fills in a path"
-    overrides = dict(config.override_config)
-    if head is not Head.LANGUAGE_MODEL:
-        overrides["num_labels"] = 1
-    hf_config = read_model_config(config.path, config.trust_remote_code, **overrides)
-    if pad_token_id is not None:
-        hf_config.pad_token_id = pad_token_id
+    hf_config = _hf_config(config, head, pad_token_id)
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         try:
@@ -54,7 +53,7 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
                 model_folder(config.path),
                 config=hf_config,
                 dtype=torch.float32,
-                attn_implementation="sdpa" if head is Head.SCORE else PACKED,
+                attn_implementation=_attention(head),
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
             )
@@ -70,54 +69,109 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
         )
     _disable_dropout(model)
     if head is not Head.SCORE:
-        _check_packing(model, config.path)
+        check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
     return model.train()
+
+
+def load_on_meta(
+    config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None
+) -> tuple[PreTrainedModel, WeightSource] | None:
+    """The model that `load_model` gives, without its weights, and what fills it; `check_packing` is left to who has filled it.
+
+    None where the weights are not safetensors, or do not fit the model name by name: `load_model` knows how to convert them, or says
+    what is wrong with them.
+    """
+    assert config.path is not None, "the composition root fills in a path"
+    folder = model_folder(config.path)
+    files = WeightFiles(Path(folder))
+    hf_config = _hf_config(config, head, pad_token_id)
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        try:
+            model = build_on_meta(
+                head.value,
+                hf_config,
+                dtype=torch.float32,
+                attn_implementation=_attention(head),
+                trust_remote_code=config.trust_remote_code,
+            )
+        except ValueError:
+            return None
+    missing = missing_weights(model, files)
+    if missing is None or any(head is not Head.VALUE or n.startswith(f"{model.base_model_prefix}.") for n in missing):
+        return None
+    if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    _disable_dropout(model)
+    return model.train(), WeightSource(files, {name: draw_weights(model, name, seed) for name in missing})
+
+
+def _hf_config(config: ModelConfig, head: Head, pad_token_id: int | None) -> Any:
+    overrides = dict(config.override_config)
+    if head is not Head.LANGUAGE_MODEL:
+        overrides["num_labels"] = 1
+    hf_config = read_model_config(str(config.path), config.trust_remote_code, **overrides)
+    if pad_token_id is not None:
+        hf_config.pad_token_id = pad_token_id
+    return hf_config
+
+
+def _attention(head: Head) -> str:
+    return "sdpa" if head is Head.SCORE else PACKED
 
 
 def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second module tree over the SAME parameters, with another attention function: training and decoding from one set of weights."""
     memo = {id(parameter): parameter for parameter in model.parameters()}
     twin = copy.deepcopy(model, memo)
-    # Families with soft-capped scores or sinks have no fused function of transformers' own.
-    twin.set_attn_implementation("eager" if attention == "sdpa" and not model._supports_sdpa else attention)
+    twin.set_attn_implementation(_own_attention(model) if attention == "sdpa" else attention)
     return twin.eval()
 
 
 @torch.no_grad()
-def _check_packing(model: PreTrainedModel, path: str) -> None:
+def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ConfigError unless two packed rows, whole and with their prompt shared, give what each gives alone with transformers' own
-    attention.
+    attention. `module` is the model as it is called: itself, or what shards it (then every rank has to call this).
 
     transformers leaves the mask to our attention function, so a family with another kind of attention (linear, ALiBi) would be computed
     wrongly and without a word.
     """
     generator = torch.Generator().manual_seed(0)
-    prompt, one, two = (torch.randint(0, model.config.get_text_config().vocab_size, (n,), generator=generator) for n in (3, 4, 2))
+    vocabulary = model.config.get_text_config().vocab_size
+    prompt, one, two = (torch.randint(0, vocabulary, (n,), generator=generator).to(device) for n in (3, 4, 2))
     whole, other = torch.cat([prompt, one]), torch.cat([prompt, two])
-    model.eval()
+    module.eval()
     advice = "choose a model with causal softmax attention that goes through transformers' attention interface"
     try:
-        packed = _packed_logits(model, [whole, other], [0, 0], PackedLayout(torch.tensor([7, 5])))
-        shared = _packed_logits(model, [prompt, one, two], [0, 3, 3], PackedLayout(torch.tensor([3, 4, 2]), followers=[2]))
-        plain = share_structure(model, "sdpa")
-        alone = torch.cat([plain(input_ids=row[None], use_cache=False).logits[0] for row in (whole, other)])
-        difference = max((packed - alone).abs().max().item(), (shared - torch.cat([alone[:7], alone[10:]])).abs().max().item())
+        packed = _packed_logits(module, [whole, other], [0, 0], PackedLayout(torch.tensor([7, 5]), device))
+        shared = _packed_logits(module, [prompt, one, two], [0, 3, 3], PackedLayout(torch.tensor([3, 4, 2]), device, followers=[2]))
+        model.set_attn_implementation(_own_attention(model))
+        try:
+            alone = torch.cat([module(input_ids=row[None], use_cache=False).logits[0] for row in (whole, other)]).float()
+        finally:
+            model.set_attn_implementation(PACKED)
     except ConfigError:
         raise
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{type(model).__name__} ({path}) cannot compute packed rows ({error}); {advice}") from error
+    difference = max((packed - alone).abs().max().item(), (shared - torch.cat([alone[:7], alone[10:]])).abs().max().item())
     scale = alone.abs().max().item()
-    if not difference <= 1e-3 * scale:
+    if not difference <= (1e-3 if dtype == torch.float32 else 0.1) * scale:
         raise ConfigError(
             f"{type(model).__name__} ({path}) attends in a way that packed rows do not reproduce: logits up to {scale:.2g} differ by "
             f"{difference:.2g}; {advice}"
         )
 
 
-def _packed_logits(model: PreTrainedModel, segments: list[Tensor], first_positions: list[int], layout: PackedLayout) -> Tensor:
+def _own_attention(model: PreTrainedModel) -> str:
+    """transformers' own attention function; families with soft-capped scores or sinks have no fused one."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def _packed_logits(module: nn.Module, segments: list[Tensor], first_positions: list[int], layout: PackedLayout) -> Tensor:
     positions = torch.cat([start + torch.arange(len(ids)) for start, ids in zip(first_positions, segments, strict=True)])
-    inputs = {"input_ids": torch.cat(segments)[None], "position_ids": positions[None], "use_cache": False}
-    return model(**inputs, layout=layout).logits[0]
+    ids = torch.cat(segments)[None]
+    inputs = {"input_ids": ids, "position_ids": positions[None].to(ids.device), "use_cache": False}
+    return module(**inputs, layout=layout).logits[0].float()
 
 
 def _disable_dropout(model: nn.Module) -> None:

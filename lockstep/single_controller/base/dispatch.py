@@ -13,7 +13,7 @@ import torch
 
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base.decorator import Dispatch
-from lockstep.single_controller.base.partition import balanced_partition, row_cost
+from lockstep.single_controller.base.partition import share_rows
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and keyword arguments of one rank's call."""
@@ -119,9 +119,8 @@ def _share_rows(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) 
     if len(set(sizes.values())) > 1:
         raise ValueError(f"all DataProto arguments must have the same number of rows, got {sizes}")
     for batch in batches.values():
-        tokens = batch.token_counts()
-        if tokens.any():
-            return balanced_partition([row_cost(count) for count in tokens.tolist()], world_size)
+        if batch.token_counts().any():
+            return share_rows(batch, world_size)
     rows = next(iter(sizes.values()))
     bounds = [rows * rank // world_size for rank in range(world_size + 1)]
     return [list(range(a, b)) for a, b in pairwise(bounds)]

@@ -3,6 +3,11 @@
 import heapq
 from collections.abc import Sequence
 
+from lockstep.protocol import DataProto
+
+_GROUPS_A_RANK = 4
+"""Fewer groups than this on a rank could not be balanced."""
+
 
 def balanced_partition(sizes: Sequence[int], parts: int) -> list[list[int]]:
     """Share the indices of `sizes` among `parts` so that the sums are close: largest first, each to the part with the
@@ -32,3 +37,19 @@ def row_cost(tokens: int) -> int:
     one of 7 billion (2 * body / (layers * widths) of models/flops.py); rows far below that are balanced by tokens.
     """
     return tokens + tokens * tokens // 32768
+
+
+def share_rows(batch: DataProto, parts: int) -> list[list[int]]:
+    """Row numbers of each part, balanced by cost. Neighbouring rows of one prompt stay together where there are enough prompts.
+
+    Together they compute their prompt once.
+    """
+    counts = batch.token_counts().tolist()
+    repeats = batch.repeats_prompt() if "prompts" in batch.columns else [False] * len(counts)
+    groups: list[list[int]] = []
+    for row, again in enumerate(repeats):
+        groups[-1].append(row) if again else groups.append([row])
+    if len(groups) < _GROUPS_A_RANK * parts:
+        groups = [[row] for row in range(len(counts))]
+    shares = balanced_partition([sum(row_cost(counts[row]) for row in group) for group in groups], parts)
+    return [[row for group in share for row in groups[group]] for share in shares]

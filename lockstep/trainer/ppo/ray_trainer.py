@@ -28,7 +28,7 @@ from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking, check_trackers
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
-from lockstep.single_controller.base.partition import balanced_partition, row_cost
+from lockstep.single_controller.base.partition import share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
@@ -322,7 +322,7 @@ class RayPPOTrainer:
     def _record(self, batch: DataProto) -> dict[str, float]:
         data = self.config.data
         assert self.actor_wg is not None
-        shares = balanced_partition([row_cost(n) for n in batch.token_counts().tolist()], self.actor_wg.world_size)
+        shares = share_rows(batch, self.actor_wg.world_size)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length)
         metrics |= balance_metrics(batch, shares)
         metrics |= timing_metrics(batch, self.timer.seconds, self.resource_pool_manager.get_n_gpus())

@@ -69,13 +69,13 @@ def cut_into_micro_batches(token_counts: Sequence[int], budget: Budget, shared: 
 
 def shared_prompt_tokens(data: DataProto) -> list[int]:
     """[rows]: the length of the row's prompt where it is that of the row before, else 0."""
-    rows = data.ragged("prompts").rows()
-    return [len(row) if i and torch.equal(row, rows[i - 1]) else 0 for i, row in enumerate(rows)]
+    lengths = data.ragged("prompts").lengths.tolist()
+    return [length if again else 0 for length, again in zip(lengths, data.repeats_prompt(), strict=True)]
 
 
 def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
     """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses."""
-    repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
+    repeated = data.repeats_prompt()
     return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
 
 

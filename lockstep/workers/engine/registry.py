@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lockstep.config.engine import FSDPConfig, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
-from lockstep.models.load import Head, load_model, share_structure
+from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.precision import compute_dtype
@@ -37,7 +37,10 @@ def make_engine(
     if strategy in ("fsdp", "fsdp2"):
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
-        module = load_model(model, head, seed, pad_token_id)
+        # A rank that will keep a part of the model never holds the whole of it.
+        parted = strategy == "fsdp2" and dist.get_world_size() > 1
+        found = load_on_meta(model, head, seed, pad_token_id) if parted else None
+        module, source = found or (load_model(model, head, seed, pad_token_id), None)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
         if optim is not None and model.enable_gradient_checkpointing:
             apply_recompute(module, _recompute(model, module, fsdp, max_tokens, device))
@@ -51,7 +54,10 @@ def make_engine(
             optim=optim,
             total_updates=total_updates,
             device=device,
+            source=source,
         )
+        if source is not None and head is not Head.SCORE:
+            check_packing(engine.module, module, str(model.path), device, engine.dtype)
         engine.decoder = decoder
         return engine
     raise ConfigError(f"strategy={strategy} is not known; choose one of: fsdp, fsdp2")

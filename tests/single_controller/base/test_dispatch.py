@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.decorator import Dispatch
 from lockstep.single_controller.base.dispatch import plan, register_dispatch_mode
-from lockstep.single_controller.base.partition import balanced_partition
+from lockstep.single_controller.base.partition import share_rows
 
 world_sizes = st.integers(1, 6)
 prompt_lengths = st.lists(st.integers(0, 9), max_size=20)
@@ -45,7 +45,7 @@ def test_rows_come_back_in_the_order_of_the_input_however_they_were_cut(lengths:
 @given(prompt_lengths.filter(any), world_sizes)
 def test_rows_with_tokens_are_cut_by_tokens(lengths: list[int], world_size: int) -> None:
     calls, _ = plan(Dispatch.DP_COMPUTE_PROTO, (tokens(lengths),), {}, world_size)
-    assert [args[0].batch["row"].tolist() for args, _ in calls] == balanced_partition(lengths, world_size)
+    assert [args[0].batch["row"].tolist() for args, _ in calls] == share_rows(tokens(lengths), world_size)
 
 
 @given(st.integers(0, 20), world_sizes)

@@ -25,6 +25,7 @@ from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.errors import ConfigError, DataError, NumericalError
 from lockstep.models.load import Head
+from lockstep.models.meta import WeightFiles
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import LossFn, TokenOutputs, TrainEngine
@@ -495,3 +496,42 @@ def test_a_folder_without_weights_is_not_a_checkpoint(tmp_path: Path) -> None:
             make_tiny_engine(path).load(tmp_path)
 
     run_distributed(load, 1)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    path, other = save_tiny_model(tmp_path / "model"), save_tiny_model(tmp_path / "other", intermediate_size=40)
+
+    def load() -> None:
+        with pytest.raises(DataError, match=r"another architecture: 6 of 21 weights.*mlp.*\(40, 32\) instead of \(48, 32\)"):
+            make_tiny_engine(path).load(Path(other))
+
+    run_distributed(load, 1)
+
+
+@pytest.mark.parametrize("head", [Head.LANGUAGE_MODEL, Head.VALUE, Head.SCORE])
+def test_a_rank_reads_its_own_part_of_the_weights_and_nothing_else(
+    tmp_path: Path, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path, value_head=head is Head.VALUE, score_head=head is Head.SCORE)
+    whole = {name: tensor.detach() for name, tensor in reference_model(path, head).named_parameters()}
+    read: list[int] = []
+    original = WeightFiles.read
+
+    def counted(files: WeightFiles, name: str, start: int, stop: int) -> Tensor:
+        rows = original(files, name, start, stop)
+        read.append(rows.numel())
+        return rows
+
+    monkeypatch.setattr(WeightFiles, "read", counted)
+
+    def make() -> tuple[int, dict[str, Tensor]]:
+        engine = make_tiny_engine(path, "fsdp2", head, pad_token_id=0)
+        return sum(read), weights_of(engine)
+
+    ranks = run_distributed(make, 2)
+    total = sum(tensor.numel() for tensor in whole.values())
+    assert sum(numbers for numbers, _ in ranks) == total
+    assert all(0.4 * total < numbers < 0.6 * total for numbers, _ in ranks)
+    for _, weights in ranks:
+        assert weights.keys() == whole.keys()
+        assert all(torch.equal(weights[name], whole[name]) for name in whole)

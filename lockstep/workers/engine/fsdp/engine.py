@@ -28,6 +28,7 @@ from lockstep.config.engine import FSDPConfig, OptimConfig
 from lockstep.errors import DataError, NumericalError
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
+from lockstep.models.meta import WeightFiles, WeightSource
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
 from lockstep.workers.engine.base import OptimResult, TrainEngine
 from lockstep.workers.engine.fsdp import sharding
@@ -40,7 +41,10 @@ PROGRESS = "optimizer_progress.json"
 
 
 class FSDPEngine(TrainEngine):
-    """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard."""
+    """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard.
+
+    `source` fills a `module` on the meta device (version 2), each rank its own shards.
+    """
 
     def __init__(
         self,
@@ -52,19 +56,23 @@ class FSDPEngine(TrainEngine):
         optim: OptimConfig | None,
         total_updates: int,
         device: torch.device,
+        source: WeightSource | None = None,
     ) -> None:
-        self.head, self.device = head, device
+        self.head, self.device, self._version = head, device, version
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.hf_config = module.config
         self.hf_config.architectures = [type(module).__name__]
         self.generation_config = module.generation_config if module.can_generate() else None
         if optim is None:
             module.requires_grad_(False)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         self._tied: dict[str, str] = dict(module.all_tied_weights_keys or {})
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
         self.module = sharding.shard(module, version, self.dtype, config, device)
+        if source is not None:
+            sharding.fill(self.module, source, device)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
@@ -102,12 +110,18 @@ class FSDPEngine(TrainEngine):
         if self.world_size == 1:
             yield from sharding.own_tensors(self.module)
             return
+        if self._version == 2:
+            yield from sharding.gathered_tensors(self.module)
+            return
         full: dict[str, Any] = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True))
         yield from ((name, tensor) for name, tensor in full.items() if name not in self._tied)
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.contiguous() for name, tensor in self.export_weights()}
+        tensors = {}
+        for name, tensor in self.export_weights():  # gathering is for all ranks, keeping for the one that writes
+            if self.rank == 0:
+                tensors[name] = tensor.contiguous().cpu()
         if self.rank == 0:
             self.hf_config.save_pretrained(path)
             if self.generation_config is not None:  # the stop tokens of chat models are listed there
@@ -119,10 +133,17 @@ class FSDPEngine(TrainEngine):
             dcp.save({"optim": get_optimizer_state_dict(self.module, self._optimizer)}, checkpoint_id=path / OPTIMIZER)
 
     def load(self, path: Path) -> None:
-        weights = _read_weights(path)
-        for tied, source in self._tied.items():
-            weights.setdefault(tied, weights[source])
-        set_model_state_dict(self.module, weights, options=StateDictOptions(full_state_dict=True))
+        if not (path / WEIGHTS).is_file():
+            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
+        files = WeightFiles(path)
+        self._check_architecture(path, files.shapes)
+        if self._version == 2 and not any(sharding.saved_buffers(self.module)):
+            sharding.read_shards(self.module, files.read)
+        else:
+            weights: dict[str, Any] = load_file(path / WEIGHTS)
+            for tied, source in self._tied.items():
+                weights.setdefault(tied, weights[source])
+            set_model_state_dict(self.module, weights, options=StateDictOptions(full_state_dict=True))
         if self._optimizer is None:
             return
         state = {"optim": get_optimizer_state_dict(self.module, self._optimizer)}
@@ -132,12 +153,12 @@ class FSDPEngine(TrainEngine):
         set_optimizer_state_dict(self.module, self._optimizer, state["optim"])
         self._updates = json.loads((path / PROGRESS).read_text())["updates"]
 
-
-def _read_weights(path: Path) -> dict[str, Any]:
-    file = path / WEIGHTS
-    if not file.is_file():
-        raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
-    try:
-        return load_file(file)
-    except Exception as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
+    def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
+        other = [name for name, shape in self._shapes.items() if found.get(name) != shape]
+        if other:
+            name = other[0]
+            raise DataError(
+                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._shapes)} weights differ, first {name} with "
+                f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
+                "trainer.resume_mode=disable"
+            )

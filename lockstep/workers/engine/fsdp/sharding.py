@@ -9,7 +9,7 @@ outputs and warns about one that is a view, which a head with a bias returns (`_
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,10 +27,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
 from lockstep.errors import ConfigError
+from lockstep.models.meta import WeightSource
 
 
 def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, config: FSDPConfig, device: torch.device) -> nn.Module:
@@ -41,7 +43,8 @@ def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, config: FSDP
     _check_groups(version, config.fsdp_size)
     reshard_after_forward = config.reshard_after_forward
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
-    model = model.to(device)  # type: ignore[arg-type]
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model = model.to(device)  # type: ignore[arg-type]
     if version == 1:
         strategy = ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
         return FullyShardedDataParallel(
@@ -60,6 +63,24 @@ def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, config: FSDP
     model.register_forward_hook(_own_logits)  # before FSDP's own hook, which looks at the output
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     return model
+
+
+@torch.no_grad()
+def fill(module: nn.Module, source: WeightSource, device: torch.device) -> None:
+    """Give a model that was sharded by FSDP2 on the meta device its weights: each rank reads the rows of its own shards."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    read_shards(module, source.read)
+
+
+@torch.no_grad()
+def read_shards(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> None:
+    """Fill the parameters of a model that was sharded by FSDP2: each rank asks `read(name, start, stop)` for the rows of its shards."""
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        local = parameter.to_local()
+        if len(local):
+            local.copy_(read(name, offset[0], offset[0] + len(local)))
 
 
 def _check_groups(version: int, fsdp_size: int) -> None:
@@ -111,11 +132,24 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
+def gathered_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of parameters and saved buffers of a model that was sharded by FSDP2, one at a time."""
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        yield name, parameter.full_tensor().detach()
+    yield from saved_buffers(module)
+
+
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of parameters and saved buffers on ONE rank, where the local shard is the whole parameter."""
     for name, parameter in module.named_parameters():
         tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         yield name.replace("_fsdp_wrapped_module.", ""), tensor.detach()
+    yield from saved_buffers(module)
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of the buffers that belong to a checkpoint."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:

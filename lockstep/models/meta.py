@@ -1,0 +1,114 @@
+"""A model without weights in memory, and its weights in files: each rank of a sharded model reads its own part and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.errors import DataError
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """The tensors of a Hugging Face folder in safetensors, by name. Nothing is read before it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Name -> shape of every tensor; empty where the folder has no safetensors."""
+        self._file_of: dict[str, Path] = {}
+        for file in self._files():
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in list(opened.keys()):
+                        self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                        self._file_of[name] = file
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{file} cannot be read: {error}") from error
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a tensor, in float32 on the CPU."""
+        with safe_open(self._file_of[name], framework="pt") as opened:
+            return opened.get_slice(name)[start:stop].float()
+
+    def _files(self) -> list[Path]:
+        if (self.folder / _INDEX).is_file():
+            names = json.loads((self.folder / _INDEX).read_text())["weight_map"].values()
+            return [self.folder / name for name in sorted(set(names))]
+        return [self.folder / _ONE_FILE] if (self.folder / _ONE_FILE).is_file() else []
+
+
+class WeightSource:
+    """What fills a model: files, and new values for what they do not have."""
+
+    def __init__(self, files: WeightFiles, drawn: dict[str, Tensor]) -> None:
+        self._files, self._drawn = files, drawn
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a parameter, in float32 on the CPU."""
+        return self._drawn[name][start:stop] if name in self._drawn else self._files.read(name, start, stop)
+
+
+def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedModel:
+    """The model of a config with parameters on the meta device, which take no memory, and buffers as they are.
+
+    `factory` is one of transformers' Auto classes; `options` go to its from_config.
+    """
+    with _parameters_on_meta():
+        return factory.from_config(hf_config, **options)
+
+
+def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | None:
+    """The names of the model's parameters that the files do not have.
+
+    None where the files cannot fill the model name by name: a shape is another one, or a saved buffer is needed. (Families whose files
+    hold their weights in another form, as experts one by one, miss names.)
+    """
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if any(shape != files.shapes.get(name, shape) for name, shape in wanted.items()):
+        return None
+    if any(True for _ in _saved_buffers(model)):
+        return None
+    return [name for name in wanted if name not in files.shapes]
+
+
+def draw_weights(model: PreTrainedModel, name: str, seed: int) -> Tensor:
+    """A new value for a parameter of a linear layer, as transformers would draw it, from `seed` alone."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(layer, nn.Linear), f"{name} is not in a linear layer"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drawn = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        torch.manual_seed(seed)
+        model._init_weights(drawn)
+    return dict(drawn.named_parameters())[name.rpartition(".")[2]].detach()
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        yield from (name for name in module._buffers if name not in module._non_persistent_buffers_set)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
