@@ -17,6 +17,8 @@ _SMALLEST = 128 * 128
 """Weights with fewer numbers are left alone: the call costs more than it saves."""
 _TYPICAL_ROWS = 64
 """The number of rows that the layout is chosen for; it serves any number."""
+_MOST_ROWS = 128
+"""With more rows the plain product is as fast."""
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def prepacked(module: nn.Module) -> Iterator[int]:
         if id(layer.weight) not in packed:
             packed[id(layer.weight)] = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TYPICAL_ROWS)
         # An attribute of the instance hides the class's forward, and goes away without a trace.
-        layer.forward = partial(_linear, packed[id(layer.weight)], layer.bias)  # type: ignore[method-assign]
+        layer.forward = partial(_linear, layer, packed[id(layer.weight)])  # type: ignore[method-assign]
     try:
         yield sum(layer.weight.nbytes for layer in {id(layer.weight): layer for layer in layers}.values())
     finally:
@@ -45,5 +47,7 @@ def _can_be_packed(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() >= _SMALLEST
 
 
-def _linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _linear(layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
+    if x.numel() > _MOST_ROWS * x.shape[-1]:
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")

@@ -1,6 +1,7 @@
-"""Attention over pages in plain PyTorch: for the CPU, and on any device the reference for kernels that read pages in place.
+"""Attention over pages on a CPU; in plain PyTorch on any device, where it is the reference for kernels that read pages in place.
 
-Rows that decode are gathered into padded blocks of similar length; rows that are prefilled are computed one by one, without padding.
+Rows that are prefilled are computed one by one, without padding. Rows that decode are read in place by a compiled function where there is
+one (float32 on a CPU with a C compiler); otherwise they are gathered into padded blocks of similar length.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models.attention import Variant, causal_attention, masked_attention
+from lockstep.workers.rollout.native.cpu.kernel import Kernel, paged_attention_kernel
 from lockstep.workers.rollout.native.layout import KVCache, StepBatch
 
 _SHORTEST = 0.7
@@ -36,6 +38,8 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        in_place = cache.pool.device.type == "cpu" and cache.pool.dtype == torch.float32
+        self._kernel: Kernel | None = paged_attention_kernel() if in_place else None
         self._scratch: tuple[Tensor, Tensor] = (cache.pool.new_empty(0), cache.pool.new_empty(0))
 
     def begin(self, batch: StepBatch) -> None:
@@ -49,16 +53,18 @@ class PagedAttention:
             starts.append(starts[-1] + count)
         decoding = sorted((contexts[row] + 1, row) for row, count in enumerate(batch.query_lens) if count == 1)
         self._order = torch.tensor([starts[row] for _, row in decoding], dtype=torch.int64, device=device)
+        rows_of = torch.tensor([row for _, row in decoding], dtype=torch.int64, device=device)
+        self._decode_table = table[rows_of]
+        self._decode_lengths = torch.tensor([length for length, _ in decoding], dtype=torch.int32, device=device)
         self._blocks = []
-        stop = len(decoding)
+        stop = len(decoding) if self._kernel is None else 0
         while stop:
             width = -(-decoding[stop - 1][0] // page_size)
             start = stop - 1
             while start and decoding[start - 1][0] >= _SHORTEST * width * page_size:
                 start -= 1
-            rows = torch.tensor([row for _, row in decoding[start:stop]], device=device)
-            lengths = torch.tensor([length for length, _ in decoding[start:stop]], device=device)
-            self._blocks.append(_Block(slice(start, stop), table[rows, :width].flatten().long(), {}, lengths))
+            part = slice(start, stop)
+            self._blocks.append(_Block(part, self._decode_table[part, :width].flatten().long(), {}, self._decode_lengths[part]))
             stop = start
         self._prefills = [
             (slice(starts[row], starts[row + 1]), contexts[row], table[row, : -(-(contexts[row] + count) // page_size)].long())
@@ -73,11 +79,14 @@ class PagedAttention:
         v_pages.flatten(0, 1).index_copy_(0, self._slots, new_v)
         q = query[0].transpose(0, 1)  # [N, H, D]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if self._blocks:
+        if len(self._order):
             ordered = q.index_select(0, self._order)
-            decoded = torch.empty_like(ordered)
-            for block in self._blocks:
-                decoded[block.tokens] = self._decode(block, ordered[block.tokens], k_pages, v_pages, variant)
+            if self._kernel is not None:
+                decoded = self._kernel(ordered, k_pages, v_pages, self._decode_table, self._decode_lengths, variant)
+            else:
+                decoded = torch.empty_like(ordered)
+                for block in self._blocks:
+                    decoded[block.tokens] = self._decode(block, ordered[block.tokens], k_pages, v_pages, variant)
             out.index_copy_(0, self._order, decoded)
         for tokens, context, pages in self._prefills:
             out[tokens] = self._prefill(q[tokens], new_k[tokens], new_v[tokens], context, pages, k_pages, v_pages, variant)
