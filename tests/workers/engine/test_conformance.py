@@ -7,6 +7,7 @@ gradient by its own size, so that weights differ by more than gradients do.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -24,10 +25,12 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.errors import ConfigError, DataError, NumericalError
+from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine import registry
 from lockstep.workers.engine.base import LossFn, TokenOutputs, TrainEngine
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.losses import make_policy_loss, make_value_loss

@@ -43,7 +43,7 @@ PROGRESS = "optimizer_progress.json"
 class FSDPEngine(TrainEngine):
     """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard.
 
-    `source` fills a `module` on the meta device (version 2), each rank its own shards.
+    `source` fills a `module` on the meta device.
     """
 
     def __init__(
@@ -70,9 +70,7 @@ class FSDPEngine(TrainEngine):
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
-        self.module = sharding.shard(module, version, self.dtype, config, device)
-        if source is not None:
-            sharding.fill(self.module, source, device)
+        self.module = sharding.shard(module, version, self.dtype, config, device, source)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
