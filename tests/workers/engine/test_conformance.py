@@ -294,6 +294,20 @@ def test_two_copies_of_the_model_learn_as_one(tmp_path: Path) -> None:
         assert [r["grad_norm"] for _, r in results] == pytest.approx([e["grad_norm"] for e in expected], rel=GRAD_NORM_RTOL)
 
 
+def test_compiled_layers_update_like_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and sharded, but run by torch without its code generator, which would take a minute."""
+    monkeypatch.setattr(registry, "compile_layers", functools.partial(compile_layers, backend="eager"))
+    path = save_tiny_model(tmp_path, num_hidden_layers=1)
+    model, _ = reference_run(path, Head.LANGUAGE_MODEL, STEPS[:1])
+
+    def train() -> dict[str, Tensor]:
+        engine = make_tiny_engine(path, fsdp={"use_torch_compile": True})
+        engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
+        return weights_of(engine)
+
+    assert_weights_close(run_distributed(train, 1)[0], model)
+
+
 @pytest.mark.parametrize(
     ("strategy", "size", "words"), [("fsdp", 1, "needs strategy fsdp2"), ("fsdp2", 3, "must divide the 2 ranks")]
 )
