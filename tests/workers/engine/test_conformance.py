@@ -32,6 +32,8 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine import registry
 from lockstep.workers.engine.base import LossFn, TokenOutputs, TrainEngine
+from lockstep.workers.engine.fsdp import engine as fsdp_engine
+from lockstep.workers.engine.optim import move_state
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.losses import make_policy_loss, make_value_loss
 
@@ -292,6 +294,32 @@ def test_two_copies_of_the_model_learn_as_one(tmp_path: Path) -> None:
     ):
         assert_weights_close(weights, model)
         assert [r["grad_norm"] for _, r in results] == pytest.approx([e["grad_norm"] for e in expected], rel=GRAD_NORM_RTOL)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_offloaded_moments_are_on_the_device_for_the_step_and_on_the_host_after_it(
+    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU device and host are one, so what is checked is that the moves happen, around an update that stays the same."""
+    path = save_tiny_model(tmp_path)
+    model, _ = reference_run(path, Head.LANGUAGE_MODEL, STEPS)
+    moves: list[torch.device] = []
+
+    def moved(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        moves.append(device)
+        move_state(optimizer, device)
+
+    monkeypatch.setattr(fsdp_engine, "move_state", moved)
+
+    def train() -> tuple[int, dict[str, Tensor]]:
+        engine = make_tiny_engine(path, strategy, fsdp={"optimizer_offload": True})
+        for update, rows in enumerate(STEPS):
+            engine_step(engine, rows, update, TWO_MICRO_BATCHES)
+        return len(moves), weights_of(engine)
+
+    for count, weights in run_distributed(train, 2):
+        assert count == 2 * len(STEPS)
+        assert_weights_close(weights, model)
 
 
 def test_compiled_layers_update_like_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
