@@ -36,6 +36,8 @@ class FSDPConfig:
     """Free the gathered parameters of a layer between its forward and its backward."""
     fsdp_size: int = -1
     """Ranks that share one copy of the model (fsdp2); copies are kept equal by summing gradients. -1: all ranks share one."""
+    optimizer_offload: bool = False
+    """Keep AdamW's moments in host memory between updates: 8 bytes of GPU memory a parameter for the time of two copies."""
     use_torch_compile: bool = False
     """Compile each layer: about a quarter faster on a GPU, some seconds at the first update and pass."""
 

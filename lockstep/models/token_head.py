@@ -178,7 +178,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    if hidden.is_cuda and hidden.dtype != torch.float32:
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
     else:
         logits = (hidden @ weight.t()).to(_sum_dtype(hidden.dtype))

@@ -1,6 +1,9 @@
-"""The learning rate as a function of the update's number: nothing to save, nothing to restore."""
+"""The learning rate as a function of the update's number (nothing to save, nothing to restore), and where an optimizer's state lies."""
 
 import math
+
+import torch
+from torch import Tensor
 
 from lockstep.config.engine import OptimConfig
 
@@ -20,3 +23,11 @@ def learning_rate(update: int, total_updates: int, config: OptimConfig) -> float
     progress = min(1.0, (update - warmup) / max(1, total_updates - 1 - warmup))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move what the optimizer remembers of each parameter to a device. The count of steps stays where it is."""
+    for remembered in optimizer.state.values():
+        for name, value in remembered.items():
+            if isinstance(value, Tensor) and name != "step":
+                remembered[name] = value.to(device)

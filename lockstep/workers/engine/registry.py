@@ -38,8 +38,7 @@ def make_engine(
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
         # A rank that will keep a part of the model never holds the whole of it.
-        parted = strategy == "fsdp2" and dist.get_world_size() > 1
-        found = load_on_meta(model, head, seed, pad_token_id) if parted else None
+        found = load_on_meta(model, head, seed, pad_token_id) if dist.get_world_size() > 1 else None
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
         if optim is not None and model.enable_gradient_checkpointing:

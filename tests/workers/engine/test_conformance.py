@@ -7,6 +7,7 @@ gradient by its own size, so that weights differ by more than gradients do.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -24,11 +25,15 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.errors import ConfigError, DataError, NumericalError
+from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine import registry
 from lockstep.workers.engine.base import LossFn, TokenOutputs, TrainEngine
+from lockstep.workers.engine.fsdp import engine as fsdp_engine
+from lockstep.workers.engine.optim import move_state
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.losses import make_policy_loss, make_value_loss
 
@@ -289,6 +294,46 @@ def test_two_copies_of_the_model_learn_as_one(tmp_path: Path) -> None:
     ):
         assert_weights_close(weights, model)
         assert [r["grad_norm"] for _, r in results] == pytest.approx([e["grad_norm"] for e in expected], rel=GRAD_NORM_RTOL)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_offloaded_moments_are_on_the_device_for_the_step_and_on_the_host_after_it(
+    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU device and host are one, so what is checked is that the moves happen, around an update that stays the same."""
+    path = save_tiny_model(tmp_path)
+    model, _ = reference_run(path, Head.LANGUAGE_MODEL, STEPS)
+    moves: list[torch.device] = []
+
+    def moved(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        moves.append(device)
+        move_state(optimizer, device)
+
+    monkeypatch.setattr(fsdp_engine, "move_state", moved)
+
+    def train() -> tuple[int, dict[str, Tensor]]:
+        engine = make_tiny_engine(path, strategy, fsdp={"optimizer_offload": True})
+        for update, rows in enumerate(STEPS):
+            engine_step(engine, rows, update, TWO_MICRO_BATCHES)
+        return len(moves), weights_of(engine)
+
+    for count, weights in run_distributed(train, 2):
+        assert count == 2 * len(STEPS)
+        assert_weights_close(weights, model)
+
+
+def test_compiled_layers_update_like_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and sharded, but run by torch without its code generator, which would take a minute."""
+    monkeypatch.setattr(registry, "compile_layers", functools.partial(compile_layers, backend="eager"))
+    path = save_tiny_model(tmp_path, num_hidden_layers=1)
+    model, _ = reference_run(path, Head.LANGUAGE_MODEL, STEPS[:1])
+
+    def train() -> dict[str, Tensor]:
+        engine = make_tiny_engine(path, fsdp={"use_torch_compile": True})
+        engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
+        return weights_of(engine)
+
+    assert_weights_close(run_distributed(train, 1)[0], model)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from lockstep.models.meta import WeightFiles, WeightSource
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
 from lockstep.workers.engine.base import OptimResult, TrainEngine
 from lockstep.workers.engine.fsdp import sharding
-from lockstep.workers.engine.optim import learning_rate
+from lockstep.workers.engine.optim import learning_rate, move_state
 from lockstep.workers.engine.precision import compute_dtype
 
 WEIGHTS = "model.safetensors"
@@ -43,7 +43,7 @@ PROGRESS = "optimizer_progress.json"
 class FSDPEngine(TrainEngine):
     """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard.
 
-    `source` fills a `module` on the meta device (version 2), each rank its own shards.
+    `source` fills a `module` on the meta device.
     """
 
     def __init__(
@@ -70,12 +70,11 @@ class FSDPEngine(TrainEngine):
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
-        self.module = sharding.shard(module, version, self.dtype, config, device)
-        if source is not None:
-            sharding.fill(self.module, source, device)
+        self.module = sharding.shard(module, version, self.dtype, config, device, source)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
+        self._offload = config.optimizer_offload
         self._optimizer = (
             torch.optim.AdamW(
                 self.module.parameters(),
@@ -101,8 +100,12 @@ class FSDPEngine(TrainEngine):
         lr = learning_rate(self._updates, self._total_updates, self._optim)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        if self._offload:
+            move_state(self._optimizer, self.device)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        if self._offload:
+            move_state(self._optimizer, torch.device("cpu"))
         self._updates += 1
         return OptimResult(grad_norm=norm, lr=lr)
 

@@ -9,6 +9,7 @@ outputs and warns about one that is a view, which a head with a bias returns (`_
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,15 +36,24 @@ from lockstep.errors import ConfigError
 from lockstep.models.meta import WeightSource
 
 
-def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, config: FSDPConfig, device: torch.device) -> nn.Module:
+def shard(
+    model: PreTrainedModel,
+    version: int,
+    dtype: torch.dtype,
+    config: FSDPConfig,
+    device: torch.device,
+    source: WeightSource | None = None,
+) -> nn.Module:
     """Shard the model layer by layer, over all ranks or groups of `fsdp_size`. Parameters stay float32; computation runs in `dtype`.
+
+    `source` gives its weights to a model on the meta device: no rank ever holds all of them.
 
     Raises ConfigError when the ranks do not divide into such groups.
     """
     _check_groups(version, config.fsdp_size)
     reshard_after_forward = config.reshard_after_forward
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if source is None:
         model = model.to(device)  # type: ignore[arg-type]
     if version == 1:
         strategy = ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
@@ -54,6 +64,7 @@ def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, config: FSDP
             mixed_precision=None if dtype == torch.float32 else MixedPrecision(dtype, torch.float32, torch.float32),
             device_id=device,
             use_orig_params=True,
+            param_init_fn=None if source is None else _reader(model, source, device),
         )
     mesh = _mesh(config.fsdp_size, device)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
@@ -62,14 +73,32 @@ def shard(model: PreTrainedModel, version: int, dtype: torch.dtype, config: FSDP
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     model.register_forward_hook(_own_logits)  # before FSDP's own hook, which looks at the output
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    if source is not None:
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+        read_shards(model, source.read)
     return model
 
 
-@torch.no_grad()
-def fill(module: nn.Module, source: WeightSource, device: torch.device) -> None:
-    """Give a model that was sharded by FSDP2 on the meta device its weights: each rank reads the rows of its own shards."""
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    read_shards(module, source.read)
+def _reader(model: PreTrainedModel, source: WeightSource, device: torch.device) -> Callable[[nn.Module], None]:
+    """For FSDP1, which calls it for each module of a unit and shards the unit right after: gives a module its whole weights."""
+    named = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+    slots = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    tied: dict[int, nn.Parameter] = {}
+
+    def fill(module: nn.Module) -> None:
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            name, _ = named[id(parameter)]
+            filled = tied.get(id(parameter))
+            if filled is None:
+                value = source.read(name, 0, len(parameter)).to(device)
+                filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            if slots[id(parameter)] > 1:
+                tied[id(parameter)] = filled
+            module._parameters[attribute] = filled
+
+    return fill
 
 
 @torch.no_grad()

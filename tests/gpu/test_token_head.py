@@ -1,0 +1,39 @@
+"""Log-probs without logits on the GPU: bfloat16 inputs with float32 sums, against float32 all the way."""
+
+import pytest
+import torch
+
+from lockstep.models.token_head import target_log_probs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_bfloat16_inputs_are_summed_in_float32() -> None:
+    """Inputs are the same numbers, so log-probs differ by the order of additions only; gradients are rounded to bfloat16 (8 bits)."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(300, 256, device="cuda", generator=generator).bfloat16()
+    weight = (0.1 * torch.randn(5000, 256, device="cuda", generator=generator)).bfloat16()
+    targets = torch.randint(0, 5000, (300,), device="cuda", generator=generator)
+    weights = torch.randn(2, 300, device="cuda", generator=generator)
+
+    def run(dtype: torch.dtype, max_logits: int) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        log_probs, entropy = target_log_probs(*leaves, None, targets, 0.8, True, max_logits)
+        assert log_probs.dtype == torch.float32
+        gradients = torch.autograd.grad((weights[0] * log_probs + weights[1] * entropy).sum(), leaves)
+        return [log_probs, entropy, *(g.float() for g in gradients)]
+
+    mine, want = run(torch.bfloat16, 64 * 5000), run(torch.float32, 1 << 30)
+    for a, b, bound in zip(mine, want, (1e-3, 1e-3, 0.02, 0.02), strict=True):
+        assert (a - b).abs().max() <= bound * b.abs().max()
+
+
+def test_the_logits_are_never_whole() -> None:
+    """16,384 tokens over 150,000 entries would be 9.8 GB in float32; chunk and weight gradient are 2 GiB and 0.3 GB."""
+    hidden = torch.randn(16_384, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(150_000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(16_384, device="cuda", dtype=torch.int64)
+    torch.cuda.reset_peak_memory_stats()
+    log_probs, _ = target_log_probs(hidden, weight, None, targets, 1.0, False)
+    log_probs.sum().backward()
+    assert torch.cuda.max_memory_allocated() < 8e9
