@@ -13,6 +13,10 @@ from lockstep.models.attention import PackedLayout
 from lockstep.protocol import DataProto, Ragged
 
 
+MIN_SHARED = 32
+"""A shorter prompt is computed for each of its rows: attention to a prompt apart costs more than it saves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """How much one micro-batch may hold. It bounds memory and never changes a result."""
@@ -68,14 +72,14 @@ def cut_into_micro_batches(token_counts: Sequence[int], budget: Budget, shared: 
 
 
 def shared_prompt_tokens(data: DataProto) -> list[int]:
-    """[rows]: the length of the row's prompt where it is that of the row before, else 0."""
+    """[rows]: the length of the row's prompt where it is that of the row before and worth sharing, else 0."""
     lengths = data.ragged("prompts").lengths.tolist()
-    return [length if again else 0 for length, again in zip(lengths, data.repeats_prompt(), strict=True)]
+    return [n if again and n >= MIN_SHARED else 0 for n, again in zip(lengths, data.repeats_prompt(), strict=True)]
 
 
 def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
     """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses."""
-    repeated = data.repeats_prompt()
+    repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
     return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
 
 

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine import packing
 from lockstep.workers.engine.packing import (
     Budget,
     PackedRows,
@@ -15,6 +17,14 @@ from lockstep.workers.engine.packing import (
     pad_rows,
     shared_prompt_tokens,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_prompt_is_worth_sharing() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "MIN_SHARED", 1)
+        yield
+
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
 
@@ -88,6 +98,9 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() ->
     prompts = Ragged.from_rows([[1, 2], [1, 2], [1, 3], [1], [1]])
     data = DataProto.from_dict({"prompts": prompts, "responses": prompts})
     assert shared_prompt_tokens(data) == [0, 2, 0, 0, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "MIN_SHARED", 2)
+        assert shared_prompt_tokens(data) == [0, 2, 0, 0, 0]
 
 
 def test_padded_rows_carry_a_mask_that_does_not_depend_on_the_ids() -> None:
