@@ -12,7 +12,6 @@ from lockstep.errors import ConfigError
 from lockstep.models.attention import PackedLayout
 from lockstep.protocol import DataProto, Ragged
 
-
 MIN_SHARED = 32
 """A shorter prompt is computed for each of its rows: attention to a prompt apart costs more than it saves."""
 
