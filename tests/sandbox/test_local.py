@@ -111,9 +111,9 @@ def test_a_thousand_programs_leave_nothing_behind(sandbox):
     assert [result.stdout for result in results] == [f"{i}\n" for i in range(1000)]
     assert {result.status for result in results} == {"ok"}
     assert _left_over() == []
-    assert after["files"] == before["files"]
-    assert after["mounts"] == before["mounts"]
-    assert after["temporary"] == before["temporary"]
+    assert after["files"] <= before["files"]  # others in this process may have closed some meanwhile
+    assert after["mounts"] <= before["mounts"]
+    assert set(after["temporary"]) <= set(before["temporary"])
     assert after["rss"] - before["rss"] < 20e6
 
 

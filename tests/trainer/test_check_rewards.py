@@ -127,7 +127,7 @@ def test_programs_are_tried_in_the_sandbox_and_do_not_get_out(run, tmp_path):
         "extra_info": {"code": "def add(a, b):\n    return a + b"},
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "code.parquet")
-    status, printed, report = run(f"data.train_files={tmp_path / 'code.parquet'}", "reward.sandbox.timeout_s=1")
+    status, printed, report = run(f"data.train_files={tmp_path / 'code.parquet'}", "reward.sandbox.wall_s=1")
     assert (status, report["problems"]) == (0, []), printed
     paid = {kind["kind"]: kind["num_paid"] for kind in report["kinds"]}
     assert paid["gold"] == 1
