@@ -171,7 +171,10 @@ def test_the_token_baseline_is_verls(batch, with_weights, compact):
             table[i, k if compact else t] = (g, energy, t)
     for (i, k), (g, _, t) in table.items():
         others = [table[j, k] for j in peers(i) if (j, k) in table]
-        baseline = sum(x[0] * x[1] for x in others) / (sum(x[1] for x in others) + 1e-8) if len(others) > 1 else 0.0
+        # verl adds 1e-8 to the divisor, which shows where every token was nearly certain; ours is a proper mean (docs/algorithms/verl.md).
+        energies = [x[1] + 1e-12 for x in others]
+        total = sum(x[0] * energy for x, energy in zip(others, energies, strict=True))
+        baseline = total / sum(energies) if len(others) > 1 else 0.0
         expected[i, t], returns[i, t] = g - baseline, g
     name = "tir_optimal_token_baseline" if compact else "optimal_token_baseline"
     actual = core_algos.get_adv_estimator_fn(name)(batch.rewards, batch.mask, UIDS, batch.old, squares, weights)
