@@ -22,6 +22,7 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.compare import arithmetic, tokens
 from lockstep.compare.named import Algorithm
+from lockstep.config.engine import EngineChoice
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, LockstepError
@@ -158,10 +159,9 @@ def loaded_policy(config: PPOConfig, path: Path, lr: float) -> Iterator[TrainEng
     )
     try:
         yield make_engine(
-            "fsdp2",
+            EngineChoice("fsdp2", fsdp_config=actor_rollout_ref.actor.fsdp_config),
             model=dataclasses.replace(actor_rollout_ref.model, path=str(path)),
             head=Head.LANGUAGE_MODEL,
-            fsdp=actor_rollout_ref.actor.fsdp_config,
             optim=optim,
             total_updates=1,
             device=environment.device,

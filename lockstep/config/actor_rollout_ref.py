@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.config.check import absolute_reference, at_least, in_range, one_of
 from lockstep.config.data import EMBEDDED
-from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig
 from lockstep.config.sampling import check_sampling
 
 ROLLOUTS = ("native", "hf")
@@ -37,9 +37,7 @@ class PolicyLossConfig:
 
 
 @dataclass
-class ActorConfig:
-    strategy: str = "fsdp2"
-    """Training engine: fsdp or fsdp2."""
+class ActorConfig(EngineChoice):
     ppo_mini_batch_size: int | None = None
     """Prompts an optimizer step (their n samples go with them); null means data.train_batch_size: one step a batch."""
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -76,7 +74,6 @@ class ActorConfig:
     """Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3); with a final + the value keeps and the gradient is that of mse."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
     def __post_init__(self) -> None:
         prefix = "actor_rollout_ref.actor"

@@ -3,15 +3,13 @@
 from dataclasses import dataclass, field
 
 from lockstep.config.check import at_least, one_of
-from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(EngineChoice):
     enable: bool | None = None
     """Train a value model; null means: when the advantage estimator needs values."""
-    strategy: str = "fsdp2"
-    """Training engine: fsdp or fsdp2."""
     model: ModelConfig = field(default_factory=ModelConfig)
     ppo_mini_batch_size: int | None = None
     """Prompts an optimizer step; null means the actor's."""
@@ -26,7 +24,6 @@ class CriticConfig:
     loss_agg_mode: str = "token-mean"
     """How token losses become one number; see the actor's."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     enable_resource_pool: bool = False
     """Put the critic on processes of its own instead of the actor's."""
     n_gpus_per_node: int = 1

@@ -6,8 +6,10 @@ from typing import Any
 from lockstep.config.check import at_least, in_range, one_of
 from lockstep.errors import ConfigError
 
-STRATEGIES = ("fsdp", "fsdp2")
+STRATEGIES = ("fsdp", "fsdp2", "megatron", "torchtitan", "veomni")
 """Training engines that can be named in actor.strategy, critic.strategy and reward_model.strategy."""
+
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass
@@ -42,9 +44,84 @@ class FSDPConfig:
     """Compile each layer: about a quarter faster on a GPU, some seconds at the first update and pass."""
 
     def __post_init__(self) -> None:
-        one_of("fsdp_config.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        one_of("fsdp_config.dtype", self.dtype, DTYPES)
         if self.fsdp_size != -1:
             at_least("fsdp_config.fsdp_size", self.fsdp_size, 1)
+
+
+@dataclass
+class MegatronConfig:
+    dtype: str = "auto"
+    """Type of the computation; see fsdp_config.dtype."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every layer: attention heads, MLP columns and the vocabulary are divided among them."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that have a part of the layers each."""
+    sequence_parallel: bool = False
+    """With tensor parallelism: also divide the tokens between the shared parts, which saves activation memory."""
+    use_distributed_optimizer: bool = True
+    """Divide AdamW's moments and the master weights among the data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        one_of("megatron.dtype", self.dtype, DTYPES)
+        at_least("megatron.tensor_model_parallel_size", self.tensor_model_parallel_size, 1)
+        at_least("megatron.pipeline_model_parallel_size", self.pipeline_model_parallel_size, 1)
+
+
+@dataclass
+class TorchtitanConfig:
+    dtype: str = "auto"
+    """Type of the computation; see fsdp_config.dtype."""
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer."""
+    pipeline_parallel_size: int = 1
+    """Ranks that have a part of the layers each."""
+    use_torch_compile: bool = False
+    """Compile each layer."""
+
+    def __post_init__(self) -> None:
+        one_of("torchtitan.dtype", self.dtype, DTYPES)
+        at_least("torchtitan.tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("torchtitan.pipeline_parallel_size", self.pipeline_parallel_size, 1)
+
+
+@dataclass
+class VeOmniConfig:
+    dtype: str = "auto"
+    """Type of the computation; see fsdp_config.dtype."""
+    fsdp_size: int = -1
+    """Ranks that share one copy of the model; -1: all of them."""
+    ulysses_parallel_size: int = 1
+    """Ranks that divide the tokens of one micro-batch; attention exchanges heads for tokens (Ulysses)."""
+
+    def __post_init__(self) -> None:
+        one_of("veomni.dtype", self.dtype, DTYPES)
+        if self.fsdp_size != -1:
+            at_least("veomni.fsdp_size", self.fsdp_size, 1)
+        at_least("veomni.ulysses_parallel_size", self.ulysses_parallel_size, 1)
+
+
+EngineConfig = FSDPConfig | MegatronConfig | TorchtitanConfig | VeOmniConfig
+
+
+@dataclass
+class EngineChoice:
+    """Which training engine a model lives in. Only the section of the chosen strategy is read."""
+
+    strategy: str = "fsdp2"
+    """Training engine: fsdp, fsdp2, megatron, torchtitan or veomni (the last three are packages of their own; see docs/backends.md)."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    torchtitan: TorchtitanConfig = field(default_factory=TorchtitanConfig)
+    veomni: VeOmniConfig = field(default_factory=VeOmniConfig)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The section of the chosen strategy."""
+        sections: dict[str, EngineConfig] = {
+            "megatron": self.megatron, "torchtitan": self.torchtitan, "veomni": self.veomni,
+        }  # fmt: skip
+        return sections.get(self.strategy, self.fsdp_config)
 
 
 @dataclass

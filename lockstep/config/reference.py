@@ -63,9 +63,11 @@ def _keys(section: type, instance: Any, prefix: str) -> Iterator[tuple[str, Any,
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """The string under each field."""
+    """The string under each field, inherited ones included."""
+    meanings: dict[str, str] = {}
+    for base in section.__bases__:
+        meanings |= _meanings(base) if dataclasses.is_dataclass(base) else {}
     (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(section))).body if isinstance(node, ast.ClassDef))
-    meanings = {}
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             assert isinstance(field.target, ast.Name)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.check import at_least, in_range, one_of
-from lockstep.config.engine import STRATEGIES, FSDPConfig, ModelConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig
 
 
 @dataclass
@@ -75,17 +75,14 @@ class RewardConfig:
 
 
 @dataclass
-class RewardModelConfig:
+class RewardModelConfig(EngineChoice):
     enable: bool = False
     """Score training responses with a reward model (an AutoModelForSequenceClassification folder)."""
-    strategy: str = "fsdp2"
-    """Engine that runs it: fsdp or fsdp2."""
     model: ModelConfig = field(default_factory=ModelConfig)
     micro_batch_size_per_gpu: int | None = None
     """Rows scored at once on one device; null cuts by max_token_len_per_gpu."""
     max_token_len_per_gpu: int = 32768
     """Tokens scored at once on one device."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     enable_resource_pool: bool = False
     """Put the reward model on processes of its own instead of the actor's."""
     n_gpus_per_node: int = 1

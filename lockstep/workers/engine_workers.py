@@ -78,7 +78,7 @@ class ActorRolloutRefWorker(Worker):
             self.ref = self._make_engine(None, None)
         if rollout is None:
             return
-        dtype = compute_dtype(self.config.actor.fsdp_config.dtype, self.device)
+        dtype = compute_dtype(self.config.actor.engine.dtype, self.device)
         if self.actor is not None:
             self.shared = SharedWeights(self.actor, dtype)
             decoder = self.actor.decoder
@@ -201,10 +201,9 @@ class ActorRolloutRefWorker(Worker):
 
     def _make_engine(self, optim: OptimConfig | None, decoder_attention: str | None) -> TrainEngine:
         return make_engine(
-            self.config.actor.strategy,
+            self.config.actor,
             model=self.config.model,
             head=Head.LANGUAGE_MODEL,
-            fsdp=self.config.actor.fsdp_config,
             optim=optim,
             total_updates=self.total_updates,
             device=self.device,
@@ -250,10 +249,9 @@ class TrainingWorker(Worker):
             assert config.model.path is not None
             self.tokenizer = hf_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         self.engine = make_engine(
-            config.strategy,
+            config,
             model=config.model,
             head=Head.VALUE if critic else Head.SCORE,
-            fsdp=config.fsdp_config,
             optim=config.optim if isinstance(config, CriticConfig) else None,
             total_updates=self.total_updates,
             device=self.device,

@@ -6,7 +6,7 @@ conditional, or a call of a function whose return annotation names one. `X.field
 has the field, or of several (a union) of which some have it.
 
 Not counted: the configuration's own checks (lockstep/config, trainer/ppo/checks.py). A property of a section counts for the fields that
-it uses, as soon as the property itself is read.
+it uses, as soon as the property itself is read. A field belongs to the section that defines it, whoever inherits it.
 """
 
 import ast
@@ -37,9 +37,15 @@ def schema(section=PPOConfig):
     fields = {item.name: _section_type(hints[item.name]) for item in dataclasses.fields(section)}
     sections = [kind for kind in fields.values() if dataclasses.is_dataclass(kind)]
     found = {section.__name__: {name: kind.__name__ if kind in sections else None for name, kind in fields.items()}}
-    for kind in sections:
+    for kind in (*sections, *(base for base in section.__bases__ if dataclasses.is_dataclass(base))):
         found |= schema(kind)
     return found
+
+
+def inherited(sections, definitions):
+    """Section -> the sections that it inherits from directly."""
+    classes = (node for tree in definitions for node in tree.body if isinstance(node, ast.ClassDef) and node.name in sections)
+    return {node.name: [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in sections] for node in classes}
 
 
 def return_types(trees, sections):
@@ -148,12 +154,15 @@ def unread(users, definitions, sections, untyped=UNTYPED):
     returns = return_types(user_trees + definition_trees, sections)
     read = {field for fields in reads_in(user_trees, sections, returns, untyped).values() for field in fields}
     through_property = reads_in(definition_trees, sections, returns, {})
+    bases = inherited(sections, definition_trees)
     pending = list(read)
     while pending:
-        new = through_property.get(".".join(pending.pop()), set()) - read
+        section, name = pending.pop()
+        new = through_property.get(f"{section}.{name}", set()) | {(base, name) for base in bases.get(section, ())}
+        pending += new - read
         read |= new
-        pending += new
-    return sorted(f"{s}.{name}" for s, fields in sections.items() for name in fields if (s, name) not in read)
+    own = {s: fields.keys() - {name for base in bases.get(s, ()) for name in sections[base]} for s, fields in sections.items()}
+    return sorted(f"{s}.{name}" for s, fields in own.items() for name in fields if (s, name) not in read)
 
 
 def test_every_field_of_the_configuration_is_read_somewhere():

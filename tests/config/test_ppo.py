@@ -110,9 +110,9 @@ def test_what_a_run_does_not_have_is_not_checked():
 
 ONE_OF = {
     "data.truncation": "error, left, right, middle",
-    f"{ACTOR}.strategy": "fsdp, fsdp2",
-    "critic.strategy": "fsdp, fsdp2",
-    "reward_model.strategy": "fsdp, fsdp2",
+    f"{ACTOR}.strategy": "fsdp, fsdp2, megatron, torchtitan, veomni",
+    "critic.strategy": "fsdp, fsdp2, megatron, torchtitan, veomni",
+    "reward_model.strategy": "fsdp, fsdp2, megatron, torchtitan, veomni",
     f"{ROLLOUT}.name": "native, hf",
     "algorithm.kl_ctrl.type": "fixed, adaptive",
     "trainer.device": "auto, cpu, cuda",

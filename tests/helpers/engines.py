@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.engine import FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig, OptimConfig
 from lockstep.models.load import Head
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.registry import make_engine
@@ -30,10 +30,9 @@ def make_tiny_engine(
 ) -> TrainEngine:
     """An engine on this rank's CPU; `options` go to make_engine."""
     return make_engine(
-        strategy,
+        EngineChoice(strategy, fsdp_config=FSDPConfig(dtype=dtype, **fsdp or {})),
         model=ModelConfig(path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto"),
         head=head,
-        fsdp=FSDPConfig(dtype=dtype, **fsdp or {}),
         optim=optim,
         total_updates=TOTAL_UPDATES,
         device=torch.device("cpu"),

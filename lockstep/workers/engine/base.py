@@ -7,7 +7,7 @@ The loop over micro-batches is here, once, for every backend. A loss is a sum ov
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from lockstep.models.outputs import sequence_scores, token_log_probs, token_valu
 from lockstep.models.token_head import TokenHead
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.model_group import join_rows
 from lockstep.workers.engine.packing import (
     Budget,
     PackedRows,
@@ -62,8 +63,16 @@ class OptimResult:
     """The learning rate it used."""
 
 
+LossOf = Callable[[int, dict[str, Tensor]], Tensor]
+"""(number of the micro-batch, its columns) -> its loss. Called once for each micro-batch that this rank has the outputs of."""
+
+
 class TrainEngine(ABC):
-    """One model on `world_size` data-parallel ranks. Every method is called on all ranks together."""
+    """One model on `world_size` ranks. Every method is called on all ranks together, each with rows of its own.
+
+    Where several ranks compute one model together (tensor, pipeline or sequence parallel: `model_group`) they put their rows together,
+    all compute all of them, and each returns those it was given: who calls an engine need not know how it is laid out.
+    """
 
     head: Head
     module: torch.nn.Module
@@ -79,6 +88,12 @@ class TrainEngine(ABC):
     device: torch.device
     rank: int
     world_size: int
+    model_group: dist.ProcessGroup | None = None
+    """The ranks that compute the same rows together; None where each computes its own."""
+    gradient_ranks: int
+    """The ranks over which the backend averages gradients; a loss is a sum over them."""
+    reports: bool = True
+    """Whether this rank reports the metrics of the rows: one rank of each model group does."""
 
     # -- what a backend provides -------------------------------------------------------------------------------------------
 
@@ -111,27 +126,31 @@ class TrainEngine(ABC):
     def forward(self, data: DataProto, budget: Budget, temperature: float = 1.0) -> DataProto:
         """The model's columns for these rows: log_probs and entropys, or values. Rows keep their order."""
         self.module.eval()
+        data, own = join_rows(data, self.model_group)
         outputs: dict[str, list[Tensor]] = {}
-        for rows in self._micro_batches(data, budget):
-            out = self._run(pack_rows(rows or placeholder_row(), self.device), temperature)
+        batches = list(self._micro_batches(data, budget))
+        for rows, out in zip(batches, self.columns(self._pack(batches), temperature), strict=True):
             if rows is not None:
                 for name, column in out.items():
                     outputs.setdefault(name, []).append(column.cpu())
         lengths = data.ragged("responses").lengths
         empty = torch.empty(0)
         names = ("values",) if self.head is Head.VALUE else ("log_probs", "entropys")
-        return DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])), lengths) for n in names})
+        columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])), lengths) for n in names})
+        return columns if self.model_group is None else columns.select_idxs(list(own))
 
     @torch.no_grad()
     def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
         """One score for each row of token ids [rows] (score head)."""
         self.module.eval()
+        data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
+        rows = data.ragged("rows")
         scores = []
         for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget)):
             part = rows.select(torch.tensor(index)) if index else placeholder_row().ragged("prompts")
-            part_scores = sequence_scores(self.module, *pad_rows(part, pad_token_id, self.device))
+            part_scores = self.scores(part, pad_token_id)
             scores += [part_scores.cpu()] if index else []
-        return torch.cat(scores) if scores else torch.empty(0)
+        return torch.cat(scores)[list(own)] if scores else torch.empty(0)
 
     def forward_backward(
         self, data: DataProto, loss_fn: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
@@ -141,21 +160,44 @@ class TrainEngine(ABC):
         Raises NumericalError when the loss of a micro-batch is not finite.
         """
         self.module.train()
+        data, _ = join_rows(data, self.model_group)
         metrics: list[dict[str, Metric]] = []
         batches = list(self._micro_batches(data, budget))
-        for number, rows in enumerate(batches):
-            packed = pack_rows(rows or placeholder_row(), self.device)
-            with self.gradient_sync(number == len(batches) - 1):
-                columns = self._run(packed, temperature, entropy_grad)
-                if rows is None:
-                    loss = sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
-                else:
-                    loss, batch_metrics = loss_fn(_token_outputs(columns, packed.response_lengths), rows.to(self.device))
-                    metrics.append(batch_metrics)
-                self._check_finite(loss, rows)
-                # Backends average gradients over the ranks, the loss is a sum over them.
-                (loss * self.world_size).backward()
-        return merge_metrics(metrics)
+        packs = self._pack(batches)
+
+        def loss_of(number: int, columns: dict[str, Tensor]) -> Tensor:
+            rows = batches[number]
+            if rows is None:
+                return sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
+            loss, batch_metrics = loss_fn(_token_outputs(columns, packs[number].response_lengths), rows.to(self.device))
+            metrics.append(batch_metrics)
+            self._check_finite(loss, rows)
+            return loss * self.gradient_ranks
+
+        self.backward(packs, loss_of, temperature, entropy_grad)
+        return merge_metrics(metrics) if self.reports else {}
+
+    # -- what a backend replaces when its ranks take turns (pipelines) or its model is not transformers' -----------------------
+
+    def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
+        """The columns of each micro-batch in turn, on every rank of the model group, without a gradient."""
+        for packed in packs:
+            yield self._run(packed, temperature)
+
+    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
+        """Forward and backward of each micro-batch; gradients are reduced over the ranks once, at the end."""
+        for number, packed in enumerate(packs):
+            with self.gradient_sync(number == len(packs) - 1):
+                loss_of(number, self._run(packed, temperature, entropy_grad)).backward()
+
+    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
+        """One score for each row of token ids, on every rank of the model group."""
+        return sequence_scores(self.module, *pad_rows(rows, pad_token_id, self.device))
+
+    # -- inside --------------------------------------------------------------------------------------------------------------
+
+    def _pack(self, batches: Sequence[DataProto | None]) -> list[PackedRows]:
+        return [pack_rows(rows or placeholder_row(), self.device) for rows in batches]
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
         if self.head is Head.VALUE:
@@ -190,9 +232,9 @@ class TrainEngine(ABC):
             dist.all_reduce(count, dist.ReduceOp.MAX)
         return batches + [[]] * (int(count) - len(batches))
 
-    def _check_finite(self, loss: Tensor, rows: DataProto | None) -> None:
+    def _check_finite(self, loss: Tensor, rows: DataProto) -> None:
         if not torch.isfinite(loss):
-            indices = list(rows.non_tensor_batch.get("index", range(len(rows)))) if rows is not None else []
+            indices = list(rows.non_tensor_batch.get("index", range(len(rows))))
             raise NumericalError(
                 f"the loss is {float(loss)} in a micro-batch with dataset rows {indices}; nothing was updated. "
                 "Look at these rows' log-probs, advantages and rewards"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
@@ -16,11 +16,10 @@ from lockstep.workers.engine.precision import compute_dtype
 
 
 def make_engine(
-    strategy: str,
+    choice: EngineChoice,
     *,
     model: ModelConfig,
     head: Head,
-    fsdp: FSDPConfig,
     optim: OptimConfig | None,
     total_updates: int,
     device: torch.device,
@@ -34,7 +33,8 @@ def make_engine(
     `decoder_attention` also makes `engine.decoder`, a module for generation with that attention function. `max_tokens`, the tokens of
     the largest micro-batch where that is known, decides how much model.recompute=auto recomputes.
     """
-    if strategy in ("fsdp", "fsdp2"):
+    if choice.strategy in ("fsdp", "fsdp2"):
+        fsdp = choice.fsdp_config
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
         # A rank that will keep a part of the model never holds the whole of it.
@@ -48,7 +48,7 @@ def make_engine(
         engine = FSDPEngine(
             module,
             head,
-            version=1 if strategy == "fsdp" else 2,
+            version=1 if choice.strategy == "fsdp" else 2,
             config=fsdp,
             optim=optim,
             total_updates=total_updates,
@@ -59,7 +59,7 @@ def make_engine(
             check_packing(engine.module, module, str(model.path), device, engine.dtype)
         engine.decoder = decoder
         return engine
-    raise ConfigError(f"strategy={strategy} is not known; choose one of: fsdp, fsdp2")
+    raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 
 def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:

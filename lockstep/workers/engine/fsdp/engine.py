@@ -60,6 +60,7 @@ class FSDPEngine(TrainEngine):
     ) -> None:
         self.head, self.device, self._version = head, device, version
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.gradient_ranks = self.world_size
         self.hf_config = module.config
         self.hf_config.architectures = [type(module).__name__]
         self.generation_config = module.generation_config if module.can_generate() else None
