@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
 from lockstep.models.load import Head
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.registry import make_engine
@@ -25,12 +25,16 @@ def make_tiny_engine(
     optim: OptimConfig | None = OPTIM,
     dtype: str = "float32",
     recompute: str | None = None,
-    fsdp: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
     **options: Any,
 ) -> TrainEngine:
-    """An engine on this rank's CPU; `options` go to make_engine."""
+    """An engine on this rank's CPU. `section` are keys of the strategy's own section; `options` go to make_engine."""
+    choice = EngineChoice(strategy)
+    for key, value in {"dtype": dtype, **section or {}}.items():
+        assert hasattr(choice.engine, key), f"{strategy} has no key {key}"
+        setattr(choice.engine, key, value)
     return make_engine(
-        EngineChoice(strategy, fsdp_config=FSDPConfig(dtype=dtype, **fsdp or {})),
+        choice,
         model=ModelConfig(path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto"),
         head=head,
         optim=optim,

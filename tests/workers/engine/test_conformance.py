@@ -1,29 +1,39 @@
-"""Every engine, at one and two ranks, against plain PyTorch: the Hugging Face model with its own attention, one row at a time, torch's
-AdamW and gradient clipping, and the PPO losses written out token by token.
-
-Everything is float32 on a CPU. What differs is only the order of additions, which bounds how far results may differ; AdamW divides a
-gradient by its own size, so that weights differ by more than gradients do.
-"""
+"""fsdp and fsdp2, at one and two ranks, against plain PyTorch (helpers/conformance.py)."""
 
 from __future__ import annotations
 
 import functools
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.conformance import (
+    ACTOR,
+    COLUMN_ATOL,
+    GRAD_NORM_RTOL,
+    METRIC_ATOL,
+    STEPS,
+    TEMPERATURE,
+    TWO_MICRO_BATCHES,
+    WEIGHT_ATOL,
+    assert_weights_close,
+    batch_of,
+    denominators_of,
+    engine_run,
+    engine_step,
+    make_rows,
+    reference_columns,
+    reference_model,
+    reference_run,
+    weights_of,
+)
 from helpers.distributed import run_distributed
-from helpers.engines import TOTAL_UPDATES, make_tiny_engine
+from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from lockstep.algorithms.aggregation import Denominators
-from lockstep.config.actor_rollout_ref import ActorConfig
-from lockstep.config.critic import CriticConfig
 from lockstep.errors import ConfigError, DataError, NumericalError
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
@@ -31,25 +41,12 @@ from lockstep.models.meta import WeightFiles
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine import packing, registry
-from lockstep.workers.engine.base import LossFn, TokenOutputs, TrainEngine
+from lockstep.workers.engine.base import TokenOutputs
 from lockstep.workers.engine.fsdp import engine as fsdp_engine
 from lockstep.workers.engine.optim import move_state
 from lockstep.workers.engine.packing import Budget
-from lockstep.workers.losses import make_policy_loss, make_value_loss
+from lockstep.workers.losses import make_policy_loss
 
-COLUMN_ATOL = 5e-6
-"""Log-probs, entropies, values, scores."""
-METRIC_ATOL = 1e-5
-"""Losses and other metrics."""
-GRAD_NORM_RTOL = 1e-5
-WEIGHT_ATOL = 5e-6
-"""After two or three steps at a learning rate of up to 1e-3; the largest seen is 7e-7."""
-
-TEMPERATURE = 0.7
-ACTOR = ActorConfig(
-    entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5
-)
-CRITIC = CriticConfig(cliprange_value=0.2)
 STRATEGIES = ("fsdp", "fsdp2")
 WORLDS = (1, 2)
 
@@ -62,186 +59,6 @@ CASES = {
     "qwen2 value": ("qwen2", Head.VALUE, {}, {}),
     "qwen3 value tied": ("qwen3", Head.VALUE, {}, {"tie_word_embeddings": True}),
 }
-
-
-# -- the data --------------------------------------------------------------------------------------------------------------
-
-
-def make_rows(count: int = 6, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Rows of different lengths, one of them with an empty response; some response tokens are not the policy's."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for number in range(count):
-        prompt_length, length = 1 + (3 * number) % 5, (2 + (5 * number) % 7) if number != 1 else 0
-        mask = torch.rand(length, generator=generator) > 0.2
-        mask[:1] = True
-
-        def normal(scale: float, length: int = length) -> Tensor:
-            return scale * torch.randn(length, generator=generator)
-
-        rows.append(
-            {
-                "prompts": torch.randint(2, 32, (prompt_length,), generator=generator),
-                "responses": torch.randint(2, 32, (length,), generator=generator),
-                "response_mask": mask.long(),
-                "old_log_probs": normal(0.5) - 3.5,
-                "ref_log_prob": normal(0.5) - 3.5,
-                "advantages": normal(1.0),
-                "values": normal(0.5),
-                "returns": normal(1.0),
-            }
-        )
-    return rows
-
-
-def batch_of(rows: list[dict[str, Tensor]]) -> DataProto:
-    empty = make_rows(1)[0]
-    columns = {name: Ragged.from_rows([row[name] for row in rows], dtype=empty[name].dtype if not rows else None) for name in empty}
-    return DataProto.from_dict(columns)
-
-
-def denominators_of(rows: list[dict[str, Tensor]]) -> Denominators:
-    counts = [int(row["response_mask"].sum()) for row in rows]
-    return Denominators(tokens=sum(counts), sequences=sum(count > 0 for count in counts))
-
-
-# -- the reference ---------------------------------------------------------------------------------------------------------
-
-
-def reference_model(path: str, head: Head) -> Any:
-    classes = {
-        Head.LANGUAGE_MODEL: AutoModelForCausalLM,
-        Head.VALUE: AutoModelForTokenClassification,
-        Head.SCORE: AutoModelForSequenceClassification,
-    }
-    return classes[head].from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).eval()
-
-
-def reference_columns(model: Any, head: Head, row: dict[str, Tensor]) -> dict[str, Tensor]:
-    ids = torch.cat([row["prompts"], row["responses"]])
-    before = slice(len(row["prompts"]) - 1, len(ids) - 1)
-    logits = model(input_ids=ids[None]).logits[0, before]
-    if head is Head.VALUE:
-        return {"values": logits[:, 0]}
-    log_probs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-    own = log_probs[torch.arange(len(log_probs)), row["responses"]]
-    return {"log_probs": own, "entropys": -(log_probs.exp() * log_probs).sum(-1)}
-
-
-def reference_policy_terms(columns: dict[str, Tensor], row: dict[str, Tensor], t: int) -> dict[str, Tensor]:
-    """One token of PPO's dual-clip loss, its entropy, and the k3 estimate of the KL to the reference."""
-    advantage, log_prob = row["advantages"][t], columns["log_probs"][t]
-    ratio = torch.exp(log_prob - row["old_log_probs"][t])
-    clipped_ratio = torch.clamp(ratio, 0.9, 1.3)
-    loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio)
-    clipfrac = torch.tensor(float(-advantage * clipped_ratio > -advantage * ratio))
-    if advantage < 0:
-        loss = torch.minimum(loss, -advantage * 1.5)
-    log_r = row["ref_log_prob"][t] - log_prob
-    return {
-        "actor/pg_loss": loss,
-        "actor/entropy_loss": columns["entropys"][t],
-        "actor/kl_loss": torch.exp(log_r) - log_r - 1,
-        "actor/pg_clipfrac": clipfrac,
-        "actor/ppo_kl": row["old_log_probs"][t] - log_prob,
-    }
-
-
-def reference_value_terms(columns: dict[str, Tensor], row: dict[str, Tensor], t: int) -> dict[str, Tensor]:
-    value, old, target = columns["values"][t], row["values"][t], row["returns"][t]
-    near = torch.clamp(value, old - 0.2, old + 0.2)
-    return {
-        "critic/vf_loss": 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2),
-        "critic/vpred_mean": value,
-        "critic/vf_clipfrac": torch.tensor(float((near - target) ** 2 > (value - target) ** 2)),
-    }
-
-
-def reference_step(model: Any, head: Head, optimizer: Any, rows: list[dict[str, Tensor]], update: int) -> dict[str, float]:
-    """One optimizer step on the token mean over all rows; returns metrics, gradient norm and learning rate."""
-    terms_of = reference_value_terms if head is Head.VALUE else reference_policy_terms
-    totals: dict[str, Tensor] = {}
-    tokens = 0
-    for row in rows:
-        columns = reference_columns(model, head, row)
-        for t in row["response_mask"].nonzero().flatten().tolist():
-            tokens += 1
-            for name, term in terms_of(columns, row, t).items():
-                totals[name] = totals.get(name, torch.zeros(())) + term
-    means = {name: total / tokens for name, total in totals.items()}
-    if head is Head.VALUE:
-        loss = means["critic/vf_loss"]
-    else:
-        loss = means["actor/pg_loss"] - 0.01 * means["actor/entropy_loss"] + 0.1 * means["actor/kl_loss"]
-        means["actor/loss"] = loss
-    loss.backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    lr = 1e-3 if update == 0 else 1e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (update - 1) / (TOTAL_UPDATES - 2))))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return {name: mean.item() for name, mean in means.items()} | {"grad_norm": float(grad_norm), "lr": lr}
-
-
-def reference_run(path: str, head: Head, steps: list[list[dict[str, Tensor]]]) -> tuple[Any, list[dict[str, float]]]:
-    model = reference_model(path, head)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
-    return model, [reference_step(model, head, optimizer, rows, update) for update, rows in enumerate(steps)]
-
-
-# -- the engine ------------------------------------------------------------------------------------------------------------
-
-
-def share(rows: list[dict[str, Tensor]], update: int, rank: int, world: int) -> list[dict[str, Tensor]]:
-    """This rank's rows: all of them; at two ranks 4 and 2 of 6 in even updates, 6 and none in odd ones."""
-    if world == 1:
-        return rows
-    first = len(rows) if update % 2 else 2 * len(rows) // 3
-    return rows[:first] if rank == 0 else rows[first:]
-
-
-def engine_step(
-    engine: TrainEngine, rows: list[dict[str, Tensor]], update: int, budget: Budget
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """One optimizer step; returns this rank's metrics and what the optimizer said."""
-    mine = batch_of(share(rows, update, engine.rank, engine.world_size))
-    loss_fn: LossFn
-    if engine.head is Head.VALUE:
-        loss_fn = make_value_loss(CRITIC, denominators_of(rows))
-    else:
-        loss_fn = make_policy_loss(ACTOR, denominators_of(rows), 1.0)
-    metrics = engine.forward_backward(mine, loss_fn, budget, TEMPERATURE, entropy_grad=True)
-    result = engine.optim_step()
-    return metrics, {"grad_norm": result.grad_norm, "lr": result.lr}
-
-
-def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in engine.export_weights()}
-
-
-def engine_run(
-    path: str, strategy: str, head: Head, steps: list[list[dict[str, Tensor]]], budget: Budget, options: dict[str, Any]
-) -> tuple[DataProto, list[tuple[dict[str, Any], dict[str, float]]], dict[str, Tensor]]:
-    """On one rank: the forward columns of its share of the first rows, the steps, the weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        engine = make_tiny_engine(path, strategy, head, **options)
-        mine = batch_of(share(steps[0], 0, engine.rank, engine.world_size))
-        columns = engine.forward(mine, budget, TEMPERATURE)
-        results = [engine_step(engine, rows, update, budget) for update, rows in enumerate(steps)]
-        return columns, results, weights_of(engine)
-
-
-def assert_weights_close(weights: dict[str, Tensor], model: Any, atol: float = WEIGHT_ATOL) -> None:
-    expected = dict(model.named_parameters())
-    assert set(weights) == set(expected)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, expected[name].detach(), atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
-
-
-STEPS = [make_rows(6, seed=1), make_rows(6, seed=2)]
-TWO_MICRO_BATCHES = Budget(max_tokens=10_000, max_rows=3)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -288,7 +105,7 @@ def test_the_micro_batch_budget_never_changes_an_update(tmp_path: Path, strategy
 def test_two_copies_of_the_model_learn_as_one(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     model, expected = reference_run(path, Head.LANGUAGE_MODEL, STEPS)
-    options = {"fsdp": {"fsdp_size": 1}}
+    options = {"section": {"fsdp_size": 1}}
     for _, results, weights in run_distributed(
         engine_run, 2, path, "fsdp2", Head.LANGUAGE_MODEL, STEPS, TWO_MICRO_BATCHES, options
     ):
@@ -312,7 +129,7 @@ def test_offloaded_moments_are_on_the_device_for_the_step_and_on_the_host_after_
     monkeypatch.setattr(fsdp_engine, "move_state", moved)
 
     def train() -> tuple[int, dict[str, Tensor]]:
-        engine = make_tiny_engine(path, strategy, fsdp={"optimizer_offload": True})
+        engine = make_tiny_engine(path, strategy, section={"optimizer_offload": True})
         for update, rows in enumerate(STEPS):
             engine_step(engine, rows, update, TWO_MICRO_BATCHES)
         return len(moves), weights_of(engine)
@@ -329,7 +146,7 @@ def test_compiled_layers_update_like_plain_ones(tmp_path: Path, monkeypatch: pyt
     model, _ = reference_run(path, Head.LANGUAGE_MODEL, STEPS[:1])
 
     def train() -> dict[str, Tensor]:
-        engine = make_tiny_engine(path, fsdp={"use_torch_compile": True})
+        engine = make_tiny_engine(path, section={"use_torch_compile": True})
         engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
         return weights_of(engine)
 
@@ -344,7 +161,7 @@ def test_groups_that_the_ranks_do_not_divide_into_are_refused(tmp_path: Path, st
 
     def make() -> None:
         with pytest.raises(ConfigError, match=words):
-            make_tiny_engine(path, strategy, fsdp={"fsdp_size": size})
+            make_tiny_engine(path, strategy, section={"fsdp_size": size})
 
     run_distributed(make, 2)
 
