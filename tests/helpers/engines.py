@@ -30,7 +30,7 @@ def make_tiny_engine(
 ) -> TrainEngine:
     """An engine on this rank's CPU. `section` are keys of the strategy's own section; `options` go to make_engine."""
     choice = EngineChoice(strategy)
-    for key, value in {"dtype": dtype, **section or {}}.items():
+    for key, value in {"dtype": dtype, **(section or {})}.items():
         assert hasattr(choice.engine, key), f"{strategy} has no key {key}"
         setattr(choice.engine, key, value)
     return make_engine(
