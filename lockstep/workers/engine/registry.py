@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
+from lockstep.models.fast_layers import has_fast_layers, install_fast_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
 from lockstep.workers.engine.base import TrainEngine
@@ -41,6 +42,8 @@ def make_engine(
         found = load_on_meta(model, head, seed, pad_token_id) if dist.get_world_size() > 1 else None
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
+        if not fsdp.use_torch_compile:
+            install_fast_layers(module)
         if optim is not None and model.enable_gradient_checkpointing:
             apply_recompute(module, _recompute(model, module, fsdp, max_tokens, device))
         if fsdp.use_torch_compile:
@@ -65,5 +68,6 @@ def make_engine(
 def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:
     if model.recompute != "auto":
         return model.recompute
-    element = compute_dtype(fsdp.dtype, device).itemsize
-    return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), element)
+    dtype = compute_dtype(fsdp.dtype, device)
+    fast = device.type == "cuda" and dtype != torch.float32 and not fsdp.use_torch_compile and has_fast_layers(module)
+    return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), dtype.itemsize, fast)
