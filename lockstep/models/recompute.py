@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lockstep.errors import ConfigError
 
 KINDS = ("none", "selective", "full")
-_SHARE = 0.5
+_SHARE = 0.6
 """Of the memory that is free when an engine starts, what activations may take: other models may still come."""
 _TRAINED = 16
 """Bytes a parameter: float32 weight, gradient and two moments."""
@@ -43,7 +43,7 @@ def choose_recompute(
 ) -> str:
     """The least recomputation with which micro-batches of `tokens` tokens fit; full where their size is not known.
 
-    `free` bytes hold the model's state (sharded over `world_size` ranks) and its activations, which may take half of what is left.
+    `free` bytes hold the model's state (sharded over `world_size` ranks) and its activations, which may take 0.6 of what is left.
     """
     if tokens is None:
         return "full"
