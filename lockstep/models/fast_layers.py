@@ -1,14 +1,12 @@
-"""The same layers with fewer passes over memory: norms, rotary positions and gates of common families as kernels of their own on a GPU.
+"""The same layers with fewer passes over memory: what lies between the matrix products of common families as kernels of its own on a GPU.
 
-Llama, Mistral, Qwen2 and Qwen3 share them. Other families keep transformers' code. transformers' layers call their rotary embedding by the
-name of a function in their module, `apply_rotary_pos_emb(q, k, cos, sin)`, and offer no way to choose another: the name is bound anew, to
-a function that computes the same.
+Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP. It is written out here once, over
+the Hugging Face modules' own parameters. Other families, and these where something is unusual, keep transformers' code.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,73 +14,96 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralMLP, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+
+from lockstep.models.attention import PACKED, packed_attention
 
 _TYPES = (torch.bfloat16, torch.float16)
-_NORMS = (modeling_llama.LlamaRMSNorm, modeling_mistral.MistralRMSNorm, modeling_qwen2.Qwen2RMSNorm, modeling_qwen3.Qwen3RMSNorm)
-_MLPS = (modeling_llama.LlamaMLP, modeling_mistral.MistralMLP, modeling_qwen2.Qwen2MLP, modeling_qwen3.Qwen3MLP)
-_MODULES: tuple[Any, ...] = tuple(sys.modules[norm.__module__] for norm in _NORMS)
+_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 _LARGEST_NORM = 16_384
 """A row of a norm is one block of a kernel."""
 
 
-def has_fast_layers(model: PreTrainedModel) -> bool:
-    """Whether the model's layers are of a family that has them."""
-    return any(type(part) in _MLPS for part in model.modules())
-
-
 def install_fast_layers(model: PreTrainedModel) -> bool:
-    """Make the parts of the model's layers run as kernels where they are on a GPU in half precision; returns whether any does.
+    """Make the model's layers run as kernels where they are on a GPU in half precision; returns whether it has any that can.
 
     In place, over the same parameters, and without effect elsewhere.
     """
-    parts: list[Any] = [part for part in model.modules() if type(part) in _NORMS + _MLPS]
-    for part in parts:
-        if type(part) in _MLPS and part.config.hidden_act != "silu":
-            continue
-        part.forward = functools.partial(_normalise if type(part) in _NORMS else _gated, part, part.forward)
-    for module in _MODULES:
-        if any(type(part).__module__ == module.__name__ for part in parts) and not hasattr(module.apply_rotary_pos_emb, "replaces"):
-            module.apply_rotary_pos_emb = _rotary(module.apply_rotary_pos_emb)
-    return bool(parts)
+    found = False
+    for part in model.modules():
+        if type(part) in _NORMS:
+            part.forward = functools.partial(_normalise, part, part.forward)
+        elif type(part) in _MLPS and part.config.hidden_act == "silu":  # type: ignore[union-attr]
+            part.forward = functools.partial(_gated, part, part.forward)
+        elif type(part) in _LAYERS:
+            part.forward = functools.partial(_layer, part, part.forward)
+            found = True
+    return found
+
+
+def has_fast_layers(model: PreTrainedModel) -> bool:
+    """Whether the model's layers are of a family that has them."""
+    return any(type(part) in _LAYERS for part in model.modules())
+
+
+def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    attention = layer.self_attn
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    cos, sin = kwargs["position_embeddings"]
+    size = attention.head_dim
+    usual = (
+        not args and cos.shape[-1] == size and size & (size - 1) == 0 and cos.stride() == sin.stride()
+        and hidden_states.shape[0] == 1 and hidden_states.shape[-1] <= _LARGEST_NORM
+        and kwargs.get("past_key_values") is None and attention.config._attn_implementation == PACKED
+        and _plain(linears) and linears[3].bias is None
+    )  # fmt: skip
+    if not (usual and _fits(hidden_states)):
+        return original(hidden_states, *args, **kwargs)
+    from lockstep.models.layer_kernels import Project, Rotate, SplitNormalise
+
+    norm, second = layer.input_layernorm, layer.post_attention_layernorm
+    h, x = SplitNormalise.apply(hidden_states[0], norm.weight, norm.variance_epsilon)
+    projected = Project.apply(x, *(p for linear in linears[:3] for p in (linear.weight, linear.bias)))
+    q, k, v = (y.view(1, len(x), -1, size) for y in projected)
+    if isinstance(layer, Qwen3DecoderLayer):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = (Rotate.apply(y.transpose(1, 2), cos, sin) for y in (q, k))
+    window = (
+        attention.config.sliding_window if isinstance(layer, MistralDecoderLayer) else getattr(attention, "sliding_window", None)
+    )
+    out, _ = packed_attention(
+        attention, q, k, v.transpose(1, 2), None, layout=kwargs["layout"], scaling=attention.scaling, sliding_window=window
+    )
+    h = torch.addmm(h, out[0].flatten(1), linears[3].weight.t())
+    h, x = SplitNormalise.apply(h, second.weight, second.variance_epsilon)
+    return (h + layer.mlp(x[None])[0])[None]
 
 
 def _normalise(norm: Any, original: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
     if not _fits(hidden_states) or hidden_states.shape[-1] > _LARGEST_NORM:
         return original(hidden_states)
-    from lockstep.models.layer_kernels import Normalise
+    from lockstep.models.layer_kernels import SplitNormalise
 
-    return Normalise.apply(hidden_states, norm.weight, norm.variance_epsilon)
+    return SplitNormalise.apply(hidden_states, norm.weight, norm.variance_epsilon)[1]
 
 
 def _gated(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    # Adapters and weights that are divided among ranks go through the modules.
-    plain = all(type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor) for linear in linears)
-    if not (_fits(x) and plain):
+    if not (_fits(x) and _plain(linears) and all(linear.bias is None for linear in linears)):
         return original(x)
     from lockstep.models.layer_kernels import GatedMLP
 
     return GatedMLP.apply(x.flatten(0, -2), *(linear.weight for linear in linears)).view_as(x)
 
 
-def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        size = q.shape[-1]
-        usual = (
-            not args and not kwargs and q.shape[0] == cos.shape[0] == 1 and cos.shape[-1] == size and cos.stride() == sin.stride()
-        )
-        if not (_fits(q) and usual and size & (size - 1) == 0):
-            return original(q, k, cos, sin, *args, **kwargs)
-        from lockstep.models.layer_kernels import Rotate
-
-        return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
-
-    apply_rotary_pos_emb.replaces = original  # type: ignore[attr-defined]
-    return apply_rotary_pos_emb
+def _plain(linears: Any) -> bool:
+    """Adapters, and weights that are divided among ranks, go through the modules."""
+    return all(type(linear) is nn.Linear and not isinstance(linear.weight, DTensor) for linear in linears)
 
 
 def _fits(x: Tensor) -> bool:

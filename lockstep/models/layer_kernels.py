@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,11 +17,14 @@ _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
 
 
-class Normalise(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., N]."""
+class SplitNormalise(torch.autograd.Function):
+    """(x, x / sqrt(mean(x^2) + eps) * weight) over the last dimension of x [..., N]: a residual stream and what its norm gives.
+
+    The two gradients that come back to x are added in the pass that computes the second.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         block = triton.next_power_of_2(size)
@@ -28,12 +32,17 @@ class Normalise(torch.autograd.Function):
         out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
         _normalise[(triton.cdiv(rows, tile),)](x, weight, out, scale, eps, rows, size, TILE=tile, BLOCK=block, num_warps=4)
         ctx.save_for_backward(x, weight, scale)
-        return out
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        residual, grad = grads
+        if grad is None:
+            return residual, None, None
+        grad = grad.contiguous()
+        residual = None if residual is None else residual.contiguous()
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         block = triton.next_power_of_2(size)
         tile = max(1, 2048 // block)
@@ -41,9 +50,33 @@ class Normalise(torch.autograd.Function):
         dx = torch.empty_like(x)
         parts = torch.empty(programs, size, dtype=torch.float32, device=x.device)
         _normalise_backward[(programs,)](
-            grad, x, weight, scale, dx, parts, rows, size, programs, TILE=tile, BLOCK=block, num_warps=4
-        )
+            grad, grad if residual is None else residual, x, weight, scale, dx, parts, rows, size, programs,
+            RESIDUAL=residual is not None, TILE=tile, BLOCK=block, num_warps=4,
+        )  # fmt: skip
         return dx, parts.sum(0).to(weight.dtype), None
+
+
+class Project(torch.autograd.Function):
+    """x w^T + b for x [N, H] and several (w, b) in a row, b or None. Their gradients of x are summed inside the products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *parameters)
+        pairs = zip(parameters[::2], parameters[1::2], strict=True)
+        return tuple(F.linear(x, weight, bias) for weight, bias in pairs if weight is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad
+        dx: Tensor | None = None
+        out: list[Tensor | None] = []
+        for number, grad in enumerate(grads):
+            weight = parameters[2 * number]
+            if needs_x:
+                dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
+            out += [grad.t() @ x if needs[2 * number] else None, grad.sum(0) if needs[2 * number + 1] else None]
+        return dx, *out
 
 
 class Rotate(torch.autograd.Function):
@@ -116,7 +149,9 @@ def _normalise(X, W, OUT, SCALE, eps, rows, size, TILE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _normalise_backward(DY, X, W, SCALE, DX, PARTS, rows, size, programs, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _normalise_backward(
+    DY, RES, X, W, SCALE, DX, PARTS, rows, size, programs, RESIDUAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     w = tl.load(W + column, mask=column < size, other=0.0).to(tl.float32)
@@ -130,6 +165,8 @@ def _normalise_backward(DY, X, W, SCALE, DX, PARTS, rows, size, programs, TILE: 
         dw += dy * x
         g = dy * w
         dx = scale * (g - x * (tl.sum(g * x, 1)[:, None] / size))
+        if RESIDUAL:
+            dx += tl.load(RES + row * size + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(DX + row * size + column, dx.to(DX.dtype.element_ty), mask=inside)
     columns = tl.arange(0, BLOCK)
     tl.store(PARTS + program * size + columns, tl.sum(dw, 0), mask=columns < size)

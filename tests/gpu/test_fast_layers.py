@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_layers_are_as_near_float32_as_transformers_own_in_bfloat16(family: str) -> None:
+def test_layers_are_as_near_float32_as_transformers_own_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and every gradient, relative to the largest: the kernels round once where transformers rounds after each operation."""
     torch.manual_seed(0)
     model = tiny_model(family, hidden_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
@@ -25,6 +25,8 @@ def test_layers_are_as_near_float32_as_transformers_own_in_bfloat16(family: str)
     def run(dtype: torch.dtype, fast: bool) -> list[torch.Tensor]:
         mine = copy.deepcopy(model).to("cuda", dtype)
         if fast:
+            for part in (type(mine.model.layers[0]), type(mine.model.layers[0].mlp), type(mine.model.norm)):
+                monkeypatch.setattr(part, "forward", None)  # what is compared is not transformers' own code again
             assert install_fast_layers(mine)
         layout = PackedLayout(lengths, "cuda")
         logits = mine(input_ids=ids, position_ids=positions, use_cache=False, layout=layout).logits
