@@ -36,6 +36,7 @@ def make_engine(
     """
     if choice.strategy in ("fsdp", "fsdp2"):
         fsdp = choice.fsdp_config
+        from lockstep.workers.engine.fsdp import sharding
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
         # A rank that will keep a part of the model never holds the whole of it.
@@ -60,6 +61,7 @@ def make_engine(
         )
         if source is not None and head is not Head.SCORE:
             check_packing(engine.module, module, str(model.path), device, engine.dtype)
+            sharding.reshard(engine.module)
         engine.decoder = decoder
         return engine
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")

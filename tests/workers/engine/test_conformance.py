@@ -54,9 +54,9 @@ CASES = {
     "llama": ("llama", Head.LANGUAGE_MODEL, {"recompute": "full"}, {}),
     "llama tied": ("llama", Head.LANGUAGE_MODEL, {}, {"tie_word_embeddings": True}),
     "qwen2 tied": ("qwen2", Head.LANGUAGE_MODEL, {"recompute": "selective"}, {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", Head.LANGUAGE_MODEL, {}, {}),
+    "qwen3": ("qwen3", Head.LANGUAGE_MODEL, {"section": {"reshard_after_forward": False}}, {}),
     "llama value": ("llama", Head.VALUE, {"recompute": "full"}, {}),
-    "qwen2 value": ("qwen2", Head.VALUE, {}, {}),
+    "qwen2 value": ("qwen2", Head.VALUE, {"section": {"reshard_after_forward": False}}, {}),
     "qwen3 value tied": ("qwen3", Head.VALUE, {}, {"tie_word_embeddings": True}),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
+from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import OptimResult, TrainEngine
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.optim import learning_rate, move_state
+from lockstep.workers.engine.packing import PackedRows
 from lockstep.workers.engine.precision import compute_dtype
 
 WEIGHTS = "model.safetensors"
@@ -74,6 +76,8 @@ class FSDPEngine(TrainEngine):
         self.module = sharding.shard(module, version, self.dtype, config, device, source)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
+        sharding.reshard(self.module)
+        self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
         self._offload = config.optimizer_offload
         self._optimizer = (
@@ -89,7 +93,16 @@ class FSDPEngine(TrainEngine):
         )
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        return sharding.gradient_sync(self.module, enabled)
+        return sharding.gradient_sync(self.module, enabled, self._keep_gathered)
+
+    def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
+        yield from super().columns(packs, temperature)
+        sharding.reshard(self.module)
+
+    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
+        scores = super().scores(rows, pad_token_id)
+        sharding.reshard(self.module)
+        return scores
 
     def optim_step(self) -> OptimResult:
         assert self._optimizer is not None, "a frozen engine cannot learn"

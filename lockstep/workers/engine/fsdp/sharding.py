@@ -51,7 +51,8 @@ def shard(
     Raises ConfigError when the ranks do not divide into such groups.
     """
     _check_groups(version, config.fsdp_size)
-    reshard_after_forward = config.reshard_after_forward
+    # One rank has every weight anyway; what it would free and make again is the copy in the type of the computation.
+    reshard_after_forward = config.reshard_after_forward and dist.get_world_size() > 1
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
     if source is None:
         model = model.to(device)  # type: ignore[arg-type]
@@ -139,11 +140,22 @@ def _own_logits(module: nn.Module, args: Any, output: Any) -> None:
         output.logits = output.logits.clone()
 
 
+def reshard(module: nn.Module) -> None:
+    """Free what forward passes without a backward pass have gathered: it would not follow the next update."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @contextmanager
-def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Reduce gradients over the ranks in backward passes inside, or only add them up locally."""
+def gradient_sync(module: nn.Module, enabled: bool, keep_gathered: bool) -> Iterator[None]:
+    """Reduce gradients over the ranks in backward passes inside, or only add them up locally.
+
+    With `keep_gathered` whole parameters stay until the pass that reduces (FSDP2): the passes before it gather nothing again.
+    """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(enabled)
+        module.set_reshard_after_backward(enabled or not keep_gathered)
         yield
     elif enabled:
         yield
