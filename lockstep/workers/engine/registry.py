@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, EngineConfig, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
@@ -59,11 +59,32 @@ def make_engine(
             check_packing(engine.module, module, str(model.path), device, engine.dtype)
         engine.decoder = decoder
         return engine
+    if choice.strategy == "megatron":
+        from lockstep.workers.engine.megatron.engine import MegatronEngine
+
+        found = load_on_meta(model, head, seed, pad_token_id)
+        module, source = found or (load_model(model, head, seed, pad_token_id), None)
+        recomputes = optim is not None and model.enable_gradient_checkpointing
+        megatron_engine = MegatronEngine(
+            module,
+            head,
+            config=choice.megatron,
+            optim=optim,
+            total_updates=total_updates,
+            device=device,
+            seed=seed,
+            recompute=_recompute(model, module, choice.megatron, max_tokens, device) if recomputes else "none",
+            source=source,
+        )
+        megatron_engine.decoder = share_structure(module, decoder_attention) if decoder_attention else None
+        return megatron_engine
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 
-def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:
+def _recompute(
+    model: ModelConfig, module: PreTrainedModel, section: EngineConfig, max_tokens: int | None, device: torch.device
+) -> str:
     if model.recompute != "auto":
         return model.recompute
-    element = compute_dtype(fsdp.dtype, device).itemsize
+    element = compute_dtype(section.dtype, device).itemsize
     return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), element)
