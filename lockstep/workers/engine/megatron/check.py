@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length, and that do not scale queries and keys."""
+PACKAGE = "megatron.core"
 INSTALL = "pip install 'megatron-core>=0.16.1'"
 
 
@@ -19,7 +20,7 @@ def check(section: MegatronConfig, hf_config: Any, world_size: int, key: str) ->
 
     `key` is where `section` stands in the config, for messages. `hf_config` is the model's own config.
     """
-    if not _installed("megatron.core"):
+    if not _installed(PACKAGE):
         raise ConfigError(f"{key}: strategy=megatron needs the package megatron-core, which is not installed: {INSTALL}")
     _check_model(hf_config)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size

@@ -32,7 +32,8 @@ def clear_folder(folder: Path) -> None:
 
 def write_tensors(folder: Path, kind: str, tensors: Iterable[tuple[str, Tensor]], *, keep: bool) -> None:
     """Write the tensors into files of about MAX_FILE_BYTES. Ranks that do not `keep` them only take part in gathering them."""
-    files, waiting, size = 0, {}, 0
+    files, size = 0, 0
+    waiting: dict[str, Tensor] = {}
 
     def write() -> None:
         nonlocal files, waiting, size

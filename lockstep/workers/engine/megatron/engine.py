@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,12 +90,10 @@ class MegatronEngine(TrainEngine):
             vocabulary=self.hf_config.vocab_size,
             tied=head is Head.LANGUAGE_MODEL and "lm_head.weight" not in self._shapes,
             head_bias="score.bias" in self._shapes,
-            inverse_frequencies=module.base_model.rotary_emb.inv_freq,
+            inverse_frequencies=module.base_model.get_buffer("rotary_emb.inv_freq"),
             windows=self.cost.windows,
         ).to(device)
-        placed = place_parameters(
-            self._shapes, self.hf_config.num_hidden_layers, head_size(self.hf_config), layout.pipeline.size()
-        )
+        placed = place_parameters(self._shapes, self.hf_config.num_hidden_layers, head_size(self.hf_config), layout.pipeline.size())
         self._weights = Weights(stage, placed, self._shapes, layout, device)
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
         self._optimizer: AdamW | None = None
@@ -104,9 +103,7 @@ class MegatronEngine(TrainEngine):
     def _trained(self, stage: Stage, optim: OptimConfig, config: MegatronConfig) -> DistributedDataParallel:
         model = DistributedDataParallel(
             stage.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
-            ),
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer),
             stage,
         )
         self._optimizer = AdamW(model, optim, self.dtype, config.use_distributed_optimizer, self._layout.data)
@@ -249,30 +246,28 @@ class MegatronEngine(TrainEngine):
             raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
         files = WeightFiles(path)
         self._check_architecture(path, files.shapes)
+        moments = {kind: tensor_reader(path / OPTIMIZER, kind) for kind in MOMENTS} if self._optimizer is not None else {}
         self._read_weights(files.read)
         if self._optimizer is None:
             return
-        optimizer = self._optimizer
-        for kind in MOMENTS:
-            self._weights.read_into(
-                tensor_reader(path / OPTIMIZER, kind), lambda parameter, value, kind=kind: optimizer.write(parameter, kind, value)
-            )
+        for kind, read in moments.items():
+            self._weights.read_into(read, partial(self._optimizer.write, kind))
         self._updates = json.loads((path / PROGRESS).read_text())["updates"]
-        optimizer.set_steps(self._updates)
+        self._optimizer.set_steps(self._updates)
 
     def _export(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Master weights or a moment, in float32; of a frozen engine its weights."""
         optimizer = self._optimizer
         if optimizer is None:
             return self._weights.export(lambda parameter: parameter.float(), torch.float32)
-        return self._weights.export(lambda parameter: optimizer.read(parameter, kind), torch.float32)
+        return self._weights.export(partial(optimizer.read, kind), torch.float32)
 
     @torch.no_grad()
     def _read_weights(self, read: Read) -> None:
         def put(parameter: nn.Parameter, value: Tensor) -> None:
             parameter.copy_(value)
             if self._optimizer is not None:
-                self._optimizer.write(parameter, MASTER, value)
+                self._optimizer.write(MASTER, parameter, value)
 
         self._weights.read_into(read, put)
 

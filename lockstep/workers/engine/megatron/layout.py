@@ -50,7 +50,8 @@ def join_layout(section: MegatronConfig, seed: int) -> Layout:
     if found != wanted:
         raise ConfigError(
             f"a model in this process is laid out with tensor_model_parallel_size={found[0]} and pipeline_model_parallel_size={found[1]}; "
-            f"another cannot have {wanted[0]} and {wanted[1]}. Give the models that share processes (actor, reference, critic) the same sizes"
+            f"another cannot have {wanted[0]} and {wanted[1]}. Give the models that share processes (actor, reference, critic) the same "
+            "sizes"
         )
     return Layout(
         tensor=parallel_state.get_tensor_model_parallel_group(),

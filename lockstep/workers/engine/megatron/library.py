@@ -31,7 +31,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 # torch renamed two collectives; megatron-core calls them by their old names.
-warnings.filterwarnings("ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", FutureWarning)
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", FutureWarning
+)
 # Its advice to set CUDA_DEVICE_MAX_CONNECTIONS is in docs/backends/megatron.md.
 linear_with_grad_accumulation_and_async_allreduce.warned = True
 

@@ -77,8 +77,9 @@ class Stage(MegatronModule):
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The weight of this stage that is tied to another stage's; megatron adds up their gradients."""
         layer = self.embedding if self.embedding is not None else self.head
-        assert layer is not None
-        return layer.weight
+        weight = layer.weight if layer is not None else None
+        assert weight is not None, "a stage in the middle has no such weight"
+        return weight
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """megatron's schedule gives the hidden states of the stage before."""

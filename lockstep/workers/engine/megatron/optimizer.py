@@ -69,7 +69,7 @@ class AdamW:
         self._optimizer.zero_grad()
 
     @torch.no_grad()
-    def read(self, parameter: nn.Parameter, kind: str) -> Tensor:
+    def read(self, kind: str, parameter: nn.Parameter) -> Tensor:
         """MASTER or one of MOMENTS of a parameter, in its shape and float32. Every data-parallel rank has to call this."""
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         main, own = self._shard(parameter)
@@ -82,7 +82,7 @@ class AdamW:
         return whole.view(parameter.shape)
 
     @torch.no_grad()
-    def write(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+    def write(self, kind: str, parameter: nn.Parameter, value: Tensor) -> None:
         """What `read` gives; of `value` [the parameter's shape] each rank keeps its range."""
         main, own = self._shard(parameter)
         if main is None:

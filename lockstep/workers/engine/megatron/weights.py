@@ -21,9 +21,7 @@ class Weights:
     def __init__(self, stage: nn.Module, placed: Sequence[Placed], shapes: Shapes, layout: Layout, device: torch.device) -> None:
         self._placed, self._shapes, self._layout, self._device = placed, shapes, layout, device
         own = dict(stage.named_parameters())
-        self._parameters = {
-            entry: own.pop(entry.parameter) for entry in placed if entry.stage == layout.pipeline.rank()
-        }
+        self._parameters = {entry: own.pop(entry.parameter) for entry in placed if entry.stage == layout.pipeline.rank()}
         assert not own, f"parameters that nothing fills: {sorted(own)}"
         for entry, parameter in self._parameters.items():
             # What megatron's gradient norm asks, so that it counts a weight that every rank has once.
