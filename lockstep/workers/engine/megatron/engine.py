@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
 from lockstep.errors import DataError, NumericalError
-from lockstep.models.attention import PackedLayout
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
@@ -32,13 +31,14 @@ from lockstep.workers.engine.megatron.library import (
     DistributedDataParallelConfig,
     finalize_model_grads,
     get_forward_backward_func,
+    quiet,
 )
 from lockstep.workers.engine.megatron.model import Stage
 from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
 from lockstep.workers.engine.megatron.spec import head_size, transformer_config
 from lockstep.workers.engine.megatron.weights import Weights
 from lockstep.workers.engine.optim import learning_rate
-from lockstep.workers.engine.packing import PackedRows
+from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
 
 WEIGHTS = "model.safetensors"
@@ -101,11 +101,12 @@ class MegatronEngine(TrainEngine):
         self._read_weights(_reader(module) if source is None else source.read)
 
     def _trained(self, stage: Stage, optim: OptimConfig, config: MegatronConfig) -> DistributedDataParallel:
-        model = DistributedDataParallel(
-            stage.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer),
-            stage,
-        )
+        with quiet():
+            model = DistributedDataParallel(
+                stage.config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer),
+                stage,
+            )
         self._optimizer = AdamW(model, optim, self.dtype, config.use_distributed_optimizer, self._layout.data)
         return model
 
@@ -126,21 +127,9 @@ class MegatronEngine(TrainEngine):
         self._schedule(packs, loss, temperature, entropy_grad, forward_only=False)
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        """See TrainEngine. Rows are packed, and read where transformers reads a padded one: at its last token that is no padding."""
-        lengths = rows.lengths
-        starts = torch.cumsum(lengths, 0) - lengths
-        last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
-        positions = torch.arange(len(rows.values)) - torch.repeat_interleave(starts, lengths)
-        packed = PackedRows(
-            input_ids=rows.values[None].to(self.device),
-            position_ids=positions[None].to(self.device),
-            layout=PackedLayout(lengths, self.device),
-            predict_at=(starts + last).to(self.device),
-            targets=torch.empty(0, dtype=torch.int64, device=self.device),
-            response_lengths=torch.ones_like(lengths),
-        )
+        packed = pack_sequences(rows, pad_token_id, self.device)
         (stacked,) = self._forward([packed], temperature=1.0)
-        return self._from_last_stage(stacked, len(lengths))[:, 0]
+        return self._from_last_stage(stacked, len(rows.lengths))[:, 0]
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Nothing to switch: megatron's schedule only adds up, and `optim_step` reduces."""

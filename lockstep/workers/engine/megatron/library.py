@@ -1,14 +1,30 @@
-"""All that is used of megatron-core, in one place, and what it says that is not for the user.
-
-At import it warns about optional packages (TransformerEngine, Apex) that are not needed.
-"""
+"""All that is used of megatron-core, in one place, and how to keep from the user what it says about itself."""
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """For imports and constructors. Inside, megatron-core neither warns nor logs below an error: it speaks of optional packages that are
+    not needed (TransformerEngine, Apex), of its own defaults, and of other ways to call it.
+    """
+    logger = logging.getLogger("megatron")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+with quiet():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
@@ -59,4 +75,5 @@ __all__ = [
     "get_megatron_optimizer",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "quiet",
 ]

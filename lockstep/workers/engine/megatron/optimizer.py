@@ -20,6 +20,7 @@ from lockstep.workers.engine.megatron.library import (
     OptimizerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
+    quiet,
 )
 
 MASTER = "master"
@@ -33,21 +34,22 @@ class AdamW:
         self, model: DistributedDataParallel, config: OptimConfig, dtype: torch.dtype, distributed: bool, data: dist.ProcessGroup
     ) -> None:
         self._weight_decay, self._max_norm = config.weight_decay, config.clip_grad or math.inf
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=1e-8,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=distributed,
-            ),
-            [model],
-            use_gloo_process_groups=False,
-        )
+        with quiet():
+            self._optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=config.lr,
+                    weight_decay=config.weight_decay,
+                    adam_beta1=config.betas[0],
+                    adam_beta2=config.betas[1],
+                    adam_eps=1e-8,
+                    bf16=dtype == torch.bfloat16,
+                    params_dtype=dtype,
+                    use_distributed_optimizer=distributed,
+                ),
+                [model],
+                use_gloo_process_groups=False,
+            )
         (self._inner,) = self._optimizer.chained_optimizers
         self._data = data if distributed and data.size() > 1 else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from lockstep.workers.engine.megatron.library import (
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
+    quiet,
 )
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -41,8 +41,7 @@ class PackedRowsParams(PackedSeqParams):
 
 def transformer_config(hf_config: Any, section: MegatronConfig, dtype: torch.dtype, recompute: str) -> TransformerConfig:
     """megatron's config of a model of FAMILIES. Every fused kernel that needs TransformerEngine or Apex is off."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="full scope is deprecated")  # about a default of its own
+    with quiet():
         return TransformerConfig(
             num_layers=hf_config.num_hidden_layers,
             hidden_size=hf_config.hidden_size,
