@@ -12,7 +12,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length, and that do not scale queries and keys."""
 PACKAGE = "megatron.core"
-INSTALL = "pip install 'megatron-core>=0.16.1'"
+INSTALL = "pip install 'lockstep-rl[megatron]'"
 
 
 def check(section: MegatronConfig, hf_config: Any, world_size: int, key: str) -> None:

@@ -71,6 +71,8 @@ class MegatronEngine(TrainEngine):
         source: WeightSource | None = None,
     ) -> None:
         self.head, self.device = head, device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # megatron-core makes its buffers on the current device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.hf_config = module.config
         check(config, self.hf_config, self.world_size, "megatron")

@@ -38,6 +38,8 @@ def join_layout(section: MegatronConfig, seed: int) -> Layout:
 
     A second model in the same process takes part in the layout of the first; one that asks for another raises ConfigError.
     """
+    if parallel_state.model_parallel_is_initialized() and not _is_alive(parallel_state.get_model_parallel_group()):
+        parallel_state.destroy_model_parallel()  # of a run that has ended in this process
     wanted = (section.tensor_model_parallel_size, section.pipeline_model_parallel_size)
     if not parallel_state.model_parallel_is_initialized():
         # Dropout is off and weights are read, so nothing is drawn; but recomputation and sequence parallelism ask for these generators.
@@ -59,3 +61,11 @@ def join_layout(section: MegatronConfig, seed: int) -> Layout:
         data=parallel_state.get_data_parallel_group(),
         model=parallel_state.get_model_parallel_group(),
     )
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed still knows the group."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False

@@ -115,7 +115,8 @@ class VocabularyHead(nn.Module):
         super().__init__()
         rows = padded_vocabulary(vocabulary, group.size()) // group.size()
         start = group.rank() * rows
-        self._part = VocabularyPart(group, start, max(0, min(vocabulary - start, rows)))
+        size = max(0, min(vocabulary - start, rows))
+        self._part = VocabularyPart(group, start, size) if group.size() > 1 else None
         self._sequence_parallel = config.sequence_parallel
         self.weight: nn.Parameter | None = None
         if has_weight:

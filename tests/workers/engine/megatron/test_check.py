@@ -64,5 +64,5 @@ def test_models_that_it_would_compute_wrongly_are_refused(family: str, changes: 
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.workers.engine.megatron.check.find_spec", importlib.util.find_spec)
     monkeypatch.setattr("lockstep.workers.engine.megatron.check.PACKAGE", "no_such_package.core")
-    with pytest.raises(ConfigError, match="pip install 'megatron-core"):
+    with pytest.raises(ConfigError, match=r"pip install 'lockstep-rl\[megatron\]'"):
         check(MegatronConfig(), tiny_config(), 1, KEY)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import cuda_to_cpu
 from helpers.conformance import (
     ACTOR,
@@ -36,9 +37,11 @@ from helpers.conformance import (
 )
 from helpers.distributed import run_distributed
 from helpers.engines import make_tiny_engine
+from helpers.run import roles, train
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
+from lockstep.config import PPOConfig
 from lockstep.errors import ConfigError, DataError, NumericalError
 from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
@@ -448,3 +451,35 @@ def test_what_is_no_checkpoint_of_this_model_and_engine_is_refused(tmp_path: Pat
         return all(torch.equal(before[name], after[name]) for name in before)
 
     assert on_ranks("one", load) == [True]
+
+
+def test_a_run_that_has_ended_leaves_no_layout_behind(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+
+    def twice() -> tuple[dict[str, Tensor], ...]:
+        rank, first = dist.get_rank(), weights_of(engine_in("tp2", path))
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+        return first, weights_of(engine_in("pp2", path))
+
+    for first, second in on_ranks("tp2", twice):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_ppo_goes_as_with_fsdp2(embedded_config: Callable[..., PPOConfig]) -> None:
+    """Actor, rollout, reference and critic for three steps: the same responses, and norms that differ by rounding alone."""
+
+    def run(strategy: str) -> Callable[[], list[dict[str, Any]]]:
+        keys = [f"{role}.strategy={strategy}" for role in ("actor_rollout_ref.actor", "critic")]
+        folder = f"trainer.experiment_name={strategy}"
+        config = embedded_config(*keys, folder, "trainer.total_training_steps=3", "trainer.val_before_train=false")
+        return lambda: train(config, {"global_pool": [1]}, roles("ActorRolloutRef", "Critic"))
+
+    expected = run_distributed(run("fsdp2"), 1)[0]
+    steps = on_ranks("one", run("megatron"))[0]
+    assert len(steps) == len(expected) == 3
+    for step, want in zip(steps, expected, strict=True):
+        assert step["critic/score/mean"] == want["critic/score/mean"]
+        assert step["response_length/mean"] == want["response_length/mean"]
+        assert step["actor/grad_norm"] == pytest.approx(want["actor/grad_norm"], rel=1e-5)
+        assert step["critic/grad_norm"] == pytest.approx(want["critic/grad_norm"], rel=1e-5)
