@@ -71,14 +71,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Ranks, and keys of the megatron section."""
 
+_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}  # in the second layer
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
 MODELS: dict[str, tuple[str, Head, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", Head.LANGUAGE_MODEL, {}, {"vocab_size": 37}),
     "qwen2 tied": ("qwen2", Head.LANGUAGE_MODEL, {"recompute": "selective"}, {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", Head.LANGUAGE_MODEL, {"recompute": "full"}, {}),
-    "llama value": ("llama", Head.VALUE, {"recompute": "full"}, {}),
+    "qwen3": ("qwen3", Head.LANGUAGE_MODEL, {"recompute": "full"}, {"head_dim": 16, **_WINDOW}),
+    "llama value": ("llama", Head.VALUE, {"recompute": "full"}, {"rope_parameters": _LLAMA3}),
     "qwen3 value tied": ("qwen3", Head.VALUE, {}, {"tie_word_embeddings": True}),
 }
-"""Family, head, options of the engine, changes to the config: vocabularies that two ranks do not divide, tied and untied, biases."""
+"""Family, head, options of the engine, changes to the config: a vocabulary that two ranks do not divide, tied and untied embeddings, heads
+that are not a share of the hidden size, a window, scaled rotary embeddings."""
 
 
 def on_ranks(layout: str, function: Callable[..., Any], *args: Any) -> list[Any]:
