@@ -46,7 +46,7 @@ class PackedLayout:
         before = [0] * self.num_shared + [own[i] for i in self.continued] if followers else [0] * len(own)
         self.longest = max(a + b for a, b in zip(before, own, strict=True))
         """Tokens of the longest sequence."""
-        self.num_shared_tokens = sum(own[: self.num_shared])
+        self.num_tokens, self.num_shared_tokens = sum(own), sum(own[: self.num_shared])
         bounds = _bounds(self.lengths).to(device)
         self.own = Bounds(bounds, bounds, max(own), max(own))
         self.shared: Bounds | None = None

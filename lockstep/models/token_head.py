@@ -4,7 +4,8 @@ The logits of M tokens over a vocabulary of V are the largest tensor of a traini
 numbers a token. Here they exist for a chunk of tokens at a time, in the forward pass and again in the backward pass, where they are
 computed anew. What is kept between the two grows with the tokens alone.
 
-`TokenHead` puts this in the place where a model applies its output layer, so that a sharded layer is whole when it is read.
+`TokenHead` puts this in the place where a model applies its output layer, so that a sharded layer is whole when it is read. Where the
+vocabulary is divided among ranks (`VocabularyPart`), each has the logits of its own part and they exchange a number or two a token.
 Legend: M tokens, H hidden size, V vocabulary.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,6 +25,29 @@ from lockstep.models.attention import PackedLayout
 
 _MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 """Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The rows of an output layer that one rank of `group` has."""
+
+    group: dist.ProcessGroup
+    start: int
+    """The token of the first row."""
+    size: int
+    """How many of the rows are tokens; those after them are padding."""
+
+    def log_normaliser(self, logits: Tensor) -> Tensor:
+        """logsumexp [M] over the logits of all ranks."""
+        own = torch.logsumexp(logits, dim=-1)
+        parts = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.logsumexp(torch.stack(parts), dim=0)
+
+    def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each target [M] here (0 where another rank has it), and whether it is here."""
+        here = (targets >= self.start) & (targets < self.start + self.size)
+        return torch.where(here, targets - self.start, 0), here
 
 
 def target_log_probs(
@@ -33,15 +58,19 @@ def target_log_probs(
     temperature: float,
     entropy_grad: bool,
     max_logits: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob [M] of `targets` [M] and entropy [M] under softmax((hidden [M, H] weight^T [V, H] + bias [V]) / temperature).
 
     In float32 (float64 for float64 inputs). At most `max_logits` logits exist at a time (null: what suits the device), or one token's.
     The entropy carries a gradient only when `entropy_grad` asks for it. A logit of -inf is a token that cannot occur.
+
+    With `part` the weight (and bias) are that part of the vocabulary, and every rank of its group has to call this with the same hidden
+    states and targets. Each gets the same results; the gradient of `hidden` is what this rank's part adds to it, to be summed over them.
     """
     max_logits = max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cpu"])
     chunk = max(1, max_logits // weight.shape[0])
-    return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk)
+    return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
 
 
 class _TargetLogProbs(torch.autograd.Function):
@@ -60,14 +89,18 @@ class _TargetLogProbs(torch.autograd.Function):
         temperature: float,
         entropy_grad: bool,
         chunk: int,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(len(targets), dtype=_sum_dtype(hidden.dtype), device=hidden.device)
         entropy, log_normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
         for rows in _chunks(len(targets), chunk):
-            logits = _logits(hidden[rows], weight, bias)
-            log_probs[rows], log_normaliser[rows], entropy[rows] = _statistics(logits, targets[rows], temperature)
+            logits = _logits(hidden[rows], weight, bias, part)
+            log_probs[rows], log_normaliser[rows], entropy[rows] = _statistics(logits, targets[rows], temperature, part)
+        if part is not None:
+            dist.all_reduce(log_probs, group=part.group)
+            dist.all_reduce(entropy, group=part.group)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
-        ctx.temperature, ctx.entropy_grad, ctx.chunk = temperature, entropy_grad, chunk
+        ctx.temperature, ctx.entropy_grad, ctx.chunk, ctx.part = temperature, entropy_grad, chunk, part
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -81,10 +114,10 @@ class _TargetLogProbs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=_sum_dtype(weight.dtype)) if needs_weight else None
         bias_grad = torch.zeros_like(bias, dtype=_sum_dtype(bias.dtype)) if needs_bias else None
         for rows in _chunks(len(targets), ctx.chunk):
-            logits = _logits(hidden[rows], weight, bias)
+            logits = _logits(hidden[rows], weight, bias, ctx.part)
             more = entropy_grad[rows].contiguous() if ctx.entropy_grad else None
             known = targets[rows], log_normaliser[rows], entropy[rows], log_prob_grad[rows].contiguous(), more
-            delta = _logit_gradient(logits, *known, ctx.temperature, hidden.dtype)
+            delta = _logit_gradient(logits, *known, ctx.temperature, hidden.dtype, ctx.part)
             if bias_grad is not None:
                 bias_grad += delta.sum(0, dtype=bias_grad.dtype)
             if hidden_grad is not None:
@@ -95,7 +128,7 @@ class _TargetLogProbs(torch.autograd.Function):
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight.dtype),
             None if bias_grad is None else bias_grad.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -166,23 +199,33 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: VocabularyPart | None) -> Tensor:
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
     else:
         logits = (hidden @ weight.t()).to(_sum_dtype(hidden.dtype))
-    return logits if bias is None else logits.add_(bias)
+    if bias is not None:
+        logits.add_(bias)
+    if part is not None:
+        logits[:, part.size :] = -torch.inf
+    return logits
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, log of the normaliser and entropy, each [M]. The logits are used up."""
-    if logits.is_cuda and logits.dtype == torch.float32:
+def _statistics(logits: Tensor, targets: Tensor, temperature: float, part: VocabularyPart | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, log of the normaliser and entropy, each [M]. Of a part of the vocabulary: log-prob and entropy are what it adds.
+
+    The logits are used up.
+    """
+    if logits.is_cuda and logits.dtype == torch.float32 and part is None:
         from lockstep.models import token_kernels
 
         return token_kernels.statistics(logits, targets, temperature)
-    log_normaliser = torch.logsumexp(logits.div_(temperature), dim=-1)
+    logits.div_(temperature)
+    log_normaliser = torch.logsumexp(logits, dim=-1) if part is None else part.log_normaliser(logits)
     logits.sub_(log_normaliser[:, None])
-    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1)
+    places, here = (targets, None) if part is None else part.places(targets)
+    own = logits.gather(-1, places[:, None]).squeeze(-1)
+    log_probs = own if here is None else torch.where(here, own, 0.0)
     # entr(p) = -p log p, and 0 at p = 0: a forbidden token adds nothing.
     return log_probs, log_normaliser, torch.special.entr(logits.exp_()).sum(-1)
 
@@ -196,9 +239,10 @@ def _logit_gradient(
     entropy_grad: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
+    part: VocabularyPart | None,
 ) -> Tensor:
     """[M, V] in `dtype`: the gradient that reaches the logits. They are used up."""
-    if logits.is_cuda and logits.dtype == torch.float32:
+    if logits.is_cuda and logits.dtype == torch.float32 and part is None:
         from lockstep.models import token_kernels
 
         return token_kernels.logit_gradient(
@@ -212,7 +256,9 @@ def _logit_gradient(
     delta = probs.mul_(factor[:, None])
     if entropy_grad is not None:
         delta.add_(surprise)
-    return delta.scatter_add_(-1, targets[:, None], log_prob_grad[:, None]).div_(temperature).to(dtype)
+    places, here = (targets, None) if part is None else part.places(targets)
+    own_grad = log_prob_grad if here is None else torch.where(here, log_prob_grad, 0.0)
+    return delta.scatter_add_(-1, places[:, None], own_grad[:, None]).div_(temperature).to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

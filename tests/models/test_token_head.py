@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.distributed import run_distributed
 from helpers.families import FAMILIES
 from helpers.tiny import tiny_model
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.models.outputs import token_log_probs
-from lockstep.models.token_head import TokenHead, gives_logits_unchanged, install_token_head, target_log_probs
+from lockstep.models.token_head import TokenHead, VocabularyPart, gives_logits_unchanged, install_token_head, target_log_probs
 
 
 def plain_log_probs(
@@ -54,6 +56,37 @@ def test_values_and_gradients_equal_the_logits_written_out(
     mine, want = run(target_log_probs, entropy_grad, max_logits), run(plain_log_probs)
     for a, b in zip(mine, want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 6), (2, 7), (3, 4)])
+def test_a_divided_vocabulary_gives_what_a_whole_one_gives(ranks: int, vocab: int) -> None:
+    """Parts with padding, and one that is nothing else; float64, so 1e-12."""
+    generator = torch.Generator().manual_seed(vocab)
+    hidden, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (9, vocab))
+    targets = torch.randint(0, vocab, (9,), generator=generator)
+    loss_weights = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    rows = -(-vocab // ranks)
+
+    def gradients(hidden: Tensor, weight: Tensor, part: VocabularyPart | None) -> tuple[Tensor, ...]:
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        columns = target_log_probs(*leaves, None, targets, 0.7, True, max_logits=2 * rows, part=part)
+        loss = sum((w * column).sum() for w, column in zip(loss_weights, columns, strict=True))
+        return *(column.detach() for column in columns), *torch.autograd.grad(loss, leaves)
+
+    def on_rank() -> tuple[Tensor, ...]:
+        start = dist.get_rank() * rows
+        size = max(0, min(rows, vocab - start))
+        mine = torch.nn.functional.pad(weight[start : start + rows], (0, 0, 0, rows - size), value=7.0)
+        return gradients(hidden, mine, VocabularyPart(dist.group.WORLD, start, size))
+
+    results = run_distributed(on_rank, ranks)
+    log_probs, entropy, hidden_grad, weight_grad = gradients(hidden, weight, None)
+    for result in results:
+        torch.testing.assert_close(result[:2], (log_probs, entropy), atol=1e-12, rtol=0)
+    torch.testing.assert_close(sum(result[2] for result in results), hidden_grad, atol=1e-12, rtol=0)
+    parts = torch.cat([result[3] for result in results])
+    torch.testing.assert_close(parts[:vocab], weight_grad, atol=1e-12, rtol=0)
+    assert not parts[vocab:].any()
 
 
 def test_a_forbidden_token_makes_neither_entropy_nor_gradient_nan() -> None:

@@ -92,6 +92,8 @@ class TrainEngine(ABC):
     """The ranks that compute the same rows together; None where each computes its own."""
     gradient_ranks: int
     """The ranks over which the backend averages gradients; a loss is a sum over them."""
+    exports_parameters: bool = True
+    """Whether on one rank `export_weights` gives the parameters themselves, as against tensors made from them."""
     reports: bool = True
     """Whether this rank reports the metrics of the rows: one rank of each model group does."""
 
@@ -105,7 +107,7 @@ class TrainEngine(ABC):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter and saved buffer; a tied weight comes once.
 
-        On one rank the tensors are the parameters themselves, not copies: they follow later updates.
+        On one rank the tensors are the parameters themselves, not copies: they follow later updates (see `exports_parameters`).
         """
 
     @abstractmethod

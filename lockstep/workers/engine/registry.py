@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, EngineConfig, FSDPConfig, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import has_fast_layers, install_fast_layers
@@ -64,12 +64,34 @@ def make_engine(
             sharding.reshard(engine.module)
         engine.decoder = decoder
         return engine
+    if choice.strategy == "megatron":
+        from lockstep.workers.engine.megatron.engine import MegatronEngine
+
+        found = load_on_meta(model, head, seed, pad_token_id)
+        module, source = found or (load_model(model, head, seed, pad_token_id), None)
+        recomputes = optim is not None and model.enable_gradient_checkpointing
+        megatron_engine = MegatronEngine(
+            module,
+            head,
+            config=choice.megatron,
+            optim=optim,
+            total_updates=total_updates,
+            device=device,
+            seed=seed,
+            recompute=_recompute(model, module, choice.megatron, max_tokens, device) if recomputes else "none",
+            source=source,
+        )
+        megatron_engine.decoder = share_structure(module, decoder_attention) if decoder_attention else None
+        return megatron_engine
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 
-def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:
+def _recompute(
+    model: ModelConfig, module: PreTrainedModel, section: EngineConfig, max_tokens: int | None, device: torch.device
+) -> str:
     if model.recompute != "auto":
         return model.recompute
-    dtype = compute_dtype(fsdp.dtype, device)
-    fast = device.type == "cuda" and dtype != torch.float32 and not fsdp.use_torch_compile and has_fast_layers(module)
+    dtype = compute_dtype(section.dtype, device)
+    fast = isinstance(section, FSDPConfig) and device.type == "cuda" and dtype != torch.float32 and has_fast_layers(module)
+    fast = fast and not (isinstance(section, FSDPConfig) and section.use_torch_compile)
     return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), dtype.itemsize, fast)

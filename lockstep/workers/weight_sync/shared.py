@@ -23,10 +23,11 @@ class SharedWeights:
         assert engine.decoder is not None, "the engine was made without a decoder"
         self._engine, self._decoder, self._dtype = engine, engine.decoder, dtype
         self._slots = _parameter_slots(self._decoder)
+        self._engine_copies = engine.world_size > 1 or not engine.exports_parameters
         for module in self._decoder.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else buffer.to(engine.device)
-        self.keeps_copy = engine.device.type == "cuda" and engine.world_size == 1 and self._needs_cast()
+        self.keeps_copy = engine.device.type == "cuda" and engine.world_size == 1 and self._needs_copy()
         """Whether the decoder has a copy of its own that keeps its place in memory (or where the decoder has moved it)."""
         self._drop()
 
@@ -39,7 +40,7 @@ class SharedWeights:
                 copied += self._write(name, tensor)
                 continue
             lent = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-            if self._engine.world_size > 1 or lent.data_ptr() != tensor.data_ptr():
+            if self._engine_copies or lent.data_ptr() != tensor.data_ptr():
                 copied += lent.nbytes
             self._assign(name, lent)
         try:
@@ -48,8 +49,9 @@ class SharedWeights:
             if not self.keeps_copy:
                 self._drop()
 
-    def _needs_cast(self) -> bool:
-        return any(tensor.is_floating_point() and tensor.dtype != self._dtype for _, tensor in self._engine.export_weights())
+    def _needs_copy(self) -> bool:
+        weights = self._engine.export_weights
+        return self._engine_copies or any(tensor.is_floating_point() and tensor.dtype != self._dtype for _, tensor in weights())
 
     def _write(self, name: str, tensor: Tensor) -> int:
         """Copy into the decoder's own parameter, made at the first time; returns its bytes."""

@@ -1,0 +1,279 @@
+"""MegatronEngine: a Hugging Face model as megatron-core computes it, divided over tensor, pipeline and data-parallel ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.config.engine import MegatronConfig, OptimConfig
+from lockstep.errors import DataError, NumericalError
+from lockstep.models.flops import model_cost
+from lockstep.models.load import Head
+from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.protocol import Ragged
+from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
+from lockstep.workers.engine.megatron.check import check
+from lockstep.workers.engine.megatron.checkpoint import clear_folder, tensor_reader, write_tensors
+from lockstep.workers.engine.megatron.convert import Read, place_parameters
+from lockstep.workers.engine.megatron.layout import join_layout
+from lockstep.workers.engine.megatron.library import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    get_forward_backward_func,
+    quiet,
+)
+from lockstep.workers.engine.megatron.model import Stage
+from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
+from lockstep.workers.engine.megatron.spec import head_size, transformer_config
+from lockstep.workers.engine.megatron.weights import Weights
+from lockstep.workers.engine.optim import learning_rate
+from lockstep.workers.engine.packing import PackedRows, pack_sequences
+from lockstep.workers.engine.precision import compute_dtype
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer"
+PROGRESS = "optimizer_progress.json"
+
+Consume = Callable[[int, Tensor], Tensor]
+"""(number of the micro-batch, the columns side by side) -> its loss. Called on ranks of the last stage."""
+
+
+class MegatronEngine(TrainEngine):
+    """See TrainEngine. `module` is the Hugging Face model, on the meta device where `source` has its weights; it is not kept.
+
+    `recompute` is one of lockstep.models.recompute's kinds.
+    """
+
+    exports_parameters = False
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        head: Head,
+        *,
+        config: MegatronConfig,
+        optim: OptimConfig | None,
+        total_updates: int,
+        device: torch.device,
+        seed: int,
+        recompute: str = "none",
+        source: WeightSource | None = None,
+    ) -> None:
+        self.head, self.device = head, device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # megatron-core makes its buffers on the current device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.hf_config = module.config
+        check(config, self.hf_config, self.world_size, "megatron")
+        self.hf_config.architectures = [type(module).__name__]
+        self.generation_config = module.generation_config if module.can_generate() else None
+        self.cost = model_cost(module)
+        self.dtype = compute_dtype(config.dtype, device)
+        self._layout = layout = join_layout(config, seed)
+        self.model_group = layout.model if layout.model.size() > 1 else None
+        self.gradient_ranks = layout.data.size()
+        self.reports = layout.is_last_stage and layout.tensor.rank() == 0
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        stage = Stage(
+            transformer_config(self.hf_config, config, self.dtype, recompute),
+            head,
+            layout,
+            vocabulary=self.hf_config.vocab_size,
+            tied=head is Head.LANGUAGE_MODEL and "lm_head.weight" not in self._shapes,
+            head_bias="score.bias" in self._shapes,
+            inverse_frequencies=module.base_model.get_buffer("rotary_emb.inv_freq"),
+            windows=self.cost.windows,
+        ).to(device)
+        placed = place_parameters(self._shapes, self.hf_config.num_hidden_layers, head_size(self.hf_config), layout.pipeline.size())
+        self._weights = Weights(stage, placed, self._shapes, layout, device)
+        self._optim, self._total_updates, self._updates = optim, total_updates, 0
+        self._optimizer: AdamW | None = None
+        self.module: nn.Module = stage.requires_grad_(False) if optim is None else self._trained(stage, optim, config)
+        self._read_weights(_reader(module) if source is None else source.read)
+
+    def _trained(self, stage: Stage, optim: OptimConfig, config: MegatronConfig) -> DistributedDataParallel:
+        with quiet():
+            model = DistributedDataParallel(
+                stage.config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer),
+                stage,
+            )
+        self._optimizer = AdamW(model, optim, self.dtype, config.use_distributed_optimizer, self._layout.data)
+        return model
+
+    # -- what the model computes -----------------------------------------------------------------------------------------------
+
+    def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
+        """See TrainEngine. The ranks of the last stage have the columns and give them to the others."""
+        for packed, stacked in zip(packs, self._forward(packs, temperature), strict=True):
+            yield self._unstack(self._from_last_stage(stacked, len(packed.predict_at)), entropy_grad=False)
+
+    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
+        """See TrainEngine. Gradients are reduced over the ranks in `optim_step`."""
+
+        def loss(number: int, stacked: Tensor) -> Tensor:
+            # The schedule divides by the number of micro-batches, but a loss here is a part of a sum and not of a mean.
+            return loss_of(number, self._unstack(stacked, entropy_grad)) * len(packs)
+
+        self._schedule(packs, loss, temperature, entropy_grad, forward_only=False)
+
+    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
+        packed = pack_sequences(rows, pad_token_id, self.device)
+        (stacked,) = self._forward([packed], temperature=1.0)
+        return self._from_last_stage(stacked, len(rows.lengths))[:, 0]
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        """Nothing to switch: megatron's schedule only adds up, and `optim_step` reduces."""
+        return nullcontext()
+
+    def _forward(self, packs: Sequence[PackedRows], temperature: float) -> list[Tensor | None]:
+        """The columns of each micro-batch side by side, on ranks of the last stage; None on others."""
+        outputs: list[Tensor | None] = [None] * len(packs)
+
+        def keep(number: int, stacked: Tensor) -> Tensor:
+            outputs[number] = stacked
+            return torch.zeros((), device=self.device)
+
+        self._schedule(packs, keep, temperature, entropy_grad=False, forward_only=True)
+        return outputs
+
+    def _schedule(
+        self, packs: Sequence[PackedRows], consume: Consume, temperature: float, entropy_grad: bool, *, forward_only: bool
+    ) -> None:
+        """Run all micro-batches through the stages: one after another, or 1F1B with a pipeline."""
+        if not packs:
+            return
+
+        def forward_step(numbers: Iterator[int], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, None]]]:
+            number = next(numbers)
+            return model(packs[number], temperature, entropy_grad), lambda output: (consume(number, output), None)
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(range(len(packs))),
+            model=[self.module],
+            num_microbatches=len(packs),
+            seq_length=1,  # stages tell each other the shape of what they send
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _unstack(self, stacked: Tensor, entropy_grad: bool) -> dict[str, Tensor]:
+        if self.head is Head.VALUE:
+            return {"values": stacked[:, 0]}
+        log_probs, entropy = stacked.unbind(-1)
+        return {"log_probs": log_probs, "entropys": entropy if entropy_grad else entropy.detach()}
+
+    def _from_last_stage(self, stacked: Tensor | None, rows: int) -> Tensor:
+        group = self._layout.pipeline
+        if stacked is None:
+            stacked = torch.empty(rows, 2 if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
+        if group.size() > 1:
+            stacked = stacked.contiguous()
+            dist.broadcast(stacked, dist.get_global_rank(group, group.size() - 1), group=group)
+        return stacked
+
+    # -- the optimizer ---------------------------------------------------------------------------------------------------------
+
+    def optim_step(self) -> OptimResult:
+        assert self._optimizer is not None, "a frozen engine cannot learn"
+        assert self._optim is not None
+        finalize_model_grads([self.module])
+        norm = self._optimizer.gradient_norm()
+        if not math.isfinite(norm):
+            self._clear_gradients()
+            raise NumericalError(f"the gradient norm is {norm} at update {self._updates}; no weight was changed")
+        lr = learning_rate(self._updates, self._total_updates, self._optim)
+        self._optimizer.step(norm, lr)
+        self._clear_gradients()
+        self._updates += 1
+        return OptimResult(grad_norm=norm, lr=lr)
+
+    def _clear_gradients(self) -> None:
+        assert self._optimizer is not None
+        assert isinstance(self.module, DistributedDataParallel)
+        self.module.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    # -- weights and checkpoints -------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine. Tensors are those of the computation, in its type; `save` writes the float32 master weights."""
+        return self._weights.export(lambda parameter: parameter, self.dtype)
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for name, tensor in self._export(MASTER):  # gathering is for all ranks, keeping for the one that writes
+            if self.rank == 0:
+                tensors[name] = tensor.contiguous().cpu()
+        if self.rank == 0:
+            self.hf_config.save_pretrained(path)
+            if self.generation_config is not None:  # the stop tokens of chat models are listed there
+                self.generation_config.save_pretrained(path)
+            save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+            (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
+        del tensors
+        if self._optimizer is not None:
+            if self.rank == 0:
+                clear_folder(path / OPTIMIZER)
+            for kind in MOMENTS:
+                write_tensors(path / OPTIMIZER, kind, self._export(kind), keep=self.rank == 0)
+        dist.barrier()  # no rank goes on before the files are there
+
+    def load(self, path: Path) -> None:
+        if not (path / WEIGHTS).is_file():
+            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
+        files = WeightFiles(path)
+        self._check_architecture(path, files.shapes)
+        moments = {kind: tensor_reader(path / OPTIMIZER, kind) for kind in MOMENTS} if self._optimizer is not None else {}
+        self._read_weights(files.read)
+        if self._optimizer is None:
+            return
+        for kind, read in moments.items():
+            self._weights.read_into(read, partial(self._optimizer.write, kind))
+        self._updates = json.loads((path / PROGRESS).read_text())["updates"]
+        self._optimizer.set_steps(self._updates)
+
+    def _export(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Master weights or a moment, in float32; of a frozen engine its weights."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return self._weights.export(lambda parameter: parameter.float(), torch.float32)
+        return self._weights.export(partial(optimizer.read, kind), torch.float32)
+
+    @torch.no_grad()
+    def _read_weights(self, read: Read) -> None:
+        def put(parameter: nn.Parameter, value: Tensor) -> None:
+            parameter.copy_(value)
+            if self._optimizer is not None:
+                self._optimizer.write(MASTER, parameter, value)
+
+        self._weights.read_into(read, put)
+
+    def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
+        other = [name for name, shape in self._shapes.items() if found.get(name) != shape]
+        if other:
+            name = other[0]
+            raise DataError(
+                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._shapes)} weights differ, first {name} with "
+                f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
+                "trainer.resume_mode=disable"
+            )
+
+
+def _reader(module: PreTrainedModel) -> Read:
+    """Reads rows of a model that is in memory."""
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return lambda name, start, stop: parameters[name][start:stop]

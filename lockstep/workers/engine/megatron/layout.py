@@ -1,0 +1,71 @@
+"""How the ranks of this process group divide one model among them. megatron-core keeps this once for the whole process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lockstep.config.engine import MegatronConfig
+from lockstep.errors import ConfigError
+from lockstep.workers.engine.megatron.library import model_parallel_cuda_manual_seed, parallel_state
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The place of this rank, and the ranks that it works with."""
+
+    tensor: dist.ProcessGroup
+    """Ranks that share every layer of a stage."""
+    pipeline: dist.ProcessGroup
+    """Ranks that have a stage each, in order."""
+    data: dist.ProcessGroup
+    """Ranks that have the same part of the model."""
+    model: dist.ProcessGroup
+    """Ranks that compute one model together: tensor x pipeline."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank() == self.pipeline.size() - 1
+
+
+def join_layout(section: MegatronConfig, seed: int) -> Layout:
+    """The layout that the section asks for, made at the first call. Every rank has to call this.
+
+    A second model in the same process takes part in the layout of the first; one that asks for another raises ConfigError.
+    """
+    if parallel_state.model_parallel_is_initialized() and not _is_alive(parallel_state.get_model_parallel_group()):
+        parallel_state.destroy_model_parallel()  # of a run that has ended in this process
+    wanted = (section.tensor_model_parallel_size, section.pipeline_model_parallel_size)
+    if not parallel_state.model_parallel_is_initialized():
+        # Dropout is off and weights are read, so nothing is drawn; but recomputation and sequence parallelism ask for these generators.
+        parallel_state.initialize_model_parallel(*wanted, create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(seed)
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if found != wanted:
+        raise ConfigError(
+            f"a model in this process is laid out with tensor_model_parallel_size={found[0]} and pipeline_model_parallel_size={found[1]}; "
+            f"another cannot have {wanted[0]} and {wanted[1]}. Give the models that share processes (actor, reference, critic) the same "
+            "sizes"
+        )
+    return Layout(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        model=parallel_state.get_model_parallel_group(),
+    )
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed still knows the group."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False
