@@ -59,6 +59,21 @@ def make_engine(
             check_packing(engine.module, module, str(model.path), device, engine.dtype)
         engine.decoder = decoder
         return engine
+    if choice.strategy == "torchtitan":
+        from lockstep.workers.engine.torchtitan.make import make_torchtitan_engine
+
+        return make_torchtitan_engine(
+            choice.torchtitan,
+            model=model,
+            head=head,
+            optim=optim,
+            total_updates=total_updates,
+            device=device,
+            seed=seed,
+            pad_token_id=pad_token_id,
+            decoder_attention=decoder_attention,
+            max_tokens=max_tokens,
+        )
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 
