@@ -23,6 +23,8 @@ def check(section: TorchtitanConfig, hf_config: Any, world_size: int, key: str) 
             f"{tensor_key} x {pipeline_key} = {tensor * pipeline} must divide the {world_size} ranks: that many compute one copy "
             "of the model"
         )
+    if section.use_torch_compile and tensor > 1:
+        raise ConfigError(f"{key}.use_torch_compile=true: torchtitan's tensor parallelism cannot be traced; set it to false, or {tensor_key} to 1")
     family = hf_config.model_type
     if family not in FAMILIES:
         raise ConfigError(f"{key} knows the families {', '.join(FAMILIES)}; this model is a {family}: {_OTHER}")
