@@ -24,7 +24,9 @@ def check(section: TorchtitanConfig, hf_config: Any, world_size: int, key: str) 
             "of the model"
         )
     if section.use_torch_compile and tensor > 1:
-        raise ConfigError(f"{key}.use_torch_compile=true: torchtitan's tensor parallelism cannot be traced; set it to false, or {tensor_key} to 1")
+        raise ConfigError(
+            f"{key}.use_torch_compile=true: torchtitan's tensor parallelism cannot be traced; set it to false, or {tensor_key} to 1"
+        )
     family = hf_config.model_type
     if family not in FAMILIES:
         raise ConfigError(f"{key} knows the families {', '.join(FAMILIES)}; this model is a {family}: {_OTHER}")
@@ -33,7 +35,7 @@ def check(section: TorchtitanConfig, hf_config: Any, world_size: int, key: str) 
     rope = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         raise ConfigError(f"{key} has one set of rotary frequencies for all lengths; this {family} has rope_type={rope}: {_OTHER}")
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(hf_config, name)
         if count % tensor:
             raise ConfigError(f"{tensor_key} must divide {name}={count} of the model")

@@ -18,9 +18,10 @@ def prepare_import(device: torch.device) -> None:
     """Make torchtitan importable here, and make its meshes those of `device`."""
     if find_spec("triton") is None:
         _leave_out_async_experts()
-    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-        # New in torch 2.13. torchtitan imports it for annotations; with spmd_backend="partial_dtensor" none is ever made.
-        torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})  # type: ignore[attr-defined]
+    new_in_torch_2_13 = "DataParallelMeshDims"
+    if not hasattr(torch.distributed.fsdp, new_in_torch_2_13):
+        # torchtitan imports it for annotations; with spmd_backend="partial_dtensor" none is ever made.
+        setattr(torch.distributed.fsdp, new_in_torch_2_13, type(new_in_torch_2_13, (), {}))
     # torchtitan asks torch once which accelerator there is, takes CUDA where there is none, and makes its meshes of that device;
     # its other modules copy the answer when they are imported.
     from torchtitan.tools import utils

@@ -106,6 +106,7 @@ class ValueHead(Linear):
     def forward(self, input: Tensor, question: Question | None = None) -> Tensor:
         assert question is not None
         hidden = _local(input)[0, question.at]
+        # A sum over one number: FSDP2 warns about outputs that are views.
         return F.linear(hidden, _local(self.weight), None if self.bias is None else _local(self.bias)).float().sum(-1)
 
 
@@ -150,23 +151,22 @@ def decoder_config(model: PreTrainedModel, tied: bool) -> PackedDecoder.Config:
     """
     hf = model.config
     rotary = model.get_submodule("model.rotary_emb")
-    head = model.get_output_embeddings() or model.get_submodule("score")
-    language = hasattr(model, "lm_head")
+    score = getattr(model, "score", None)
     config = PackedDecoder.Config(
         vocab_size=hf.vocab_size,
         dim=hf.hidden_size,
         norm=_norm(hf.hidden_size, hf.rms_norm_eps),
         tok_embeddings=Embedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size),
         lm_head=LanguageHead.Config(in_features=hf.hidden_size, out_features=hf.vocab_size)
-        if language
-        else ValueHead.Config(in_features=hf.hidden_size, out_features=1, bias=head.bias is not None),
+        if score is None
+        else ValueHead.Config(in_features=hf.hidden_size, out_features=1, bias=score.bias is not None),
         layers=[_layer(hf, layer) for layer in model.get_submodule("model.layers")],
         enable_weight_tying=tied,
         inv_freq=tuple(rotary.inv_freq.tolist()),
         rotary_scale=rotary.attention_scaling,
     )
     set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)
-    if not language:
+    if score is not None:
         # A single row cannot be divided: every rank of a tensor-parallel group has it.
         whole, hidden = dense_param_placement(tp=spmd.R), {"input": dense_activation_placement(tp=spmd.R)}
         config.lm_head.sharding_config = ShardingConfig(

@@ -65,9 +65,7 @@ def make_layout(tensor: int, pipeline: int) -> Layout:
     world, rank = dist.get_world_size(), dist.get_rank()
     data = world // (tensor * pipeline)
     set_spmd_backend(_BACKEND)
-    dims = ParallelDims(
-        dp_replicate=1, dp_shard=data, cp=1, tp=tensor, pp=pipeline, ep=1, world_size=world, spmd_backend=_BACKEND
-    )
+    dims = ParallelDims(dp_replicate=1, dp_shard=data, cp=1, tp=tensor, pp=pipeline, ep=1, world_size=world, spmd_backend=_BACKEND)
     dims.build_mesh()
     grid = torch.arange(world).view(pipeline, data, tensor)
     copies = [grid[:, d].flatten().tolist() for d in range(data)]
@@ -173,7 +171,9 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     return tensor.to_local()
 
 
-def clip_grad_norm(gradients: Iterable[Tensor], counted: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None) -> float:
+def clip_grad_norm(
+    gradients: Iterable[Tensor], counted: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None
+) -> float:
     """Scale `gradients` down to `max_norm`; returns their norm before, which is that of `counted` on all ranks of `group` together.
 
     torch's own function cannot take gradients that lie on several meshes, and stops half-way, with some of them scaled.

@@ -32,7 +32,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        mesh: DeviceMesh | None,
     ) -> None:
         self._module, self._group, self._width, self._dtype, self._device, self._mesh = module, group, width, dtype, device, mesh
         self._stage, self._stages = group.rank(), group.size()

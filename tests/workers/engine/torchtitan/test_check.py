@@ -33,12 +33,18 @@ REFUSED: list[tuple[dict[str, Any], Any, int, str]] = [
     ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, tiny_config(), 2, "= 4 must divide the 2 ranks"),
     ({"tensor_parallel_size": 4}, tiny_config(), 4, "tensor_parallel_size=4 must divide num_key_value_heads=2"),
     ({"tensor_parallel_size": 3}, tiny_config(), 3, "tensor_parallel_size=3 must divide num_attention_heads=4"),
+    ({"tensor_parallel_size": 2}, tiny_config(intermediate_size=47), 2, "tensor_parallel_size=2 must divide intermediate_size=47"),
     ({"tensor_parallel_size": 2}, tiny_config(vocab_size=1), 2, "without a part of the vocabulary of 1 tokens"),
     ({"pipeline_parallel_size": 3}, tiny_config(), 3, "pipeline_parallel_size=3 is more than the model's 2 layers"),
     ({}, tiny_config("gpt2"), 1, "llama, qwen2, qwen3; this model is a gpt2: choose strategy fsdp2"),
     ({}, tiny_config(hidden_act="gelu"), 1, "hidden_act=gelu"),
     ({}, tiny_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), 1, "rope_type=dynamic"),
-    ({"tensor_parallel_size": 2, "use_torch_compile": True}, tiny_config(), 2, "use_torch_compile=true: .*tensor_parallel_size=2 to 1"),
+    (
+        {"tensor_parallel_size": 2, "use_torch_compile": True},
+        tiny_config(),
+        2,
+        "use_torch_compile=true: .*tensor_parallel_size=2 to 1",
+    ),
 ]
 
 

@@ -62,6 +62,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_size": 2}),
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "dp2 tp2": (4, {"tensor_parallel_size": 2}),
+    "pp4": (4, {"pipeline_parallel_size": 4}),
     "tp2 pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 TIED = {"tie_word_embeddings": True}
@@ -131,9 +132,9 @@ def test_two_updates_equal_plain_pytorch(
     assert moved > 10 * WEIGHT_ATOL, "the weights hardly moved, so their comparison says nothing"
 
 
-@pytest.mark.parametrize(("layout", "budget"), [("dp2", Budget(14)), ("pp2", Budget(10_000, 1)), ("tp2 pp2", Budget(10_000))])
+@pytest.mark.parametrize(("layout", "budget"), [("dp2", Budget(14)), ("pp4", Budget(10_000, 1)), ("tp2 pp2", Budget(10_000))])
 def test_the_micro_batch_budget_never_changes_an_update(tmp_path: Path, layout: str, budget: Budget) -> None:
-    path = save_tiny_model(tmp_path)
+    path = save_tiny_model(tmp_path, num_hidden_layers=4 if layout == "pp4" else 2)
     model, expected = reference_run(path, LM, STEPS)
     world, options = _titan(layout)
     for _, results, weights in run_distributed(engine_run, world, path, "torchtitan", LM, STEPS, budget, options):
@@ -225,7 +226,9 @@ def test_a_checkpoint_continues_in_every_layout(tmp_path: Path, head: Head, rout
         if number == 0:
             engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
         else:
-            engine_step(engine, make_rows(6, seed=9), 0, TWO_MICRO_BATCHES)  # elsewhere, so that everything has to come from the file
+            engine_step(
+                engine, make_rows(6, seed=9), 0, TWO_MICRO_BATCHES
+            )  # elsewhere, so that everything has to come from the file
             engine.load(tmp_path / str(number - 1))
         engine.save(tmp_path / str(number))
         engine_step(engine, STEPS[1], 1, TWO_MICRO_BATCHES)

@@ -1,4 +1,4 @@
-"""Log-probs over a divided vocabulary against the whole one (models/token_head.py), value and gradient, in float32 to 1e-5 of their size."""
+"""Log-probs over a divided vocabulary against the whole one (models/token_head.py), value and gradient, to 1e-5 of their size."""
 
 from __future__ import annotations
 
