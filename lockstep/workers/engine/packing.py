@@ -124,6 +124,23 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
     )
 
 
+def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> PackedRows:
+    """Rows of token ids end to end, to be read once each: where transformers scores a padded row, at its last token that is no padding.
+
+    There are no targets.
+    """
+    starts = torch.cumsum(rows.lengths, 0) - rows.lengths
+    last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
+    return PackedRows(
+        input_ids=rows.values[None].to(device),
+        position_ids=_offsets(rows.lengths)[None].to(device),
+        layout=PackedLayout(rows.lengths, device),
+        predict_at=(starts + last).to(device),
+        targets=rows.values[:0].to(device),
+        response_lengths=torch.ones_like(rows.lengths),
+    )
+
+
 def _offsets(lengths: Tensor) -> Tensor:
     """0, 1, 2, ... anew for each of `lengths`, end to end."""
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)

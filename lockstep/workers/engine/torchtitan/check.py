@@ -15,7 +15,7 @@ _OTHER = "choose strategy fsdp2"
 def check(section: TorchtitanConfig, hf_config: Any, world_size: int, key: str) -> None:
     """Raise ConfigError unless `world_size` ranks can compute this model as `section` says. `key` is the section's place."""
     if find_spec("torchtitan") is None:
-        raise ConfigError(f"{key} needs the package torchtitan, which is not installed: pip install 'torchtitan==0.3.0'")
+        raise ConfigError(f"{key} needs the package torchtitan, which is not installed: pip install 'lockstep-rl[torchtitan]'")
     tensor, pipeline = section.tensor_parallel_size, section.pipeline_parallel_size
     tensor_key, pipeline_key = f"{key}.tensor_parallel_size={tensor}", f"{key}.pipeline_parallel_size={pipeline}"
     if world_size % (tensor * pipeline):

@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import OptimConfig, TorchtitanConfig
 from lockstep.errors import DataError, NumericalError
-from lockstep.models.attention import PackedLayout
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
@@ -28,7 +28,7 @@ from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
 from lockstep.workers.engine.fsdp.engine import OPTIMIZER, PROGRESS, WEIGHTS
 from lockstep.workers.engine.optim import learning_rate
-from lockstep.workers.engine.packing import PackedRows
+from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.torchtitan.model import Question, decoder_config
 from lockstep.workers.engine.torchtitan.names import hf_name
@@ -80,12 +80,8 @@ class TorchtitanEngine(TrainEngine):
         self.module = build(titan, self._layout, self.dtype, recompute, optim is not None, device)
         if config.use_torch_compile:
             compile_layers(self.module)
-        output = "lm_head" if head is Head.LANGUAGE_MODEL else "score"
-        names = {name: hf_name(name, output) for name, _ in self.module.named_parameters()}
-        self._parameters = {
-            _EMBEDDING if tied and names[name] == "lm_head.weight" else names[name]: parameter
-            for name, parameter in self.module.named_parameters()
-        }
+        output = "model.embed_tokens" if tied else "lm_head" if head is Head.LANGUAGE_MODEL else "score"
+        self._parameters = {hf_name(name, output): parameter for name, parameter in self.module.named_parameters()}
         self._owners = self._find_owners()
         read_shards(self._parameters, source.read)
         self._pipeline = (
@@ -124,7 +120,7 @@ class TorchtitanEngine(TrainEngine):
         batches = [self._inputs(packed, temperature, entropy_grad) for packed in packs]
 
         def loss(number: int, answer: Tensor) -> Tensor:
-            return loss_of(number, self._columns(answer))
+            return loss_of(number, self._columns(answer, entropy_grad))
 
         if self._pipeline is not None:
             self._pipeline.backward(batches, loss, self.gradient_sync)
@@ -134,14 +130,9 @@ class TorchtitanEngine(TrainEngine):
                 loss(number, self.module(*inputs)).backward()
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        # transformers reads a row's score at its last token that is not padding, which need not be its last.
-        kept = [(row != pad_token_id).nonzero().flatten() for row in rows.rows()]
-        last = torch.tensor([int(places[-1]) if len(places) else 0 for places in kept])
-        starts = torch.cumsum(rows.lengths, 0) - rows.lengths
-        positions = torch.cat([torch.arange(length) for length in rows.lengths.tolist()])
-        layout = PackedLayout(rows.lengths, self.device)
-        tokens = (x[None].to(self.device) for x in (rows.values, positions))
-        return next(self._answers([(*tokens, layout, Question((starts + last).to(self.device)))]))
+        packed = pack_sequences(rows, pad_token_id, self.device)
+        question = Question(packed.predict_at)
+        return next(self._answers([(packed.input_ids, packed.position_ids, packed.layout, question)]))
 
     def _answers(self, batches: Sequence[Inputs]) -> Iterator[Tensor]:
         """What the output layer says of each micro-batch, on every rank, without a gradient."""
@@ -160,16 +151,17 @@ class TorchtitanEngine(TrainEngine):
         question = Question(packed.predict_at, packed.targets, temperature, entropy_grad)
         return packed.input_ids, packed.position_ids, packed.layout, question
 
-    def _columns(self, answer: Tensor) -> dict[str, Tensor]:
+    def _columns(self, answer: Tensor, entropy_grad: bool = False) -> dict[str, Tensor]:
         if self.head is Head.VALUE:
             return {"values": answer}
         log_probs, entropy = answer.unbind(-1)
-        return {"log_probs": log_probs, "entropys": entropy}
+        return {"log_probs": log_probs, "entropys": entropy if entropy_grad else entropy.detach()}
 
     # -- updates ---------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def gradient_sync(self, enabled: bool) -> Iterator[None]:
+        assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(enabled)
         if self._pipeline is not None:  # further micro-batches may be between forward and backward
             self.module.set_is_last_backward(enabled)

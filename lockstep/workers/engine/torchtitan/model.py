@@ -88,6 +88,7 @@ class LanguageHead(Linear):
         assert question.targets is not None
         options = (question.targets, question.temperature, question.entropy_grad)
         if isinstance(self.weight, DTensor):  # each rank has a part of the vocabulary, and makes a part of the gradient
+            assert isinstance(input, DTensor)
             hidden = input.to_local(grad_placements=[Partial()])[0, question.at]
             group = self.weight.device_mesh.get_group()
             columns = sharded_log_probs(hidden, self.weight.to_local(), *options, group, self.out_features)
@@ -150,7 +151,7 @@ def decoder_config(model: PreTrainedModel, tied: bool) -> PackedDecoder.Config:
     `tied`: its output layer is its embedding.
     """
     hf = model.config
-    rotary = model.get_submodule("model.rotary_emb")
+    body: Any = model.get_submodule("model")
     score = getattr(model, "score", None)
     config = PackedDecoder.Config(
         vocab_size=hf.vocab_size,
@@ -160,10 +161,10 @@ def decoder_config(model: PreTrainedModel, tied: bool) -> PackedDecoder.Config:
         lm_head=LanguageHead.Config(in_features=hf.hidden_size, out_features=hf.vocab_size)
         if score is None
         else ValueHead.Config(in_features=hf.hidden_size, out_features=1, bias=score.bias is not None),
-        layers=[_layer(hf, layer) for layer in model.get_submodule("model.layers")],
+        layers=[_layer(hf, layer) for layer in body.layers],
         enable_weight_tying=tied,
-        inv_freq=tuple(rotary.inv_freq.tolist()),
-        rotary_scale=rotary.attention_scaling,
+        inv_freq=tuple(body.rotary_emb.inv_freq.tolist()),
+        rotary_scale=body.rotary_emb.attention_scaling,
     )
     set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)
     if score is not None:

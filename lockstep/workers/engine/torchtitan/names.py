@@ -23,7 +23,7 @@ _RECOMPUTED = "_checkpoint_wrapped_module."
 
 
 def hf_name(name: str, head: str) -> str:
-    """The Hugging Face name of a torchtitan parameter. `head` is that of the output layer: lm_head, or score."""
+    """The Hugging Face name of a torchtitan parameter. `head` is that of the output layer: lm_head, score, or a tied embedding's."""
     name = name.replace(_RECOMPUTED, "")
     layer = _LAYER.fullmatch(name)
     if layer:

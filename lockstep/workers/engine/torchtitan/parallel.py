@@ -196,8 +196,9 @@ def _squares(gradients: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
     copies = [_copies(gradient) for gradient in gradients]
     norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
     squares = (norms.square() / torch.tensor(copies, device=norms.device)).sum()
-    for dim in range(mesh.ndim if mesh is not None else 0):
-        dist.all_reduce(squares, group=mesh.get_group(dim))
+    if mesh is not None:
+        for dim in range(mesh.ndim):
+            dist.all_reduce(squares, group=mesh.get_group(dim))
     return squares
 
 

@@ -66,8 +66,8 @@ class Pipeline:
     ) -> None:
         """Forward and backward of all micro-batches. `loss_of(number, answer)` is called on the last stage."""
         count = len(batches)
+        # This stage is so many micro-batches ahead of the last one, and the gradients come back that much later.
         ahead = min(self._stages - self._stage - 1, count)
-        """Micro-batches that this stage is ahead of the last one, whose gradients come back that much later."""
         running: deque[tuple[Tensor | None, Tensor]] = deque()
 
         def forward(number: int, arrived: Tensor | None) -> Tensor:

@@ -56,5 +56,7 @@ def test_what_cannot_be_is_refused_with_its_key(section: dict[str, Any], hf_conf
 
 def test_without_the_package_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "find_spec", lambda name: None if name == "torchtitan" else util.find_spec(name))
-    with pytest.raises(ConfigError, match=r"critic.torchtitan needs the package torchtitan.*pip install 'torchtitan==0.3.0'"):
+    with pytest.raises(
+        ConfigError, match=r"critic.torchtitan needs the package torchtitan.*pip install 'lockstep-rl\[torchtitan\]'"
+    ):
         check(TorchtitanConfig(), tiny_config(), 1, KEY)
