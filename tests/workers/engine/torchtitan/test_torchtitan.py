@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ from helpers.conformance import (
 )
 from helpers.distributed import run_distributed
 from helpers.engines import make_tiny_engine
+from helpers.run import roles, train
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
+from lockstep.config import PPOConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError, NumericalError
 from lockstep.models.load import Head, load_model
@@ -430,3 +433,21 @@ def test_a_layout_that_cannot_be_is_refused_when_the_engine_is_made(tmp_path: Pa
             _engine(path, "tp2")
 
     run_distributed(refuse, 1)
+
+
+def test_ppo_goes_as_with_fsdp2(embedded_config: Callable[..., PPOConfig]) -> None:
+    """Actor, rollout, reference and critic for two steps: the same responses, and norms that differ by rounding alone."""
+
+    def run(strategy: str) -> list[dict[str, Any]]:
+        keys = [f"{role}.strategy={strategy}" for role in ("actor_rollout_ref.actor", "critic")]
+        folder = f"trainer.experiment_name={strategy}"
+        config = embedded_config(*keys, folder, "trainer.total_training_steps=2", "trainer.val_before_train=false")
+        return train(config, {"global_pool": [1]}, roles("ActorRolloutRef", "Critic"))
+
+    expected, steps = (run_distributed(run, 1, strategy)[0] for strategy in ("fsdp2", "torchtitan"))
+    assert len(steps) == len(expected) == 2
+    for step, want in zip(steps, expected, strict=True):
+        assert step["critic/score/mean"] == want["critic/score/mean"]
+        assert step["response_length/mean"] == want["response_length/mean"]
+        assert step["actor/grad_norm"] == pytest.approx(want["actor/grad_norm"], rel=1e-5)
+        assert step["critic/grad_norm"] == pytest.approx(want["critic/grad_norm"], rel=1e-5)
