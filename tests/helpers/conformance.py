@@ -170,11 +170,11 @@ def reference_run(path: str, head: Head, steps: list[list[dict[str, Tensor]]]) -
 
 
 def share(rows: list[dict[str, Tensor]], update: int, rank: int, world: int) -> list[dict[str, Tensor]]:
-    """This rank's rows: all of them; on several ranks the first two have 4 and 2 of 6 in even updates, 6 and none in odd ones."""
-    if world == 1:
-        return rows
-    first = len(rows) if update % 2 else 2 * len(rows) // 3
-    return (rows[:first], rows[first:])[rank] if rank < 2 else []
+    """This rank's rows: all of them; at two ranks 4 and 2 of 6, at more about as many each; in odd updates the first has them all."""
+    if world == 1 or update % 2:
+        return rows if rank == 0 else []
+    bounds = [0, 2 * len(rows) // 3, len(rows)] if world == 2 else [len(rows) * r // world for r in range(world + 1)]
+    return rows[bounds[rank] : bounds[rank + 1]]
 
 
 def engine_step(

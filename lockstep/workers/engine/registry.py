@@ -83,6 +83,21 @@ def make_engine(
         )
         megatron_engine.decoder = share_structure(module, decoder_attention) if decoder_attention else None
         return megatron_engine
+    if choice.strategy == "torchtitan":
+        from lockstep.workers.engine.torchtitan.make import make_torchtitan_engine
+
+        return make_torchtitan_engine(
+            choice.torchtitan,
+            model=model,
+            head=head,
+            optim=optim,
+            total_updates=total_updates,
+            device=device,
+            seed=seed,
+            pad_token_id=pad_token_id,
+            decoder_attention=decoder_attention,
+            max_tokens=max_tokens,
+        )
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 

@@ -1,0 +1,257 @@
+"""TorchtitanEngine: a Hugging Face model as torchtitan computes it, on a grid of pipeline x data x tensor parallel ranks, with AdamW."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lockstep.config.engine import OptimConfig, TorchtitanConfig
+from lockstep.errors import DataError, NumericalError
+from lockstep.models.flops import model_cost
+from lockstep.models.load import Head
+from lockstep.models.meta import WeightFiles
+from lockstep.protocol import Ragged
+from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
+from lockstep.workers.engine.fsdp.engine import OPTIMIZER, PROGRESS, WEIGHTS
+from lockstep.workers.engine.optim import learning_rate
+from lockstep.workers.engine.packing import PackedRows, pack_sequences
+from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.torchtitan.model import Question, decoder_config
+from lockstep.workers.engine.torchtitan.names import hf_name
+from lockstep.workers.engine.torchtitan.parallel import (
+    build,
+    clip_grad_norm,
+    compile_layers,
+    make_layout,
+    read_shards,
+    whole_tensors,
+)
+from lockstep.workers.engine.torchtitan.pipeline import Inputs, Pipeline
+from lockstep.workers.engine.torchtitan.source import Source
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class TorchtitanEngine(TrainEngine):
+    """See TrainEngine. `model` says what to build, and may be on the meta device; `source` has its weights."""
+
+    gradient_ranks = 1  # torchtitan sums gradients
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: Source,
+        head: Head,
+        *,
+        config: TorchtitanConfig,
+        recompute: str,
+        optim: OptimConfig | None,
+        total_updates: int,
+        device: torch.device,
+    ) -> None:
+        self.head, self.device = head, device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.hf_config = model.config
+        self.hf_config.architectures = [type(model).__name__]
+        self.generation_config = model.generation_config if model.can_generate() else None
+        self.cost = model_cost(model)
+        self.dtype = compute_dtype(config.dtype, device)
+        self._layout = make_layout(config.tensor_parallel_size, config.pipeline_parallel_size)
+        self.model_group, self.reports = self._layout.model_group, self._layout.reports
+        tied = head is Head.LANGUAGE_MODEL and bool(self.hf_config.tie_word_embeddings)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        # In a pipeline the first and the last stage have a copy each of a tied embedding; see _sum_tied.
+        self._has_copies = tied and self._layout.stages is not None
+        titan = decoder_config(model, tied and not self._has_copies)
+        self.module = build(titan, self._layout, self.dtype, recompute, optim is not None, device)
+        if config.use_torch_compile:
+            compile_layers(self.module)
+        output = "model.embed_tokens" if tied else "lm_head" if head is Head.LANGUAGE_MODEL else "score"
+        self._parameters = {hf_name(name, output): parameter for name, parameter in self.module.named_parameters()}
+        self._owners = self._find_owners()
+        read_shards(self._parameters, source.read)
+        self._pipeline = (
+            Pipeline(self.module, self._layout.stages, titan.dim, self.dtype, device, self._layout.tensor_mesh)
+            if self._layout.stages is not None
+            else None
+        )
+        self._optim, self._total_updates, self._updates = optim, total_updates, 0
+        self._optimizer = (
+            torch.optim.AdamW(
+                self._parameters.values(),
+                lr=optim.lr,
+                betas=(optim.betas[0], optim.betas[1]),
+                weight_decay=optim.weight_decay,
+                fused=True,
+            )
+            if optim
+            else None
+        )
+
+    def _find_owners(self) -> dict[str, int]:
+        """For each parameter the stage that has it; of two copies the first."""
+        if self._layout.stages is None:
+            return dict.fromkeys(self._parameters, 0)
+        names: list[list[str]] = [[]] * self._layout.dims.pp
+        dist.all_gather_object(names, list(self._parameters), group=self._layout.stages)
+        return {name: stage for stage in reversed(range(len(names))) for name in names[stage]}
+
+    # -- passes ----------------------------------------------------------------------------------------------------------------
+
+    def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
+        for answer in self._answers([self._inputs(packed, temperature) for packed in packs]):
+            yield self._columns(answer)
+
+    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
+        batches = [self._inputs(packed, temperature, entropy_grad) for packed in packs]
+
+        def loss(number: int, answer: Tensor) -> Tensor:
+            return loss_of(number, self._columns(answer, entropy_grad))
+
+        if self._pipeline is not None:
+            self._pipeline.backward(batches, loss, self.gradient_sync)
+            return
+        for number, inputs in enumerate(batches):
+            with self.gradient_sync(number == len(batches) - 1):
+                loss(number, self.module(*inputs)).backward()
+
+    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
+        packed = pack_sequences(rows, pad_token_id, self.device)
+        question = Question(packed.predict_at)
+        return next(self._answers([(packed.input_ids, packed.position_ids, packed.layout, question)]))
+
+    def _answers(self, batches: Sequence[Inputs]) -> Iterator[Tensor]:
+        """What the output layer says of each micro-batch, on every rank, without a gradient."""
+        if self._pipeline is None:
+            for inputs in batches:
+                yield self.module(*inputs)
+            return
+        answers = self._pipeline.forward(batches)
+        for number, (*_, question) in enumerate(batches):
+            shape = (len(question.at), 2) if self.head is Head.LANGUAGE_MODEL else (len(question.at),)
+            answer = answers[number] if answers else torch.empty(shape, device=self.device)
+            dist.broadcast(answer, group=self._layout.stages, group_src=self._layout.dims.pp - 1)
+            yield answer
+
+    def _inputs(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> Inputs:
+        question = Question(packed.predict_at, packed.targets, temperature, entropy_grad)
+        return packed.input_ids, packed.position_ids, packed.layout, question
+
+    def _columns(self, answer: Tensor, entropy_grad: bool = False) -> dict[str, Tensor]:
+        if self.head is Head.VALUE:
+            return {"values": answer}
+        log_probs, entropy = answer.unbind(-1)
+        return {"log_probs": log_probs, "entropys": entropy if entropy_grad else entropy.detach()}
+
+    # -- updates ---------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gradient_sync(self, enabled: bool) -> Iterator[None]:
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(enabled)
+        if self._pipeline is not None:  # further micro-batches may be between forward and backward
+            self.module.set_is_last_backward(enabled)
+        yield
+
+    def optim_step(self) -> OptimResult:
+        assert self._optimizer is not None, "a frozen engine cannot learn"
+        assert self._optim is not None
+        if self._has_copies:
+            self._sum_tied()
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        counted = [gradient for name, gradient in gradients.items() if self._owners[name] == self._layout.stage]
+        norm = clip_grad_norm(gradients.values(), counted, self._optim.clip_grad or math.inf, self._layout.stages)
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise NumericalError(f"the gradient norm is {norm} at update {self._updates}; no weight was changed")
+        lr = learning_rate(self._updates, self._total_updates, self._optim)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._updates += 1
+        return OptimResult(grad_norm=norm, lr=lr)
+
+    def _sum_tied(self) -> None:
+        """Give both copies of a tied embedding the gradient of both: they start alike, so they stay alike."""
+        if self._layout.ends is not None and (self._layout.is_first or self._layout.is_last):
+            gradient = self._parameters[_EMBEDDING].grad
+            assert isinstance(gradient, DTensor)
+            dist.all_reduce(gradient.to_local(), group=self._layout.ends)
+
+    # -- weights ---------------------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.world_size == 1:
+            for name in self._shapes:
+                parameter = self._parameters[name]
+                assert isinstance(parameter, DTensor)
+                yield name, parameter.to_local().detach()
+            return
+        yield from whole_tensors(self._parameters, self._shapes, self._owners, self._layout)
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for name, tensor in self.export_weights():  # gathering is for all ranks, keeping for the one that writes
+            if self.rank == 0:
+                tensors[name] = tensor.contiguous().cpu()
+        if self.rank == 0:
+            self.hf_config.save_pretrained(path)
+            if self.generation_config is not None:  # the stop tokens of chat models are listed there
+                self.generation_config.save_pretrained(path)
+            save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+            (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
+        del tensors
+        if self._optimizer is not None:
+            dcp.save(self._moments(), checkpoint_id=path / OPTIMIZER)
+
+    def load(self, path: Path) -> None:
+        if not (path / WEIGHTS).is_file():
+            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
+        files = WeightFiles(path)
+        self._check_architecture(path, files.shapes)
+        read_shards(self._parameters, files.read)
+        if self._optimizer is None:
+            return
+        state = self._moments()
+        # Without flattening, as in the fsdp engine: it would drop a tensor with fewer rows than there are ranks (a value head).
+        dcp.load(state, checkpoint_id=path / OPTIMIZER, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
+        for name, parameter in self._parameters.items():
+            self._optimizer.state[parameter] = state["optim"]["state"][name]
+        self._updates = json.loads((path / PROGRESS).read_text())["updates"]
+
+    def _moments(self) -> dict[str, Any]:
+        """AdamW's state by Hugging Face names, as the fsdp engines write it; zeros where there was no update yet."""
+        assert self._optimizer is not None
+        moments = {name: self._optimizer.state.get(p) or _no_moments(p) for name, p in self._parameters.items()}
+        return {"optim": {"state": moments}}
+
+    def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
+        other = [name for name, shape in self._shapes.items() if found.get(name) != shape]
+        if other:
+            name = other[0]
+            raise DataError(
+                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._shapes)} weights differ, first {name} with "
+                f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
+                "trainer.resume_mode=disable"
+            )
+
+
+def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where AdamW keeps it when it is fused
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
