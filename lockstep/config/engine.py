@@ -38,6 +38,8 @@ class FSDPConfig:
     """Free the gathered parameters of a layer between its forward and its backward."""
     fsdp_size: int = -1
     """Ranks that share one copy of the model (fsdp2); copies are kept equal by summing gradients. -1: all ranks share one."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that divide the tokens of one micro-batch; attention exchanges heads for tokens (Ulysses). Divides the attention heads."""
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory between updates: 8 bytes of GPU memory a parameter for the time of two copies."""
     use_torch_compile: bool = False
@@ -47,6 +49,7 @@ class FSDPConfig:
         one_of("fsdp_config.dtype", self.dtype, DTYPES)
         if self.fsdp_size != -1:
             at_least("fsdp_config.fsdp_size", self.fsdp_size, 1)
+        at_least("fsdp_config.ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, 1)
 
 
 @dataclass
@@ -122,6 +125,13 @@ class EngineChoice:
             "megatron": self.megatron, "torchtitan": self.torchtitan, "veomni": self.veomni,
         }  # fmt: skip
         return sections.get(self.strategy, self.fsdp_config)
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that divide the tokens of one micro-batch, so that it may hold so many times the tokens of one."""
+        if self.strategy == "veomni":
+            return self.veomni.ulysses_parallel_size
+        return self.fsdp_config.ulysses_sequence_parallel_size if self.strategy in ("fsdp", "fsdp2") else 1
 
 
 @dataclass

@@ -92,6 +92,8 @@ class TrainEngine(ABC):
     """The ranks that compute the same rows together; None where each computes its own."""
     gradient_ranks: int
     """The ranks over which the backend averages gradients; a loss is a sum over them."""
+    token_ranks: int = 1
+    """The ranks among which the tokens of a micro-batch are divided: it may hold so many times the budget."""
     reports: bool = True
     """Whether this rank reports the metrics of the rows: one rank of each model group does."""
 
@@ -146,7 +148,7 @@ class TrainEngine(ABC):
         data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
         rows = data.ragged("rows")
         scores = []
-        for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget)):
+        for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks))):
             part = rows.select(torch.tensor(index)) if index else placeholder_row().ragged("prompts")
             part_scores = self.scores(part, pad_token_id)
             scores += [part_scores.cpu()] if index else []
@@ -220,6 +222,7 @@ class TrainEngine(ABC):
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
+        budget = budget.times(self.token_ranks)
         batches = cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data))
         for index in self._equal_counts(batches):
             yield data.select_idxs(index) if index else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class Budget:
     """Tokens in one micro-batch; used when max_rows is None."""
     max_rows: int | None = None
     """Rows in one micro-batch."""
+
+    def times(self, ranks: int) -> Budget:
+        """What fits into a micro-batch whose tokens `ranks` ranks divide, each with this budget."""
+        return replace(self, max_tokens=self.max_tokens * ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,22 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
         predict_at=predict_at.to(device),
         targets=responses.values.to(device),
         response_lengths=responses.lengths,
+    )
+
+
+def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> PackedRows:
+    """Lay whole sequences end to end. Each is read at one place: its last token that is not `pad_token_id`."""
+    lengths, offsets = rows.lengths, _offsets(rows.lengths)
+    row_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    last = torch.zeros_like(lengths).scatter_reduce(0, row_of, offsets * (rows.values != pad_token_id), "amax")
+    read_at = torch.cumsum(lengths, 0) - lengths + last
+    return PackedRows(
+        input_ids=rows.values[None].to(device),
+        position_ids=offsets[None].to(device),
+        layout=PackedLayout(lengths, device),
+        predict_at=read_at.to(device),
+        targets=rows.values[read_at].to(device),
+        response_lengths=torch.ones_like(lengths),
     )
 
 

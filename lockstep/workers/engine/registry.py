@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -11,6 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
+from lockstep.utils.hf_config import read_model_config
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.precision import compute_dtype
 
@@ -35,8 +38,11 @@ def make_engine(
     """
     if choice.strategy in ("fsdp", "fsdp2"):
         fsdp = choice.fsdp_config
+        from lockstep.workers.engine.fsdp.check import check as check_fsdp
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
+        if fsdp.ulysses_sequence_parallel_size > 1:
+            check_fsdp(fsdp, _hf_config(model), dist.get_world_size(), "fsdp_config")
         # A rank that will keep a part of the model never holds the whole of it.
         found = load_on_meta(model, head, seed, pad_token_id) if dist.get_world_size() > 1 else None
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
@@ -55,11 +61,17 @@ def make_engine(
             device=device,
             source=source,
         )
-        if source is not None and head is not Head.SCORE:
-            check_packing(engine.module, module, str(model.path), device, engine.dtype)
+        # load_model has checked what it loaded, a score head aside, which is packed only where its tokens are divided.
+        if engine.score_layer is not None or (source is not None and head is not Head.SCORE):
+            check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
         engine.decoder = decoder
         return engine
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
+
+
+def _hf_config(model: ModelConfig) -> Any:
+    assert model.path is not None, "the composition root fills in a path"
+    return read_model_config(model.path, model.trust_remote_code, **model.override_config)
 
 
 def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:

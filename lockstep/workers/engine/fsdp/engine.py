@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,15 +26,20 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, OptimConfig
-from lockstep.errors import DataError, NumericalError
+from lockstep.errors import ConfigError, DataError, NumericalError
+from lockstep.models.attention import PACKED
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.models.outputs import packed_scores
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
+from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import OptimResult, TrainEngine
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.optim import learning_rate, move_state
+from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.sequence import compute_divided, sequence_group
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
@@ -43,8 +49,12 @@ PROGRESS = "optimizer_progress.json"
 class FSDPEngine(TrainEngine):
     """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard.
 
-    `source` fills a `module` on the meta device.
+    `source` fills a `module` on the meta device. With `config.ulysses_sequence_parallel_size` the ranks of a group have a part of the
+    tokens of a micro-batch each; whatever it says, a gradient is the mean over all ranks.
     """
+
+    score_layer: nn.Module | None = None
+    """The last layer of a score head whose rows are packed; without it they are padded."""
 
     def __init__(
         self,
@@ -61,6 +71,9 @@ class FSDPEngine(TrainEngine):
         self.head, self.device, self._version = head, device, version
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.gradient_ranks = self.world_size
+        self.token_ranks = config.ulysses_sequence_parallel_size
+        self.model_group = sequence_group(self.token_ranks, device)
+        self.reports = self.rank % self.token_ranks == 0
         self.hf_config = module.config
         self.hf_config.architectures = [type(module).__name__]
         self.generation_config = module.generation_config if module.can_generate() else None
@@ -71,7 +84,9 @@ class FSDPEngine(TrainEngine):
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
-        self.module = sharding.shard(module, version, self.dtype, config, device, source)
+        if head is Head.SCORE and self.model_group is not None:
+            self.score_layer = pack_score_head(module)
+        self.module = self._shard(module, config, source)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
@@ -87,6 +102,24 @@ class FSDPEngine(TrainEngine):
             if optim
             else None
         )
+
+    def _shard(self, module: PreTrainedModel, config: FSDPConfig, source: WeightSource | None) -> nn.Module:
+        return sharding.shard(module, self._version, self.dtype, config, self.device, source)
+
+    def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
+        compute = functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad)
+        return compute(packed) if self.model_group is None else compute_divided(packed, self.model_group, compute)
+
+    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
+        if self.score_layer is None:
+            return super().scores(rows, pad_token_id)
+        packed = pack_sequences(rows, pad_token_id, self.device)
+        compute = functools.partial(self._packed_scores, self.score_layer)
+        return (compute(packed) if self.model_group is None else compute_divided(packed, self.model_group, compute))["scores"]
+
+    def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
+        inputs = (packed.input_ids, packed.position_ids, packed.layout, packed.predict_at)
+        return {"scores": packed_scores(self.module, score, *inputs)}
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         return sharding.gradient_sync(self.module, enabled)
@@ -166,3 +199,18 @@ class FSDPEngine(TrainEngine):
                 f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
                 "trainer.resume_mode=disable"
             )
+
+
+def pack_score_head(module: PreTrainedModel) -> nn.Module:
+    """Make a model with a score head attend to packed rows; returns the layer that gives a score for every token.
+
+    Raises ConfigError where the model has none.
+    """
+    layer = getattr(module, "score", None)
+    if not isinstance(layer, nn.Linear):
+        raise ConfigError(
+            f"{type(module).__name__} has no linear layer named score, which dividing its tokens among ranks needs; "
+            "set fsdp_config.ulysses_sequence_parallel_size=1"
+        )
+    module.set_attn_implementation(PACKED)
+    return layer
