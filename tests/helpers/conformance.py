@@ -233,7 +233,7 @@ def assert_two_updates_equal_the_reference(
     for update, numbers in enumerate(expected):
         metrics = values(merge_metrics([results[update][0] for _, results, _ in ranks if results[update][0]]))
         for name in numbers.keys() - {"grad_norm", "lr"}:
-            assert abs(metrics[name] - numbers[name]) < METRIC_ATOL, name
+            assert math.isclose(metrics[name], numbers[name], abs_tol=METRIC_ATOL), (name, metrics[name], numbers[name])
         for _, results, _ in ranks:
             assert math.isclose(results[update][1]["grad_norm"], numbers["grad_norm"], rel_tol=GRAD_NORM_RTOL)
             assert math.isclose(results[update][1]["lr"], numbers["lr"], rel_tol=1e-12)

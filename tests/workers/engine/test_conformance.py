@@ -18,6 +18,7 @@ from helpers.conformance import (
     TEMPERATURE,
     TWO_MICRO_BATCHES,
     WEIGHT_ATOL,
+    assert_two_updates_equal_the_reference,
     assert_weights_close,
     batch_of,
     denominators_of,
@@ -111,6 +112,23 @@ def test_two_copies_of_the_model_learn_as_one(tmp_path: Path) -> None:
     ):
         assert_weights_close(weights, model)
         assert [r["grad_norm"] for _, r in results] == pytest.approx([e["grad_norm"] for e in expected], rel=GRAD_NORM_RTOL)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layers_that_stay_gathered_between_forward_and_backward_learn_the_same(tmp_path: Path, strategy: str) -> None:
+    """A forward pass without a backward pass must not leave the optimizer, or an export, with anything but the shards."""
+    path = save_tiny_model(tmp_path)
+    options = {"section": {"reshard_after_forward": False}}
+    assert_two_updates_equal_the_reference(path, strategy, 2, Head.LANGUAGE_MODEL, options)
+    whole = {name: tensor.detach() for name, tensor in reference_model(path, Head.LANGUAGE_MODEL).named_parameters()}
+
+    def export() -> dict[str, Tensor]:
+        engine = make_tiny_engine(path, strategy, **options)
+        engine.forward(batch_of(STEPS[0]), TWO_MICRO_BATCHES)
+        return weights_of(engine)
+
+    for weights in run_distributed(export, 2):
+        assert all(torch.equal(weights[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

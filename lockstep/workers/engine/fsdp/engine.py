@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class FSDPEngine(TrainEngine):
         self.module = self._shard(module, config, source)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
+        sharding.reshard(self.module)  # AdamW has to get the shards
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
         self._offload = config.optimizer_offload
         self._optimizer = (
@@ -105,6 +106,10 @@ class FSDPEngine(TrainEngine):
 
     def _shard(self, module: PreTrainedModel, config: FSDPConfig, source: WeightSource | None) -> nn.Module:
         return sharding.shard(module, self._version, self.dtype, config, self.device, source)
+
+    def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
+        yield from super().columns(packs, temperature)
+        sharding.reshard(self.module)
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
         compute = functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad)
@@ -144,6 +149,7 @@ class FSDPEngine(TrainEngine):
         return OptimResult(grad_norm=norm, lr=lr)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        sharding.reshard(self.module)
         if self.world_size == 1:
             yield from sharding.own_tensors(self.module)
             return
@@ -174,6 +180,7 @@ class FSDPEngine(TrainEngine):
             raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
         files = WeightFiles(path)
         self._check_architecture(path, files.shapes)
+        sharding.reshard(self.module)
         if self._version == 2 and not any(sharding.saved_buffers(self.module)):
             sharding.read_shards(self.module, files.read)
         else:

@@ -3,7 +3,7 @@
 Traps that are handled here, all seen on CPU with torch 2.13: FSDP1's `sync_module_states` raises (every rank loads the same weights
 instead); its FULL_SHARD on one rank warns and falls back (NO_SHARD is asked for outright); a full state dict with CPU offload of a CPU
 model is a segmentation fault (offload is asked for on GPUs only, by the caller). FSDP2 hangs its pre-backward hook on the model's
-outputs and warns about one that is a view, which a head with a bias returns (`_own_logits` makes it a tensor of its own).
+outputs and warns about one that is a view, which a head with a bias returns (`own_logits` makes it a tensor of its own).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def shard(
     for module in model.modules():
         if type(module) in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    model.register_forward_hook(_own_logits)  # before FSDP's own hook, which looks at the output
+    model.register_forward_hook(own_logits)  # before FSDP's own hook, which looks at the output
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if source is not None:
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
@@ -134,7 +134,8 @@ def _mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("copy", "shard"))
 
 
-def _own_logits(module: nn.Module, args: Any, output: Any) -> None:
+def own_logits(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook that makes the model's logits a tensor of their own where they are a view."""
     if output.logits.requires_grad and output.logits._is_view():
         output.logits = output.logits.clone()
 
@@ -151,6 +152,13 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
         assert isinstance(module, FullyShardedDataParallel)
         with module.no_sync():
             yield
+
+
+def reshard(module: nn.Module) -> None:
+    """Drop what a forward pass without a backward pass has left gathered, so that the parameters of FSDP2 are its shards again."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
