@@ -68,7 +68,7 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
             f"the weights of {config.path} are incomplete for {head.name.lower()}: {len(missing)} missing, first {sorted(missing)[:3]}; "
             "is it the right kind of model?"
         )
-    _disable_dropout(model)
+    disable_dropout(model)
     if head is not Head.SCORE:
         check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
     return model.train()
@@ -102,7 +102,7 @@ def load_on_meta(
         return None
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    _disable_dropout(model)
+    disable_dropout(model)
     return model.train(), WeightSource(files, {name: draw_weights(model, name, seed) for name in missing})
 
 
@@ -186,7 +186,7 @@ def _logits(module: nn.Module, score: nn.Module | None, inputs: dict[str, Any]) 
     return (module(**inputs).logits if score is None else layer_output(module, score, inputs))[0].float()
 
 
-def _disable_dropout(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """What was sampled must be what is trained: dropout would make them two policies."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -48,14 +48,17 @@ class WeightFiles:
 
 
 class WeightSource:
-    """What fills a model: files, and new values for what they do not have."""
+    """What fills a model: files, and values for what they do not have (all of it, without files)."""
 
-    def __init__(self, files: WeightFiles, drawn: dict[str, Tensor]) -> None:
-        self._files, self._drawn = files, drawn
+    def __init__(self, files: WeightFiles | None, given: dict[str, Tensor]) -> None:
+        self._files, self._given = files, given
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a parameter, in float32 on the CPU."""
-        return self._drawn[name][start:stop] if name in self._drawn else self._files.read(name, start, stop)
+        if name in self._given:
+            return self._given[name][start:stop]
+        assert self._files is not None, f"{name} was not given"
+        return self._files.read(name, start, stop)
 
 
 def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedModel:

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
+from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
 from lockstep.utils.hf_config import read_model_config
 from lockstep.workers.engine.base import TrainEngine
@@ -48,7 +49,7 @@ def make_engine(
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
         if optim is not None and model.enable_gradient_checkpointing:
-            apply_recompute(module, _recompute(model, module, fsdp, max_tokens, device))
+            apply_recompute(module, _recompute(model, module, fsdp.dtype, max_tokens, device))
         if fsdp.use_torch_compile:
             compile_layers(module)
         engine = FSDPEngine(
@@ -66,6 +67,28 @@ def make_engine(
             check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
         engine.decoder = decoder
         return engine
+    if choice.strategy == "veomni":
+        from lockstep.workers.engine.veomni.check import check as check_veomni
+
+        check_veomni(choice.veomni, _hf_config(model), dist.get_world_size(), "veomni")
+        from lockstep.workers.engine.veomni.engine import VeOmniEngine
+
+        module, source = load_on_meta(model, head, seed, pad_token_id) or _loaded(load_model(model, head, seed, pad_token_id))
+        recomputes = optim is not None and model.enable_gradient_checkpointing
+        engine = VeOmniEngine(
+            module,
+            head,
+            config=choice.veomni,
+            recompute=_recompute(model, module, choice.veomni.dtype, max_tokens, device) if recomputes else "none",
+            optim=optim,
+            total_updates=total_updates,
+            device=device,
+            source=source,
+        )
+        assert isinstance(engine.module, PreTrainedModel)
+        check_packing(engine.module, engine.module, str(model.path), device, engine.dtype, engine.score_layer)
+        engine.decoder = share_structure(module, decoder_attention) if decoder_attention else None
+        return engine
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 
@@ -74,8 +97,13 @@ def _hf_config(model: ModelConfig) -> Any:
     return read_model_config(model.path, model.trust_remote_code, **model.override_config)
 
 
-def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:
+def _loaded(module: PreTrainedModel) -> tuple[PreTrainedModel, WeightSource]:
+    """A model with its weights as what fills another one."""
+    return module, WeightSource(None, {name: parameter.detach() for name, parameter in module.named_parameters()})
+
+
+def _recompute(model: ModelConfig, module: PreTrainedModel, dtype: str, max_tokens: int | None, device: torch.device) -> str:
     if model.recompute != "auto":
         return model.recompute
-    element = compute_dtype(fsdp.dtype, device).itemsize
+    element = compute_dtype(dtype, device).itemsize
     return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), element)
