@@ -72,12 +72,11 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         out, lse = _forward(query, key, value, own, True, scale, window)
         if shared is not None:
+            from lockstep.models import flash_kernels  # Triton is there where flash attention is
+
             p = num_shared
             more, more_lse = _forward(query[p:], key[:p], value[:p], shared, False, scale, None)
-            joined = torch.logaddexp(lse[:, p:], more_lse)
-            mine, theirs = (torch.exp(x - joined).t()[:, :, None] for x in (lse[:, p:], more_lse))
-            out[p:] = (mine * out[p:] + theirs * more).to(out.dtype)
-            lse[:, p:] = joined
+            flash_kernels.join(out[p:], lse[:, p:], more, more_lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.bounds, ctx.options = (own, shared, num_shared), (scale, window)
         return out

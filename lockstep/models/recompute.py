@@ -20,27 +20,30 @@ from transformers import PreTrainedModel
 from lockstep.errors import ConfigError
 
 KINDS = ("none", "selective", "full")
-_SHARE = 0.5
+_SHARE = 0.6
 """Of the memory that is free when an engine starts, what activations may take: other models may still come."""
 _TRAINED = 16
 """Bytes a parameter: float32 weight, gradient and two moments."""
 
 
-def activation_bytes(kind: str, tokens: int, layers: int, hidden: int, intermediate: int, element: int) -> int:
+def activation_bytes(kind: str, tokens: int, layers: int, hidden: int, intermediate: int, element: int, fast: bool = False) -> int:
     """Bytes kept for the backward pass of `tokens` tokens, with `element` bytes a number.
 
     Numbers a token and layer: 16 hidden + 3 intermediate when everything is kept (inputs of norms, projections, rotary embedding and
-    attention; gate, up and their product); 10 hidden without the MLP; 1 hidden, and one whole layer, with full recomputation.
+    attention; gate, up and their product); 10 hidden without the MLP; 1 hidden, and one whole layer, with full recomputation. `fast`
+    layers (models/fast_layers.py) keep 8 hidden + 2 intermediate, and 7 hidden without the MLP.
     """
-    whole = 16 * hidden + 3 * intermediate
-    per_token = {"none": layers * whole, "selective": layers * 10 * hidden + whole, "full": layers * hidden + whole}[kind]
+    whole, without_mlp = (8 * hidden + 2 * intermediate, 7 * hidden) if fast else (16 * hidden + 3 * intermediate, 10 * hidden)
+    per_token = {"none": layers * whole, "selective": layers * without_mlp + whole, "full": layers * hidden + whole}[kind]
     return tokens * per_token * element
 
 
-def choose_recompute(model: PreTrainedModel, tokens: int | None, free: int, world_size: int, element: int) -> str:
+def choose_recompute(
+    model: PreTrainedModel, tokens: int | None, free: int, world_size: int, element: int, fast: bool = False
+) -> str:
     """The least recomputation with which micro-batches of `tokens` tokens fit; full where their size is not known.
 
-    `free` bytes hold the model's state (sharded over `world_size` ranks) and its activations, which may take half of what is left.
+    `free` bytes hold the model's state (sharded over `world_size` ranks) and its activations, which may take 0.6 of what is left.
     """
     if tokens is None:
         return "full"
@@ -51,7 +54,9 @@ def choose_recompute(model: PreTrainedModel, tokens: int | None, free: int, worl
     room = _SHARE * (free - state)
     kinds = [kind for kind in KINDS if kind != "selective" or _mlps(model)]
     fitting = (
-        kind for kind in kinds if activation_bytes(kind, tokens, config.num_hidden_layers, hidden, intermediate, element) <= room
+        kind
+        for kind in kinds
+        if activation_bytes(kind, tokens, config.num_hidden_layers, hidden, intermediate, element, fast) <= room
     )
     return next(fitting, "full")
 

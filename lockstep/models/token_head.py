@@ -64,12 +64,8 @@ class _TargetLogProbs(torch.autograd.Function):
         log_probs = torch.empty(len(targets), dtype=_sum_dtype(hidden.dtype), device=hidden.device)
         entropy, log_normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
         for rows in _chunks(len(targets), chunk):
-            logits = _scaled_logits(hidden[rows], weight, bias, temperature)
-            log_normaliser[rows] = torch.logsumexp(logits, dim=-1)
-            logits.sub_(log_normaliser[rows, None])
-            log_probs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1)
-            # entr(p) = -p log p, and 0 at p = 0: a forbidden token adds nothing.
-            entropy[rows] = torch.special.entr(logits.exp_()).sum(-1)
+            logits = _logits(hidden[rows], weight, bias)
+            log_probs[rows], log_normaliser[rows], entropy[rows] = _statistics(logits, targets[rows], temperature)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.chunk = temperature, entropy_grad, chunk
         if not entropy_grad:
@@ -85,19 +81,12 @@ class _TargetLogProbs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=_sum_dtype(weight.dtype)) if needs_weight else None
         bias_grad = torch.zeros_like(bias, dtype=_sum_dtype(bias.dtype)) if needs_bias else None
         for rows in _chunks(len(targets), ctx.chunk):
-            logits = _scaled_logits(hidden[rows], weight, bias, ctx.temperature)
-            probs = logits.sub_(log_normaliser[rows, None]).exp_()
-            factor = -log_prob_grad[rows]
-            if ctx.entropy_grad:
-                surprise = torch.special.entr(probs).mul_(entropy_grad[rows, None])
-                factor = factor - entropy_grad[rows] * entropy[rows]
-            delta = probs.mul_(factor[:, None])
-            if ctx.entropy_grad:
-                delta.add_(surprise)
-            delta.scatter_add_(-1, targets[rows, None], log_prob_grad[rows, None]).div_(ctx.temperature)
+            logits = _logits(hidden[rows], weight, bias)
+            more = entropy_grad[rows].contiguous() if ctx.entropy_grad else None
+            known = targets[rows], log_normaliser[rows], entropy[rows], log_prob_grad[rows].contiguous(), more
+            delta = _logit_gradient(logits, *known, ctx.temperature, hidden.dtype)
             if bias_grad is not None:
-                bias_grad += delta.sum(0)
-            delta = delta.to(hidden.dtype)
+                bias_grad += delta.sum(0, dtype=bias_grad.dtype)
             if hidden_grad is not None:
                 hidden_grad[rows] = delta @ weight
             if weight_grad is not None:
@@ -177,14 +166,53 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
     else:
         logits = (hidden @ weight.t()).to(_sum_dtype(hidden.dtype))
-    if bias is not None:
-        logits.add_(bias)
-    return logits.div_(temperature)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, log of the normaliser and entropy, each [M]. The logits are used up."""
+    if logits.is_cuda and logits.dtype == torch.float32:
+        from lockstep.models import token_kernels
+
+        return token_kernels.statistics(logits, targets, temperature)
+    log_normaliser = torch.logsumexp(logits.div_(temperature), dim=-1)
+    logits.sub_(log_normaliser[:, None])
+    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1)
+    # entr(p) = -p log p, and 0 at p = 0: a forbidden token adds nothing.
+    return log_probs, log_normaliser, torch.special.entr(logits.exp_()).sum(-1)
+
+
+def _logit_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    log_prob_grad: Tensor,
+    entropy_grad: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[M, V] in `dtype`: the gradient that reaches the logits. They are used up."""
+    if logits.is_cuda and logits.dtype == torch.float32:
+        from lockstep.models import token_kernels
+
+        return token_kernels.logit_gradient(
+            logits, targets, log_normaliser, entropy, log_prob_grad, entropy_grad, temperature, dtype
+        )
+    probs = logits.div_(temperature).sub_(log_normaliser[:, None]).exp_()
+    factor = -log_prob_grad
+    if entropy_grad is not None:
+        surprise = torch.special.entr(probs).mul_(entropy_grad[:, None])
+        factor = factor - entropy_grad * entropy
+    delta = probs.mul_(factor[:, None])
+    if entropy_grad is not None:
+        delta.add_(surprise)
+    return delta.scatter_add_(-1, targets[:, None], log_prob_grad[:, None]).div_(temperature).to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

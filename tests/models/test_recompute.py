@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from helpers.tiny import tiny_model
@@ -44,7 +46,7 @@ def test_auto_takes_the_least_recomputation_that_fits() -> None:
 
     def chosen(kind: str, slack: int) -> str:
         room = activation_bytes(kind, 1000, layers=2, hidden=32, intermediate=48, element=4)
-        return choose_recompute(model, 1000, state // 2 + 2 * room + slack, world_size=2, element=4)
+        return choose_recompute(model, 1000, state // 2 + math.ceil(room / 0.6) + slack, world_size=2, element=4)
 
     assert [chosen(kind, 2) for kind in KINDS] == list(KINDS)
     assert [chosen(kind, -2) for kind in KINDS] == ["selective", "full", "full"]

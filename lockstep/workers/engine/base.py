@@ -166,12 +166,14 @@ class TrainEngine(ABC):
         metrics: list[dict[str, Metric]] = []
         batches = list(self._micro_batches(data, budget))
         packs = self._pack(batches)
+        # Before the first pass: a copy to the device in the middle would wait for what runs there.
+        on_device = [None if rows is None else rows.to(self.device) for rows in batches]
 
         def loss_of(number: int, columns: dict[str, Tensor]) -> Tensor:
-            rows = batches[number]
+            rows = on_device[number]
             if rows is None:
                 return sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
-            loss, batch_metrics = loss_fn(_token_outputs(columns, packs[number].response_lengths), rows.to(self.device))
+            loss, batch_metrics = loss_fn(_token_outputs(columns, packs[number].response_lengths), rows)
             metrics.append(batch_metrics)
             self._check_finite(loss, rows)
             return loss * self.gradient_ranks

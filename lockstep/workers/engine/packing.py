@@ -129,18 +129,19 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
 
 
 def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> PackedRows:
-    """Lay whole sequences end to end. Each is read at one place: its last token that is not `pad_token_id`."""
-    lengths, offsets = rows.lengths, _offsets(rows.lengths)
-    row_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    last = torch.zeros_like(lengths).scatter_reduce(0, row_of, offsets * (rows.values != pad_token_id), "amax")
-    read_at = torch.cumsum(lengths, 0) - lengths + last
+    """Rows of token ids end to end, to be read once each: where transformers scores a padded row, at its last token that is no padding.
+
+    There are no targets.
+    """
+    starts = torch.cumsum(rows.lengths, 0) - rows.lengths
+    last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
     return PackedRows(
         input_ids=rows.values[None].to(device),
-        position_ids=offsets[None].to(device),
-        layout=PackedLayout(lengths, device),
-        predict_at=read_at.to(device),
-        targets=rows.values[read_at].to(device),
-        response_lengths=torch.ones_like(lengths),
+        position_ids=_offsets(rows.lengths)[None].to(device),
+        layout=PackedLayout(rows.lengths, device),
+        predict_at=(starts + last).to(device),
+        targets=rows.values[:0].to(device),
+        response_lengths=torch.ones_like(rows.lengths),
     )
 
 

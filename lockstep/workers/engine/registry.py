@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
+from lockstep.models.fast_layers import has_fast_layers, install_fast_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
-from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
 from lockstep.utils.hf_config import read_model_config
 from lockstep.workers.engine.base import TrainEngine
@@ -39,17 +37,19 @@ def make_engine(
     """
     if choice.strategy in ("fsdp", "fsdp2"):
         fsdp = choice.fsdp_config
-        from lockstep.workers.engine.fsdp.check import check as check_fsdp
+        from lockstep.workers.engine.fsdp.check import check
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
-        if fsdp.ulysses_sequence_parallel_size > 1:
-            check_fsdp(fsdp, _hf_config(model), dist.get_world_size(), "fsdp_config")
+        hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        check(fsdp, hf_config, dist.get_world_size(), "fsdp_config", choice.strategy)
         # A rank that will keep a part of the model never holds the whole of it.
         found = load_on_meta(model, head, seed, pad_token_id) if dist.get_world_size() > 1 else None
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
+        if not fsdp.use_torch_compile:
+            install_fast_layers(module)
         if optim is not None and model.enable_gradient_checkpointing:
-            apply_recompute(module, _recompute(model, module, fsdp.dtype, max_tokens, device))
+            apply_recompute(module, _recompute(model, module, fsdp, max_tokens, device))
         if fsdp.use_torch_compile:
             compile_layers(module)
         engine = FSDPEngine(
@@ -68,42 +68,26 @@ def make_engine(
         engine.decoder = decoder
         return engine
     if choice.strategy == "veomni":
-        from lockstep.workers.engine.veomni.check import check as check_veomni
+        from lockstep.workers.engine.veomni.make import make_veomni_engine
 
-        check_veomni(choice.veomni, _hf_config(model), dist.get_world_size(), "veomni")
-        from lockstep.workers.engine.veomni.engine import VeOmniEngine
-
-        module, source = load_on_meta(model, head, seed, pad_token_id) or _loaded(load_model(model, head, seed, pad_token_id))
-        recomputes = optim is not None and model.enable_gradient_checkpointing
-        engine = VeOmniEngine(
-            module,
-            head,
-            config=choice.veomni,
-            recompute=_recompute(model, module, choice.veomni.dtype, max_tokens, device) if recomputes else "none",
+        return make_veomni_engine(
+            choice.veomni,
+            model=model,
+            head=head,
             optim=optim,
             total_updates=total_updates,
             device=device,
-            source=source,
+            seed=seed,
+            pad_token_id=pad_token_id,
+            decoder_attention=decoder_attention,
+            max_tokens=max_tokens,
         )
-        assert isinstance(engine.module, PreTrainedModel)
-        check_packing(engine.module, engine.module, str(model.path), device, engine.dtype, engine.score_layer)
-        engine.decoder = share_structure(module, decoder_attention) if decoder_attention else None
-        return engine
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 
-def _hf_config(model: ModelConfig) -> Any:
-    assert model.path is not None, "the composition root fills in a path"
-    return read_model_config(model.path, model.trust_remote_code, **model.override_config)
-
-
-def _loaded(module: PreTrainedModel) -> tuple[PreTrainedModel, WeightSource]:
-    """A model with its weights as what fills another one."""
-    return module, WeightSource(None, {name: parameter.detach() for name, parameter in module.named_parameters()})
-
-
-def _recompute(model: ModelConfig, module: PreTrainedModel, dtype: str, max_tokens: int | None, device: torch.device) -> str:
+def _recompute(model: ModelConfig, module: PreTrainedModel, fsdp: FSDPConfig, max_tokens: int | None, device: torch.device) -> str:
     if model.recompute != "auto":
         return model.recompute
-    element = compute_dtype(dtype, device).itemsize
-    return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), element)
+    dtype = compute_dtype(fsdp.dtype, device)
+    fast = device.type == "cuda" and dtype != torch.float32 and not fsdp.use_torch_compile and has_fast_layers(module)
+    return choose_recompute(module, max_tokens, free_memory(device), dist.get_world_size(), dtype.itemsize, fast)

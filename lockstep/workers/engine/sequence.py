@@ -64,6 +64,6 @@ def compute_divided(
         position_ids=F.pad(packed.position_ids, fill)[:, own],
         layout=packed.layout.divided(group),
         predict_at=packed.predict_at[mine] - rank * size,
-        targets=packed.targets[mine],
+        targets=packed.targets[mine] if len(packed.targets) else packed.targets,  # scored rows have none
     )
     return {name: gather_columns(column, most, owner * most + number, group) for name, column in compute(part).items()}

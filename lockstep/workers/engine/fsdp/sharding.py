@@ -32,7 +32,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
-from lockstep.errors import ConfigError
 from lockstep.models.meta import WeightSource
 
 
@@ -47,10 +46,7 @@ def shard(
     """Shard the model layer by layer, over all ranks or groups of `fsdp_size`. Parameters stay float32; computation runs in `dtype`.
 
     `source` gives its weights to a model on the meta device: no rank ever holds all of them.
-
-    Raises ConfigError when the ranks do not divide into such groups.
     """
-    _check_groups(version, config.fsdp_size)
     reshard_after_forward = config.reshard_after_forward
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
     if source is None:
@@ -110,20 +106,6 @@ def read_shards(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> N
         local = parameter.to_local()
         if len(local):
             local.copy_(read(name, offset[0], offset[0] + len(local)))
-
-
-def _check_groups(version: int, fsdp_size: int) -> None:
-    world = dist.get_world_size()
-    if fsdp_size in (-1, world):
-        return
-    if version == 1:
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={fsdp_size} needs strategy fsdp2; fsdp shares one copy among all {world} ranks (-1)"
-        )
-    if fsdp_size > world or world % fsdp_size:
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={fsdp_size} must divide the {world} ranks: each group of that many holds one copy"
-        )
 
 
 def _mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:

@@ -33,9 +33,10 @@ from lockstep.config.engine import VeOmniConfig
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine import packing, registry
+from lockstep.workers.engine import packing
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.veomni import check as veomni_check
+from lockstep.workers.engine.veomni import make as veomni_make
 from lockstep.workers.engine.veomni.build import quiet_veomni
 from lockstep.workers.engine.veomni.check import check
 from lockstep.workers.weight_sync.shared import SharedWeights
@@ -220,7 +221,7 @@ def test_a_missing_package_is_named_with_its_command_before_the_model_is_loaded(
 ) -> None:
     path = save_tiny_model(tmp_path)
     monkeypatch.setattr(veomni_check, "find_spec", lambda name: None)
-    monkeypatch.setattr(registry, "load_on_meta", None)
+    monkeypatch.setattr(veomni_make, "load_on_meta", None)
 
     def make() -> None:
         with pytest.raises(ConfigError, match=r"needs the package veomni.*pip install --no-deps veomni"):

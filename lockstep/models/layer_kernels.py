@@ -1,0 +1,181 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton kernels take no Python types.)
+"""The parts of a decoder layer that are no matrix product, each in one pass over memory, forward and backward: RMS norm, rotary position
+embedding, the gate of an MLP. Sums are float32, and results are rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 132 * 8
+"""Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
+
+
+class Normalise(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        block = triton.next_power_of_2(size)
+        tile = max(1, 2048 // block)
+        out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+        _normalise[(triton.cdiv(rows, tile),)](x, weight, out, scale, eps, rows, size, TILE=tile, BLOCK=block, num_warps=4)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        block = triton.next_power_of_2(size)
+        tile = max(1, 2048 // block)
+        programs = min(_PROGRAMS, triton.cdiv(rows, tile))
+        dx = torch.empty_like(x)
+        parts = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+        _normalise_backward[(programs,)](
+            grad, x, weight, scale, dx, parts, rows, size, programs, TILE=tile, BLOCK=block, num_warps=4
+        )
+        return dx, parts.sum(0).to(weight.dtype), None
+
+
+class Rotate(torch.autograd.Function):
+    """x [1, H, N, D] rotated by `cos` and `sin` [1, N, D]; the result lies in memory as [N, H, D], as attention wants it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, backward=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, backward=True), None, None
+
+
+class GatedMLP(torch.autograd.Function):
+    """(silu(x gate^T) * (x up^T)) down^T for x [N, H] and weights [I, H], [I, H], [H, I].
+
+    What enters `down` is as wide as the two products it comes from, and is made again from them in the backward pass, where they are read
+    anyway: a third less to keep.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        g, u = x @ gate.t(), x @ up.t()
+        ctx.save_for_backward(x, gate, up, down, g, u)
+        y = torch.empty_like(g)
+        _gate[(triton.cdiv(g.numel(), 4096),)](g, u, y, g.numel(), BLOCK=4096, num_warps=8)
+        return y @ down.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, up, down, g, u = ctx.saved_tensors
+        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        grad = grads[0].contiguous()
+        y = grad @ down
+        dg, du = torch.empty_like(g), torch.empty_like(u)
+        _gate_backward[(triton.cdiv(g.numel(), 4096),)](y, g, u, dg, du, g.numel(), BLOCK=4096, num_warps=8)
+        return (
+            torch.addmm(dg @ gate, du, up) if needs_x else None,
+            dg.t() @ x if needs_gate else None,
+            du.t() @ x if needs_up else None,
+            grad.t() @ y if needs_down else None,
+        )
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    _, heads, tokens, size = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
+    _rotate[(tokens,)](
+        x, cos, sin, out, x.stride(1), x.stride(2), cos.stride(1), heads,
+        HEADS=triton.next_power_of_2(heads), HALF=size // 2, BACKWARD=backward, num_warps=4,
+    )  # fmt: skip
+    return out.transpose(0, 1)[None]
+
+
+@triton.jit
+def _normalise(X, W, OUT, SCALE, eps, rows, size, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < size)
+    x = tl.load(X + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / size + eps)
+    w = tl.load(W + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(OUT + row * size + column, (x * scale[:, None] * w).to(OUT.dtype.element_ty), mask=inside)
+    first = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    tl.store(SCALE + first, scale, mask=first < rows)
+
+
+@triton.jit
+def _normalise_backward(DY, X, W, SCALE, DX, PARTS, rows, size, programs, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(W + column, mask=column < size, other=0.0).to(tl.float32)
+    dw = tl.zeros((TILE, BLOCK), tl.float32)
+    for start in range(program * TILE, rows, programs * TILE):
+        row = start + tl.arange(0, TILE)[:, None]
+        inside = (row < rows) & (column < size)
+        scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
+        x = tl.load(X + row * size + column, mask=inside, other=0.0).to(tl.float32) * scale
+        dy = tl.load(DY + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        dw += dy * x
+        g = dy * w
+        dx = scale * (g - x * (tl.sum(g * x, 1)[:, None] / size))
+        tl.store(DX + row * size + column, dx.to(DX.dtype.element_ty), mask=inside)
+    columns = tl.arange(0, BLOCK)
+    tl.store(PARTS + program * size + columns, tl.sum(dw, 0), mask=columns < size)
+
+
+@triton.jit
+def _rotate(
+    X, COS, SIN, OUT, x_head, x_token, cos_token, heads, HEADS: tl.constexpr, HALF: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    place = tl.arange(0, HALF)[None, :]
+    inside = head < heads
+    first = X + token * x_token + head * x_head + place
+    a = tl.load(first, mask=inside).to(tl.float32)
+    b = tl.load(first + HALF, mask=inside).to(tl.float32)
+    angle = token * cos_token + place
+    cos_a, cos_b = tl.load(COS + angle).to(tl.float32), tl.load(COS + angle + HALF).to(tl.float32)
+    sin_a, sin_b = tl.load(SIN + angle).to(tl.float32), tl.load(SIN + angle + HALF).to(tl.float32)
+    if BACKWARD:
+        new_a, new_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+    else:
+        new_a, new_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    out = OUT + (token * heads + head) * (2 * HALF) + place
+    tl.store(out, new_a.to(OUT.dtype.element_ty), mask=inside)
+    tl.store(out + HALF, new_b.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(GATE, UP, OUT, total, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    g = tl.load(GATE + at, mask=inside).to(tl.float32)
+    u = tl.load(UP + at, mask=inside).to(tl.float32)
+    tl.store(OUT + at, (g * tl.sigmoid(g) * u).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_backward(Y, GATE, UP, DGATE, DUP, total, BLOCK: tl.constexpr):
+    """Y comes as the gradient of silu(gate) * up and is left as its value."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    dy = tl.load(Y + at, mask=inside).to(tl.float32)
+    g = tl.load(GATE + at, mask=inside).to(tl.float32)
+    u = tl.load(UP + at, mask=inside).to(tl.float32)
+    s = tl.sigmoid(g)
+    tl.store(DGATE + at, (dy * u * s * (1.0 + g * (1.0 - s))).to(DGATE.dtype.element_ty), mask=inside)
+    tl.store(DUP + at, (dy * g * s).to(DUP.dtype.element_ty), mask=inside)
+    tl.store(Y + at, (g * s * u).to(Y.dtype.element_ty), mask=inside)
