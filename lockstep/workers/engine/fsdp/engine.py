@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -112,19 +112,21 @@ class FSDPEngine(TrainEngine):
         sharding.reshard(self.module)
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
-        compute = functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad)
-        return compute(packed) if self.model_group is None else compute_divided(packed, self.model_group, compute)
+        return self._divided(packed, functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad))
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
         if self.score_layer is None:
             return super().scores(rows, pad_token_id)
         packed = pack_sequences(rows, pad_token_id, self.device)
-        compute = functools.partial(self._packed_scores, self.score_layer)
-        return (compute(packed) if self.model_group is None else compute_divided(packed, self.model_group, compute))["scores"]
+        return self._divided(packed, functools.partial(self._packed_scores, self.score_layer))["scores"]
 
     def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
         inputs = (packed.input_ids, packed.position_ids, packed.layout, packed.predict_at)
         return {"scores": packed_scores(self.module, score, *inputs)}
+
+    def _divided(self, packed: PackedRows, compute: Callable[[PackedRows], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The columns of a micro-batch, computed by this rank or by those that divide its tokens."""
+        return compute(packed) if self.model_group is None else compute_divided(packed, self.model_group, compute)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         return sharding.gradient_sync(self.module, enabled)

@@ -30,6 +30,8 @@ from lockstep.models.load import disable_dropout
 from lockstep.utils.quiet import quiet_transformers
 from lockstep.workers.engine.veomni.check import copy_ranks
 
+_laid_out: dist.ProcessGroup | None = None
+"""The ranks that VeOmni's layout is of."""
 _VERBOSITY = "VEOMNI_VERBOSITY"
 _LIGER_OPS = ("rms_norm", "swiglu_mlp", "rotary_pos_emb")
 """What the families use of Liger's kernels; losses are our own."""
@@ -65,8 +67,11 @@ def lay_out(section: VeOmniConfig, device: torch.device) -> None:
         "dp_shard_size": copy_size // sequence,
         "ulysses_size": sequence,
     }
-    if not parallel_state.is_parallel_state_initialized():
+    global _laid_out
+    if _laid_out is not dist.group.WORLD:  # the groups of ranks that have been taken down since are of no use
+        parallel_state.clear_parallel_state()
         parallel_state.init_parallel_state(**layout, dp_mode="fsdp2", device_type=device.type)
+        _laid_out = dist.group.WORLD
         return
     there = parallel_state.get_parallel_state()
     found = {name: getattr(there, name) for name in layout}

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.conformance import (
     COLUMN_ATOL,
     STEPS,
     TWO_MICRO_BATCHES,
     WEIGHT_ATOL,
     assert_two_updates_equal_the_reference,
+    batch_of,
     engine_run,
     engine_step,
     make_rows,
@@ -189,6 +191,19 @@ def test_a_second_engine_has_the_layout_of_the_first_or_is_refused(tmp_path: Pat
             make_tiny_engine(path, "veomni", optim=None)
 
     run_distributed(make, 2)
+
+
+def test_ranks_that_were_taken_down_and_set_up_again_get_a_layout_of_their_own(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+
+    def make_twice() -> tuple[DataProto, DataProto]:
+        before = make_tiny_engine(path, "veomni").forward(batch_of(STEPS[0]), TWO_MICRO_BATCHES)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        return before, make_tiny_engine(path, "veomni").forward(batch_of(STEPS[0]), TWO_MICRO_BATCHES)
+
+    ((before, after),) = run_distributed(make_twice, 1)
+    assert torch.equal(before.ragged("log_probs").values, after.ragged("log_probs").values)
 
 
 def test_weights_that_are_not_safetensors_are_loaded_whole(tmp_path: Path) -> None:
