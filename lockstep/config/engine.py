@@ -37,7 +37,9 @@ class FSDPConfig:
     reshard_after_forward: bool = True
     """Free the gathered parameters of a layer between its forward and its backward."""
     fsdp_size: int = -1
-    """Ranks that share one copy of the model (fsdp2); copies are kept equal by summing gradients. -1: all ranks share one."""
+    """Ranks that share one copy of the model; copies are kept equal by averaging gradients. -1: all ranks share one."""
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer (fsdp2): attention heads, MLP columns and the vocabulary are divided among them."""
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory between updates: 8 bytes of GPU memory a parameter for the time of two copies."""
     use_torch_compile: bool = False
@@ -47,6 +49,7 @@ class FSDPConfig:
         one_of("fsdp_config.dtype", self.dtype, DTYPES)
         if self.fsdp_size != -1:
             at_least("fsdp_config.fsdp_size", self.fsdp_size, 1)
+        at_least("fsdp_config.tensor_parallel_size", self.tensor_parallel_size, 1)
 
 
 @dataclass

@@ -36,9 +36,9 @@ class WeightFiles:
                 raise DataError(f"{file} cannot be read: {error}") from error
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor, in float32 on the CPU."""
+        """Rows `start` to `stop` of a tensor (all of one without rows), in float32 on the CPU."""
         with safe_open(self._file_of[name], framework="pt") as opened:
-            return opened.get_slice(name)[start:stop].float()
+            return (opened.get_slice(name)[start:stop] if self.shapes[name] else opened.get_tensor(name)).float()
 
     def _files(self) -> list[Path]:
         if (self.folder / _INDEX).is_file():

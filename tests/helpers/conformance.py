@@ -170,9 +170,9 @@ def reference_run(path: str, head: Head, steps: list[list[dict[str, Tensor]]]) -
 
 
 def share(rows: list[dict[str, Tensor]], update: int, rank: int, world: int) -> list[dict[str, Tensor]]:
-    """This rank's rows: all of them; at two ranks 4 and 2 of 6 in even updates, 6 and none in odd ones."""
-    if world == 1:
-        return rows
+    """This rank's rows: all of them; at two ranks 4 and 2 of 6 in even updates, 6 and none in odd ones; at more, equal parts."""
+    if world != 2:
+        return rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
     first = len(rows) if update % 2 else 2 * len(rows) // 3
     return rows[:first] if rank == 0 else rows[first:]
 

@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
+from lockstep.utils.hf_config import read_model_config
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.precision import compute_dtype
 
@@ -35,8 +36,11 @@ def make_engine(
     """
     if choice.strategy in ("fsdp", "fsdp2"):
         fsdp = choice.fsdp_config
+        from lockstep.workers.engine.fsdp.check import check
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
+        hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        check(fsdp, hf_config, dist.get_world_size(), "fsdp_config", choice.strategy)
         # A rank that will keep a part of the model never holds the whole of it.
         found = load_on_meta(model, head, seed, pad_token_id) if dist.get_world_size() > 1 else None
         module, source = found or (load_model(model, head, seed, pad_token_id), None)

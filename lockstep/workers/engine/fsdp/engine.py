@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from transformers import PreTrainedModel
@@ -30,6 +26,7 @@ from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
+from lockstep.models.weight_file import write_weights
 from lockstep.workers.engine.base import OptimResult, TrainEngine
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.optim import learning_rate, move_state
@@ -66,8 +63,10 @@ class FSDPEngine(TrainEngine):
         self.generation_config = module.generation_config if module.can_generate() else None
         if optim is None:
             module.requires_grad_(False)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        self._tied: dict[str, str] = dict(module.all_tied_weights_keys or {})
+        self._specs = {
+            name: (tensor.dtype, tuple(tensor.shape))
+            for name, tensor in (*module.named_parameters(), *sharding.saved_buffers(module))
+        }
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
@@ -111,28 +110,19 @@ class FSDPEngine(TrainEngine):
         return OptimResult(grad_norm=norm, lr=lr)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.world_size == 1:
-            yield from sharding.own_tensors(self.module)
-            return
-        if self._version == 2:
-            yield from sharding.gathered_tensors(self.module)
-            return
-        full: dict[str, Any] = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True))
-        yield from ((name, tensor) for name, tensor in full.items() if name not in self._tied)
+        yield from sharding.whole_tensors(self.module)
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for name, tensor in self.export_weights():  # gathering is for all ranks, keeping for the one that writes
-            if self.rank == 0:
-                tensors[name] = tensor.contiguous().cpu()
+        tensors = self.export_weights()  # one at a time: gathering is for all ranks, writing for the first
         if self.rank == 0:
             self.hf_config.save_pretrained(path)
             if self.generation_config is not None:  # the stop tokens of chat models are listed there
                 self.generation_config.save_pretrained(path)
-            save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+            write_weights(path / WEIGHTS, self._specs, tensors)
             (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
-        del tensors
+        else:
+            deque(tensors, maxlen=0)
         if self._optimizer is not None:
             dcp.save({"optim": get_optimizer_state_dict(self.module, self._optimizer)}, checkpoint_id=path / OPTIMIZER)
 
@@ -141,13 +131,7 @@ class FSDPEngine(TrainEngine):
             raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
         files = WeightFiles(path)
         self._check_architecture(path, files.shapes)
-        if self._version == 2 and not any(sharding.saved_buffers(self.module)):
-            sharding.read_shards(self.module, files.read)
-        else:
-            weights: dict[str, Any] = load_file(path / WEIGHTS)
-            for tied, source in self._tied.items():
-                weights.setdefault(tied, weights[source])
-            set_model_state_dict(self.module, weights, options=StateDictOptions(full_state_dict=True))
+        sharding.fill(self.module, files.read)
         if self._optimizer is None:
             return
         state = {"optim": get_optimizer_state_dict(self.module, self._optimizer)}
@@ -158,11 +142,11 @@ class FSDPEngine(TrainEngine):
         self._updates = json.loads((path / PROGRESS).read_text())["updates"]
 
     def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
-        other = [name for name, shape in self._shapes.items() if found.get(name) != shape]
+        other = [name for name, (_, shape) in self._specs.items() if found.get(name) != shape]
         if other:
             name = other[0]
             raise DataError(
-                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._shapes)} weights differ, first {name} with "
-                f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
+                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._specs)} weights differ, first {name} with "
+                f"shape {found.get(name, 'none')} instead of {self._specs[name][1]}; resume with the model that wrote it, or set "
                 "trainer.resume_mode=disable"
             )

@@ -2,16 +2,18 @@
 
 Traps that are handled here, all seen on CPU with torch 2.13: FSDP1's `sync_module_states` raises (every rank loads the same weights
 instead); its FULL_SHARD on one rank warns and falls back (NO_SHARD is asked for outright); a full state dict with CPU offload of a CPU
-model is a segmentation fault (offload is asked for on GPUs only, by the caller). FSDP2 hangs its pre-backward hook on the model's
+model is a segmentation fault (weights are gathered one unit at a time instead); HYBRID_SHARD over groups of one rank reduces no gradient
+and says nothing (NO_SHARD over all ranks is asked for). FSDP2 hangs its pre-backward hook on the model's
 outputs and warns about one that is a view, which a head with a bias returns (`_own_logits` makes it a tensor of its own).
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +34,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
-from lockstep.errors import ConfigError
 from lockstep.models.meta import WeightSource
 
 
@@ -46,26 +47,25 @@ def shard(
 ) -> nn.Module:
     """Shard the model layer by layer, over all ranks or groups of `fsdp_size`. Parameters stay float32; computation runs in `dtype`.
 
-    `source` gives its weights to a model on the meta device: no rank ever holds all of them.
-
-    Raises ConfigError when the ranks do not divide into such groups.
+    `source` gives its weights to a model on the meta device: no rank ever holds all of them. That the layout is possible is for
+    `check` to say.
     """
-    _check_groups(version, config.fsdp_size)
     reshard_after_forward = config.reshard_after_forward
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
     if source is None:
         model = model.to(device)  # type: ignore[arg-type]
     if version == 1:
-        strategy = ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers),
-            sharding_strategy=strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD,
-            mixed_precision=None if dtype == torch.float32 else MixedPrecision(dtype, torch.float32, torch.float32),
-            device_id=device,
-            use_orig_params=True,
-            param_init_fn=None if source is None else _reader(model, source, device),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
+            return FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers),
+                **_strategy(config.fsdp_size, reshard_after_forward, device),
+                mixed_precision=None if dtype == torch.float32 else MixedPrecision(dtype, torch.float32, torch.float32),
+                device_id=device,
+                use_orig_params=True,
+                param_init_fn=None if source is None else _reader(model, source, device),
+            )
     mesh = _mesh(config.fsdp_size, device)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     for module in model.modules():
@@ -112,18 +112,15 @@ def read_shards(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> N
             local.copy_(read(name, offset[0], offset[0] + len(local)))
 
 
-def _check_groups(version: int, fsdp_size: int) -> None:
+def _strategy(fsdp_size: int, reshard_after_forward: bool, device: torch.device) -> dict[str, Any]:
+    """FSDP1's arguments for all ranks in a row, for copies x ranks of one copy, or for a copy on every rank."""
     world = dist.get_world_size()
+    if fsdp_size == 1 or world == 1:
+        return {"sharding_strategy": ShardingStrategy.NO_SHARD}
     if fsdp_size in (-1, world):
-        return
-    if version == 1:
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={fsdp_size} needs strategy fsdp2; fsdp shares one copy among all {world} ranks (-1)"
-        )
-    if fsdp_size > world or world % fsdp_size:
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={fsdp_size} must divide the {world} ranks: each group of that many holds one copy"
-        )
+        return {"sharding_strategy": ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP}
+    hybrid = ShardingStrategy.HYBRID_SHARD if reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return {"sharding_strategy": hybrid, "device_mesh": _mesh(fsdp_size, device)}
 
 
 def _mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
@@ -161,20 +158,68 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def gathered_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of parameters and saved buffers of a model that was sharded by FSDP2, one at a time."""
-    for name, parameter in module.named_parameters():
-        assert isinstance(parameter, DTensor)
-        yield name, parameter.full_tensor().detach()
+def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of parameters and saved buffers. A collective: every rank takes all of them.
+
+    What is sharded is gathered one parameter (FSDP2) or one layer (FSDP1) at a time. A parameter that this rank has whole is given as
+    it is, not as a copy.
+    """
+    if isinstance(module, FullyShardedDataParallel):
+        for unit, names in _units(module):
+            with _whole_unit(unit, writeback=False):
+                for name, parameter in names():
+                    yield name, parameter.detach() if _is_whole(unit) else parameter.detach().clone()
+    else:
+        for name, parameter in module.named_parameters():
+            assert isinstance(parameter, DTensor)
+            yield name, parameter.full_tensor().detach() if parameter.device_mesh.size() > 1 else parameter.to_local().detach()
     yield from saved_buffers(module)
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of parameters and saved buffers on ONE rank, where the local shard is the whole parameter."""
-    for name, parameter in module.named_parameters():
-        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        yield name.replace("_fsdp_wrapped_module.", ""), tensor.detach()
-    yield from saved_buffers(module)
+@torch.no_grad()
+def fill(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> None:
+    """Overwrite parameters and saved buffers with what `read(name, start, stop)` has in these rows, a part of the model at a time."""
+    if isinstance(module, FullyShardedDataParallel):
+        for unit, names in _units(module):
+            with _whole_unit(unit, writeback=True):
+                for name, parameter in names():
+                    parameter.copy_(read(name, 0, len(parameter)))
+    else:
+        read_shards(module, read)
+    for name, buffer in saved_buffers(module):
+        buffer.copy_(read(name, 0, len(buffer) if buffer.dim() else 1))
+
+
+NamedParameters = Callable[[], Iterator[tuple[str, nn.Parameter]]]
+
+
+def _units(module: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, NamedParameters]]:
+    """Each part of the model that FSDP1 gathers at once, the root first, and what names its parameters while it is gathered."""
+    for prefix, unit in module.named_modules():
+        if isinstance(unit, FullyShardedDataParallel):
+            yield unit, functools.partial(_own_parameters, unit, prefix)
+
+
+def _own_parameters(unit: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter) of a unit without those of the units inside it; a tied one comes once."""
+    inside = {id(p) for m in unit.modules() if m is not unit and isinstance(m, FullyShardedDataParallel) for p in m.parameters()}
+    for name, parameter in unit.named_parameters(prefix=prefix):
+        if id(parameter) not in inside:
+            yield _hf_name(name), parameter
+
+
+def _is_whole(unit: FullyShardedDataParallel) -> bool:
+    return unit.sharding_strategy is ShardingStrategy.NO_SHARD
+
+
+def _whole_unit(unit: FullyShardedDataParallel, writeback: bool) -> AbstractContextManager[None]:
+    if _is_whole(unit):
+        return nullcontext()
+    return FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=writeback)
+
+
+def _hf_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -182,7 +227,7 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".removeprefix(".").replace("_fsdp_wrapped_module.", ""), buffer
+                yield _hf_name(f"{prefix}.{name}".removeprefix(".")), buffer
 
 
 def own_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -191,4 +236,4 @@ def own_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            yield name.replace("_fsdp_wrapped_module.", ""), local.detach()
+            yield _hf_name(name), local.detach()
