@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -35,6 +36,8 @@ from lockstep.workers.engine.precision import compute_dtype
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
 PROGRESS = "optimizer_progress.json"
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Which parameters are in one group of the optimizer depends on the layout; a checkpoint holds what belongs to each by its name."""
 
 
 class FSDPEngine(TrainEngine):
@@ -57,7 +60,11 @@ class FSDPEngine(TrainEngine):
     ) -> None:
         self.head, self.device, self._version = head, device, version
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.gradient_ranks = self.world_size
+        meshes = sharding.make_meshes(config, device)
+        self.gradient_ranks = meshes.data.size()
+        if meshes.tensor is not None:
+            self.model_group = meshes.tensor.get_group()
+            self.reports = meshes.tensor.get_local_rank() == 0
         self.hf_config = module.config
         self.hf_config.architectures = [type(module).__name__]
         self.generation_config = module.generation_config if module.can_generate() else None
@@ -70,14 +77,14 @@ class FSDPEngine(TrainEngine):
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
-        self.module = sharding.shard(module, version, self.dtype, config, device, source)
+        self.module = sharding.shard(module, version, self.dtype, config, meshes, device, source)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
         self._offload = config.optimizer_offload
         self._optimizer = (
             torch.optim.AdamW(
-                self.module.parameters(),
+                [{"params": parameters} for parameters in sharding.by_mesh(self.module.parameters())],
                 lr=optim.lr,
                 betas=(optim.betas[0], optim.betas[1]),
                 weight_decay=optim.weight_decay,
@@ -124,7 +131,9 @@ class FSDPEngine(TrainEngine):
         else:
             deque(tensors, maxlen=0)
         if self._optimizer is not None:
-            dcp.save({"optim": get_optimizer_state_dict(self.module, self._optimizer)}, checkpoint_id=path / OPTIMIZER)
+            dcp.save(
+                {"optim": get_optimizer_state_dict(self.module, self._optimizer, options=_BY_NAME)}, checkpoint_id=path / OPTIMIZER
+            )
 
     def load(self, path: Path) -> None:
         if not (path / WEIGHTS).is_file():
@@ -134,11 +143,11 @@ class FSDPEngine(TrainEngine):
         sharding.fill(self.module, files.read)
         if self._optimizer is None:
             return
-        state = {"optim": get_optimizer_state_dict(self.module, self._optimizer)}
+        state = {"optim": get_optimizer_state_dict(self.module, self._optimizer, options=_BY_NAME)}
         # Flattening sharded tensors (the planner's default, for FSDP over tensor parallelism) drops, on the ranks that hold nothing of
         # it, a tensor with fewer rows than there are ranks: FSDP1 could not load a value head.
         dcp.load(state, checkpoint_id=path / OPTIMIZER, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-        set_optimizer_state_dict(self.module, self._optimizer, state["optim"])
+        set_optimizer_state_dict(self.module, self._optimizer, state["optim"], options=_BY_NAME)
         self._updates = json.loads((path / PROGRESS).read_text())["updates"]
 
     def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,39 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
 from lockstep.models.meta import WeightSource
+from lockstep.workers.engine.fsdp.tensor_parallel import split_layers
+
+T = TypeVar("T", bound=Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """How the ranks are laid out: those that share layers next to each other."""
+
+    data: DeviceMesh
+    """What shards are spread over: all data ranks in a row, or copies x ranks of one copy."""
+    tensor: DeviceMesh | None
+    """The ranks that share every layer with this one."""
+
+
+def make_meshes(config: FSDPConfig, device: torch.device) -> Meshes:
+    """The layout of all ranks. That it is possible is for `check` to say."""
+    tensor, world = config.tensor_parallel_size, dist.get_world_size()
+    ranks = world // tensor
+    sizes = {"shard": ranks}
+    if config.fsdp_size not in (-1, ranks):
+        sizes = {"copy": ranks // config.fsdp_size, "shard": config.fsdp_size}
+    if tensor == 1:
+        return Meshes(init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), None)
+    names = (*sizes, "tensor")
+    mesh = init_device_mesh(device.type, (*sizes.values(), tensor), mesh_dim_names=names)
+    return Meshes(mesh[tuple(sizes)], mesh["tensor"])
 
 
 def shard(
@@ -42,13 +70,13 @@ def shard(
     version: int,
     dtype: torch.dtype,
     config: FSDPConfig,
+    meshes: Meshes,
     device: torch.device,
     source: WeightSource | None = None,
 ) -> nn.Module:
-    """Shard the model layer by layer, over all ranks or groups of `fsdp_size`. Parameters stay float32; computation runs in `dtype`.
+    """Shard the model layer by layer. Parameters stay float32; computation runs in `dtype`.
 
-    `source` gives its weights to a model on the meta device: no rank ever holds all of them. That the layout is possible is for
-    `check` to say.
+    `source` gives its weights to a model on the meta device: no rank ever holds all of them.
     """
     reshard_after_forward = config.reshard_after_forward
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
@@ -60,13 +88,15 @@ def shard(
             return FullyShardedDataParallel(
                 model,
                 auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers),
-                **_strategy(config.fsdp_size, reshard_after_forward, device),
+                **_strategy(meshes.data, reshard_after_forward),
                 mixed_precision=None if dtype == torch.float32 else MixedPrecision(dtype, torch.float32, torch.float32),
                 device_id=device,
                 use_orig_params=True,
                 param_init_fn=None if source is None else _reader(model, source, device),
             )
-    mesh = _mesh(config.fsdp_size, device)
+    mesh = meshes.data
+    if meshes.tensor is not None:
+        split_layers(model, meshes.tensor)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     for module in model.modules():
         if type(module) in layers:
@@ -108,27 +138,19 @@ def read_shards(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> N
         assert isinstance(parameter, DTensor)
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         local = parameter.to_local()
-        if len(local):
-            local.copy_(read(name, offset[0], offset[0] + len(local)))
+        if local.numel():
+            rows = read(name, offset[0], offset[0] + len(local))
+            local.copy_(rows if local.dim() < 2 else rows[:, offset[1] : offset[1] + local.shape[1]])
 
 
-def _strategy(fsdp_size: int, reshard_after_forward: bool, device: torch.device) -> dict[str, Any]:
+def _strategy(mesh: DeviceMesh, reshard_after_forward: bool) -> dict[str, Any]:
     """FSDP1's arguments for all ranks in a row, for copies x ranks of one copy, or for a copy on every rank."""
-    world = dist.get_world_size()
-    if fsdp_size == 1 or world == 1:
+    if mesh.size(mesh.ndim - 1) == 1:
         return {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    if fsdp_size in (-1, world):
+    if mesh.ndim == 1:
         return {"sharding_strategy": ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP}
     hybrid = ShardingStrategy.HYBRID_SHARD if reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
-    return {"sharding_strategy": hybrid, "device_mesh": _mesh(fsdp_size, device)}
-
-
-def _mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
-    """All ranks in a row; or copies x ranks of one copy."""
-    world = dist.get_world_size()
-    if fsdp_size in (-1, world):
-        return init_device_mesh(device.type, (world,))
-    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("copy", "shard"))
+    return {"sharding_strategy": hybrid, "device_mesh": mesh}
 
 
 def _own_logits(module: nn.Module, args: Any, output: Any) -> None:
@@ -154,8 +176,49 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
     """Scale the whole gradient down to `max_norm`; returns its norm before."""
     if isinstance(module, FullyShardedDataParallel):
         return float(module.clip_grad_norm_(max_norm))
-    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    total = _norm(gradients)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        _local(gradient).mul_(scale)
+    return float(total)
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """The norm of all tensors together, in float32. Some may be split along other dimensions of the ranks than others (torch's own
+    functions do not mix them): squares are summed here, then over the dimensions along which each is split."""
+    squares: dict[tuple[tuple[DeviceMesh, int], ...], Tensor] = {}
+    for tensor in tensors:
+        split = ()
+        if isinstance(tensor, DTensor):
+            split = tuple((tensor.device_mesh, dim) for dim, where in enumerate(tensor.placements) if not where.is_replicate())
+        square = _local(tensor).float().square().sum()
+        squares[split] = squares[split] + square if split in squares else square
+    for split, square in squares.items():
+        for mesh, dim in split:
+            dist.all_reduce(square, group=mesh.get_group(dim))
+    return torch.stack(list(squares.values())).sum().sqrt()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """The whole tensor, gathered along one dimension of the ranks after the other; as it is where this rank has all of it."""
+    placements = list(tensor.placements)
+    for dim in range(len(placements) if tensor.device_mesh.size() > 1 else 0):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """The tensors in groups, each of one device mesh (or none)."""
+    groups: dict[DeviceMesh | None, list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +235,7 @@ def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     else:
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)
-            yield name, parameter.full_tensor().detach() if parameter.device_mesh.size() > 1 else parameter.to_local().detach()
+            yield name, _whole(parameter).detach()
     yield from saved_buffers(module)
 
 
@@ -235,5 +298,4 @@ def own_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            yield _hf_name(name), local.detach()
+            yield _hf_name(name), _local(gradient).detach()
