@@ -105,7 +105,7 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if source is not None:
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-        read_shards(model, source.read)
+        read_shards(model, source.read, _all)
     return model
 
 
@@ -132,9 +132,12 @@ def _reader(model: PreTrainedModel, source: WeightSource, device: torch.device) 
 
 
 @torch.no_grad()
-def read_shards(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> None:
-    """Fill the parameters of a model that was sharded by FSDP2: each rank asks `read(name, start, stop)` for the rows of its shards."""
+def read_shards(module: nn.Module, read: Callable[[str, int, int], Tensor], chosen: Callable[[str], bool]) -> None:
+    """Fill the `chosen` parameters of a model that FSDP2 sharded: each rank asks `read(name, start, stop)` for the rows of its shards."""
+    reshard(module)
     for name, parameter in module.named_parameters():
+        if not chosen(name):
+            continue
         assert isinstance(parameter, DTensor)
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         local = parameter.to_local()
@@ -189,7 +192,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     functions do not mix them): squares are summed here, then over the dimensions along which each is split."""
     squares: dict[tuple[tuple[DeviceMesh, int], ...], Tensor] = {}
     for tensor in tensors:
-        split = ()
+        split: tuple[tuple[DeviceMesh, int], ...] = ()
         if isinstance(tensor, DTensor):
             split = tuple((tensor.device_mesh, dim) for dim, where in enumerate(tensor.placements) if not where.is_replicate())
         square = _local(tensor).float().square().sum()
@@ -221,8 +224,12 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
     return list(groups.values())
 
 
-def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of parameters and saved buffers. A collective: every rank takes all of them.
+def _all(name: str) -> bool:
+    return True
+
+
+def whole_tensors(module: nn.Module, chosen: Callable[[str], bool] = _all) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of the `chosen` parameters and saved buffers. A collective: every rank takes all of them.
 
     What is sharded is gathered one parameter (FSDP2) or one layer (FSDP1) at a time. A parameter that this rank has whole is given as
     it is, not as a copy.
@@ -231,26 +238,31 @@ def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for unit, names in _units(module):
             with _whole_unit(unit, writeback=False):
                 for name, parameter in names():
-                    yield name, parameter.detach() if _is_whole(unit) else parameter.detach().clone()
+                    if chosen(name):
+                        yield name, parameter.detach() if _is_whole(unit) else parameter.detach().clone()
     else:
+        reshard(module)
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)
-            yield name, _whole(parameter).detach()
-    yield from saved_buffers(module)
+            if chosen(name):
+                yield name, _whole(parameter).detach()
+    yield from ((name, buffer) for name, buffer in saved_buffers(module) if chosen(name))
 
 
 @torch.no_grad()
-def fill(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> None:
-    """Overwrite parameters and saved buffers with what `read(name, start, stop)` has in these rows, a part of the model at a time."""
+def fill(module: nn.Module, read: Callable[[str, int, int], Tensor], chosen: Callable[[str], bool] = _all) -> None:
+    """Overwrite the `chosen` parameters and saved buffers with the rows that `read(name, start, stop)` gives, part by part."""
     if isinstance(module, FullyShardedDataParallel):
         for unit, names in _units(module):
             with _whole_unit(unit, writeback=True):
                 for name, parameter in names():
-                    parameter.copy_(read(name, 0, len(parameter)))
+                    if chosen(name):
+                        parameter.copy_(read(name, 0, len(parameter)))
     else:
-        read_shards(module, read)
+        read_shards(module, read, chosen)
     for name, buffer in saved_buffers(module):
-        buffer.copy_(read(name, 0, len(buffer) if buffer.dim() else 1))
+        if chosen(name):
+            buffer.copy_(read(name, 0, len(buffer) if buffer.dim() else 1))
 
 
 NamedParameters = Callable[[], Iterator[tuple[str, nn.Parameter]]]
@@ -283,6 +295,27 @@ def _whole_unit(unit: FullyShardedDataParallel, writeback: bool) -> AbstractCont
 
 def _hf_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
+
+
+def reshard(module: nn.Module) -> None:
+    """Drop layers that FSDP2 still holds gathered (reshard_after_forward=false): until then their shards are not the parameters."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def shards(module: nn.Module) -> Iterator[Tensor]:
+    """What this rank keeps of the parameters; layers that FSDP2 still holds gathered are dropped."""
+    reshard(module)
+    for part in module.modules():
+        if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
+            yield getattr(part._handle.flat_param, "_local_shard", part._handle.flat_param)
+    yield from (_local(parameter) for parameter in module.parameters() if isinstance(parameter, DTensor))
+
+
+def gradient_shards(module: nn.Module) -> Iterator[Tensor]:
+    """The gradients that wait for the optimizer, as far as this rank has them."""
+    yield from (_local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None)
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

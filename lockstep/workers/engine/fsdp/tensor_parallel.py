@@ -46,13 +46,13 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the model in place over the ranks of `mesh`. Every rank has the same weights, or none yet (meta)."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     prefix = model.base_model_prefix
-    plan = {f"{prefix}.{pattern}": _STYLES[kind]() for pattern, kind in model.config.base_model_tp_plan.items()}
+    plan = {f"{prefix}.{pattern}": _STYLES[kind]() for pattern, kind in (model.config.base_model_tp_plan or {}).items()}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     if isinstance(output, TokenHead):
         plan[names[output]] = _SplitRows()
-    parallelize_module(model, mesh, plan, src_data_rank=None)  # type: ignore[arg-type]
+    parallelize_module(model, mesh, plan, src_data_rank=None)
     for tied, source in (model.all_tied_weights_keys or {}).items():
         owner, _, attribute = tied.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(source))
