@@ -21,8 +21,9 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 class WeightFiles:
     """The tensors of a Hugging Face folder in safetensors, by name. Nothing is read before it is asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, one_file: str = _ONE_FILE) -> None:
+        """`one_file` is the name of the file where the folder has no index of several."""
+        self.folder, self._one_file = folder, one_file
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Name -> shape of every tensor; empty where the folder has no safetensors."""
         self._file_of: dict[str, Path] = {}
@@ -36,15 +37,15 @@ class WeightFiles:
                 raise DataError(f"{file} cannot be read: {error}") from error
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor, in float32 on the CPU."""
+        """Rows `start` to `stop` of a tensor (all of one without rows), in float32 on the CPU."""
         with safe_open(self._file_of[name], framework="pt") as opened:
-            return opened.get_slice(name)[start:stop].float()
+            return (opened.get_slice(name)[start:stop] if self.shapes[name] else opened.get_tensor(name)).float()
 
     def _files(self) -> list[Path]:
         if (self.folder / _INDEX).is_file():
             names = json.loads((self.folder / _INDEX).read_text())["weight_map"].values()
             return [self.folder / name for name in sorted(set(names))]
-        return [self.folder / _ONE_FILE] if (self.folder / _ONE_FILE).is_file() else []
+        return [self.folder / self._one_file] if (self.folder / self._one_file).is_file() else []
 
 
 class WeightSource:

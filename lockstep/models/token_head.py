@@ -4,8 +4,9 @@ The logits of M tokens over a vocabulary of V are the largest tensor of a traini
 numbers a token. Here they exist for a chunk of tokens at a time, in the forward pass and again in the backward pass, where they are
 computed anew. What is kept between the two grows with the tokens alone.
 
-`TokenHead` puts this in the place where a model applies its output layer, so that a sharded layer is whole when it is read.
-Legend: M tokens, H hidden size, V vocabulary.
+`TokenHead` puts this in the place where a model applies its output layer, so that a sharded layer is whole when it is read. With tensor
+parallelism each rank of a group has its part of the vocabulary: sums over the vocabulary become sums over the ranks, two numbers a token.
+Legend: M tokens, H hidden size, V vocabulary (or this rank's part of it).
 """
 
 from __future__ import annotations
@@ -16,13 +17,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import PackedLayout
 
 _MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 """Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's rows of an output layer that is split over the ranks of a group."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The token of its first row."""
+    most: int
+    """The most rows that a rank of the group has: all of them cut the tokens into the same chunks."""
 
 
 def target_log_probs(
@@ -33,15 +48,18 @@ def target_log_probs(
     temperature: float,
     entropy_grad: bool,
     max_logits: int | None = None,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob [M] of `targets` [M] and entropy [M] under softmax((hidden [M, H] weight^T [V, H] + bias [V]) / temperature).
 
     In float32 (float64 for float64 inputs). At most `max_logits` logits exist at a time (null: what suits the device), or one token's.
     The entropy carries a gradient only when `entropy_grad` asks for it. A logit of -inf is a token that cannot occur.
+    With `part`, weight and bias are one rank's part of the vocabulary; all ranks of its group call this with the same rows, and all get
+    the whole gradient of `hidden`.
     """
     max_logits = max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cpu"])
-    chunk = max(1, max_logits // weight.shape[0])
-    return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk)
+    chunk = max(1, max_logits // (weight.shape[0] if part is None else part.most))
+    return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
 
 
 class _TargetLogProbs(torch.autograd.Function):
@@ -60,14 +78,18 @@ class _TargetLogProbs(torch.autograd.Function):
         temperature: float,
         entropy_grad: bool,
         chunk: int,
+        part: Part | None,
     ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(len(targets), dtype=_sum_dtype(hidden.dtype), device=hidden.device)
         entropy, log_normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
         for rows in _chunks(len(targets), chunk):
             logits = _logits(hidden[rows], weight, bias)
-            log_probs[rows], log_normaliser[rows], entropy[rows] = _statistics(logits, targets[rows], temperature)
+            log_probs[rows], log_normaliser[rows], entropy[rows] = _statistics(logits, targets[rows], temperature, part)
+        if part is not None:
+            dist.all_reduce(log_probs, group=part.group)
+            dist.all_reduce(entropy, group=part.group)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
-        ctx.temperature, ctx.entropy_grad, ctx.chunk = temperature, entropy_grad, chunk
+        ctx.temperature, ctx.entropy_grad, ctx.chunk, ctx.part = temperature, entropy_grad, chunk, part
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -84,18 +106,20 @@ class _TargetLogProbs(torch.autograd.Function):
             logits = _logits(hidden[rows], weight, bias)
             more = entropy_grad[rows].contiguous() if ctx.entropy_grad else None
             known = targets[rows], log_normaliser[rows], entropy[rows], log_prob_grad[rows].contiguous(), more
-            delta = _logit_gradient(logits, *known, ctx.temperature, hidden.dtype)
+            delta = _logit_gradient(logits, *known, ctx.temperature, hidden.dtype, ctx.part)
             if bias_grad is not None:
                 bias_grad += delta.sum(0, dtype=bias_grad.dtype)
             if hidden_grad is not None:
                 hidden_grad[rows] = delta @ weight
             if weight_grad is not None:
                 _add_product(weight_grad, delta.t(), hidden[rows])
+        if ctx.part is not None and hidden_grad is not None:
+            dist.all_reduce(hidden_grad, group=ctx.part.group)
         return (
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight.dtype),
             None if bias_grad is None else bias_grad.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -123,10 +147,20 @@ class TokenHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Logits, or what was asked for."""
         if self._request is None:
-            return super().forward(input)
-        request = self._request
-        columns = target_log_probs(input[0], self.weight, self.bias, request.targets, request.temperature, request.entropy_grad)
+            return self._logits(input)
+        request, weight, bias = self._request, self.weight, self.bias
+        part = None
+        if isinstance(weight, DTensor):
+            part = Part(weight.device_mesh.get_group(), _first_row(weight), -(-weight.shape[0] // weight.device_mesh.size()))
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
+        columns = target_log_probs(input[0], weight, bias, request.targets, request.temperature, request.entropy_grad, part=part)
         return torch.stack(columns, dim=-1)[None]
+
+    def _logits(self, input: Tensor) -> Tensor:
+        if not isinstance(self.weight, DTensor):
+            return super().forward(input)
+        whole = DTensor.from_local(input, self.weight.device_mesh, [Replicate()], run_check=False)
+        return super().forward(whole).full_tensor()  # type: ignore[attr-defined]
 
 
 def install_token_head(model: PreTrainedModel) -> TokenHead | None:
@@ -162,6 +196,29 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
 
 
+def _columns(targets: Tensor, size: int, part: Part | None) -> tuple[Tensor, Tensor]:
+    """For each target its column among `size` of this rank (any, where it has none), and whether it has one."""
+    column = targets if part is None else targets - part.first
+    own = (column >= 0) & (column < size)
+    return column.where(own, 0), own
+
+
+def _sum_exponents(log_sums: Tensor, part: Part | None) -> Tensor:
+    """log of the sum over the group's ranks of exp(log_sums)."""
+    if part is None:
+        return log_sums
+    largest = log_sums.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+    total = torch.exp(log_sums - largest)
+    dist.all_reduce(total, group=part.group)
+    return largest + torch.log(total)
+
+
+def _first_row(weight: DTensor) -> int:
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return offset[0]
+
+
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -174,15 +231,17 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, log of the normaliser and entropy, each [M]. The logits are used up."""
-    if logits.is_cuda and logits.dtype == torch.float32:
+def _statistics(logits: Tensor, targets: Tensor, temperature: float, part: Part | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, log of the normaliser and entropy, each [M]; of a part of the vocabulary, its share of the first and the last. The
+    logits are used up."""
+    if part is None and logits.is_cuda and logits.dtype == torch.float32:
         from lockstep.models import token_kernels
 
         return token_kernels.statistics(logits, targets, temperature)
-    log_normaliser = torch.logsumexp(logits.div_(temperature), dim=-1)
+    log_normaliser = _sum_exponents(torch.logsumexp(logits.div_(temperature), dim=-1), part)
     logits.sub_(log_normaliser[:, None])
-    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1)
+    column, own = _columns(targets, logits.shape[-1], part)
+    log_probs = logits.gather(-1, column[:, None]).squeeze(-1).where(own, 0.0)
     # entr(p) = -p log p, and 0 at p = 0: a forbidden token adds nothing.
     return log_probs, log_normaliser, torch.special.entr(logits.exp_()).sum(-1)
 
@@ -196,9 +255,10 @@ def _logit_gradient(
     entropy_grad: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
+    part: Part | None,
 ) -> Tensor:
     """[M, V] in `dtype`: the gradient that reaches the logits. They are used up."""
-    if logits.is_cuda and logits.dtype == torch.float32:
+    if part is None and logits.is_cuda and logits.dtype == torch.float32:
         from lockstep.models import token_kernels
 
         return token_kernels.logit_gradient(
@@ -212,7 +272,8 @@ def _logit_gradient(
     delta = probs.mul_(factor[:, None])
     if entropy_grad is not None:
         delta.add_(surprise)
-    return delta.scatter_add_(-1, targets[:, None], log_prob_grad[:, None]).div_(temperature).to(dtype)
+    column, own = _columns(targets, logits.shape[-1], part)
+    return delta.scatter_add_(-1, column[:, None], log_prob_grad[:, None].where(own[:, None], 0.0)).div_(temperature).to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, FSDPConfig, ModelConfig, OptimConfig, check_lora
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import has_fast_layers, install_fast_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
+from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
 from lockstep.utils.hf_config import read_model_config
 from lockstep.workers.engine.base import TrainEngine
@@ -42,12 +43,14 @@ def make_engine(
 
         hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
         check(fsdp, hf_config, dist.get_world_size(), "fsdp_config", choice.strategy)
+        check_lora(model, choice, "actor", "model")
         # A rank that will keep a part of the model never holds the whole of it.
         found = load_on_meta(model, head, seed, pad_token_id) if dist.get_world_size() > 1 else None
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
         if not fsdp.use_torch_compile:
             install_fast_layers(module)
+        lora = Lora(module, model, head, seed) if model.lora_rank and optim is not None else None
         if optim is not None and model.enable_gradient_checkpointing:
             apply_recompute(module, _recompute(model, module, fsdp, max_tokens, device))
         if fsdp.use_torch_compile:
@@ -55,16 +58,19 @@ def make_engine(
         engine = FSDPEngine(
             module,
             head,
-            version=1 if choice.strategy == "fsdp" else 2,
+            # FullyShardedDataParallel does not put tied weights back that do not learn, after a backward pass on one rank.
+            version=1 if choice.strategy == "fsdp" and lora is None else 2,
             config=fsdp,
             optim=optim,
             total_updates=total_updates,
             device=device,
             source=source,
+            lora=lora,
         )
         # load_model has checked what it loaded, a score head aside, which is packed only where its tokens are divided.
         if engine.score_layer is not None or (source is not None and head is not Head.SCORE):
-            check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
+            with engine.on_device():
+                check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
         engine.decoder = decoder
         return engine
     if choice.strategy == "veomni":

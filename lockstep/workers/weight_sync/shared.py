@@ -1,8 +1,8 @@
 """Shared: the decoder's parameters are the trainer's own tensors. Nothing is copied on one rank in one precision.
 
-Where they cannot be the same tensors (shards on several ranks, a lower precision for generation) whole tensors are made for the time of
-one generation and dropped after it. On one GPU a copy in lower precision stays, and is written anew for each generation: captured graphs
-hold its addresses.
+Where they cannot be the same tensors (shards on several ranks, a lower precision for generation, adapters that are merged) whole tensors
+are made for the time of one generation and dropped after it. On one GPU such a copy stays, and is written anew for each generation:
+captured graphs hold its addresses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SharedWeights:
         for module in self._decoder.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else buffer.to(engine.device)
-        self.keeps_copy = engine.device.type == "cuda" and engine.world_size == 1 and self._needs_cast()
+        self.keeps_copy = engine.device.type == "cuda" and engine.world_size == 1 and (engine.exports_copies or self._needs_cast())
         """Whether the decoder has a copy of its own that keeps its place in memory (or where the decoder has moved it)."""
         self._drop()
 
@@ -39,7 +39,7 @@ class SharedWeights:
                 copied += self._write(name, tensor)
                 continue
             lent = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-            if self._engine.world_size > 1 or lent.data_ptr() != tensor.data_ptr():
+            if self._engine.world_size > 1 or self._engine.exports_copies or lent.data_ptr() != tensor.data_ptr():
                 copied += lent.nbytes
             self._assign(name, lent)
         try:

@@ -47,9 +47,11 @@ class VeOmniEngine(FSDPEngine):
         self.hf_config.architectures = [type(plain).__name__]
         self.generation_config = plain.generation_config if plain.can_generate() else None
 
-    def _shard(self, module: PreTrainedModel, config: FSDPConfig, source: WeightSource | None) -> nn.Module:
+    def _shard(
+        self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None
+    ) -> nn.Module:
         assert source is not None
         module.register_forward_hook(sharding.own_logits)  # before FSDP's own hook, which looks at the output
         sharded = shard_model(module, self.dtype)
-        sharding.read_shards(sharded, source.read)
+        sharding.fill(sharded, source.read)
         return sharded
