@@ -203,11 +203,12 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
         outputs.log_probs.register_hook(keep)
         return loss_fn(outputs, part)
 
-    engine.module.zero_grad()
     budget = Budget(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
     temperature = config.actor_rollout_ref.rollout.temperature
-    metrics = engine.forward_backward(rows, watched, budget, temperature, entropy_grad=actor.entropy_coeff != 0)
-    gradient = {name: tensor.float().cpu().clone() for name, tensor in own_gradients(engine.module)}
+    with engine.on_device():
+        engine.module.zero_grad()
+        metrics = engine.forward_backward(rows, watched, budget, temperature, entropy_grad=actor.entropy_coeff != 0)
+        gradient = {name: tensor.float().cpu().clone() for name, tensor in own_gradients(engine.module)}
     return Measured(gradient, metrics, pushes, log_probs, rows)
 
 

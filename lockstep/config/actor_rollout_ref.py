@@ -5,8 +5,9 @@ from typing import Any
 
 from lockstep.config.check import absolute_reference, at_least, in_range, one_of
 from lockstep.config.data import EMBEDDED
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
 from lockstep.config.sampling import check_sampling
+from lockstep.errors import ConfigError
 
 ROLLOUTS = ("native", "hf")
 """Generation engines that can be named in rollout.name."""
@@ -117,6 +118,8 @@ class RefConfig:
     """Rows computed at once; null cuts by log_prob_max_token_len_per_gpu."""
     log_prob_max_token_len_per_gpu: int | None = None
     """Tokens computed at once; null means the actor's budget."""
+    param_offload: bool | None = None
+    """Keep the reference's weights in host memory while it is idle (fsdp and fsdp2); null means the actor's fsdp_config.param_offload."""
 
     def __post_init__(self) -> None:
         for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"):
@@ -193,6 +196,14 @@ class ActorRolloutRefConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    def __post_init__(self) -> None:
+        check_lora(self.model, self.actor, "actor_rollout_ref.actor", "actor_rollout_ref.model")
+        if self.ref.param_offload and self.actor.strategy not in ("fsdp", "fsdp2"):
+            raise ConfigError(
+                "actor_rollout_ref.ref.param_offload=true needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not "
+                f"{self.actor.strategy}; set it to null"
+            )
 
 
 def _check_drawing(prefix: str, section: SamplingConfig | RolloutConfig) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lockstep.config.check import at_least, one_of
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
 
 
 @dataclass
@@ -37,3 +37,4 @@ class CriticConfig(EngineChoice):
             at_least(f"critic.{name}", getattr(self, name), 1)
         for name in ("n_gpus_per_node", "nnodes"):
             at_least(f"critic.{name}", getattr(self, name), 1)
+        check_lora(self.model, self, "critic", "critic.model")

@@ -26,8 +26,16 @@ class ModelConfig:
     recompute: str = "auto"
     """full (every layer: least memory, about a third more time), selective (the MLPs), or auto: the least with which a micro-batch fits."""
 
+    lora_rank: int = 0
+    """Train adapters of this rank beside the model's linear layers instead of the model (LoRA; fsdp and fsdp2). 0: train the model."""
+    lora_alpha: int = 16
+    """LoRA: adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: Any = "all-linear"
+    """LoRA: which layers get an adapter: all-linear (all but the output layer), or a list of names such as [q_proj,v_proj]."""
+
     def __post_init__(self) -> None:
         one_of("model.recompute", self.recompute, ("auto", "selective", "full"))
+        at_least("model.lora_rank", self.lora_rank, 0)
 
 
 @dataclass
@@ -37,7 +45,13 @@ class FSDPConfig:
     reshard_after_forward: bool = True
     """Free the gathered parameters of a layer between its forward and its backward."""
     fsdp_size: int = -1
-    """Ranks that share one copy of the model (fsdp2); copies are kept equal by summing gradients. -1: all ranks share one."""
+    """Ranks that share one copy of the model; copies are kept equal by averaging gradients. -1: all ranks share one."""
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer (fsdp2): attention heads, MLP columns and the vocabulary are divided among them."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that divide the tokens of one micro-batch; attention exchanges heads for tokens (Ulysses). Divides the attention heads."""
+    param_offload: bool = False
+    """Keep the weights (and gradients that wait) in host memory while the model is idle: 4 bytes a parameter, moved for each stage."""
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory between updates: 8 bytes of GPU memory a parameter for the time of two copies."""
     use_torch_compile: bool = False
@@ -47,6 +61,8 @@ class FSDPConfig:
         one_of("fsdp_config.dtype", self.dtype, DTYPES)
         if self.fsdp_size != -1:
             at_least("fsdp_config.fsdp_size", self.fsdp_size, 1)
+        at_least("fsdp_config.tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("fsdp_config.ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, 1)
 
 
 @dataclass
@@ -122,6 +138,29 @@ class EngineChoice:
             "megatron": self.megatron, "torchtitan": self.torchtitan, "veomni": self.veomni,
         }  # fmt: skip
         return sections.get(self.strategy, self.fsdp_config)
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that divide the tokens of one micro-batch, so that it may hold so many times the tokens of one."""
+        if self.strategy == "veomni":
+            return self.veomni.ulysses_parallel_size
+        return self.fsdp_config.ulysses_sequence_parallel_size if self.strategy in ("fsdp", "fsdp2") else 1
+
+
+def check_lora(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
+    """Raise ConfigError when the model is to have adapters and its engine cannot train them."""
+    if model.lora_rank == 0:
+        return
+    if choice.strategy not in ("fsdp", "fsdp2"):
+        raise ConfigError(
+            f"{model_key}.lora_rank={model.lora_rank} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; "
+            f"set {model_key}.lora_rank=0 to train the whole model"
+        )
+    if choice.fsdp_config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{model_key}.lora_rank={model.lora_rank} does not go with {key}.fsdp_config.tensor_parallel_size="
+            f"{choice.fsdp_config.tensor_parallel_size}: adapters are not split; set one of them to its default"
+        )
 
 
 @dataclass

@@ -97,17 +97,19 @@ class PPOConfig:
                     f"make {key} a divisor of data.train_batch_size"
                 )
         longest = self.data.max_prompt_length + self.data.max_response_length
+        actor, ref = self.actor_rollout_ref.actor, self.actor_rollout_ref.ref
         budgets = {
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": self.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
-            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": self.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (actor.ppo_max_token_len_per_gpu, actor.token_ranks),
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (ref.log_prob_max_token_len_per_gpu, actor.token_ranks),
         }
         if self.use_critic:
-            budgets["critic.ppo_max_token_len_per_gpu"] = self.critic.ppo_max_token_len_per_gpu
-        for key, budget in budgets.items():
-            if budget is not None and budget < longest:
+            budgets["critic.ppo_max_token_len_per_gpu"] = (self.critic.ppo_max_token_len_per_gpu, self.critic.token_ranks)
+        for key, (budget, ranks) in budgets.items():
+            if budget is not None and budget * ranks < longest:
+                among = f" divided among {ranks} ranks" if ranks > 1 else ""
                 raise ConfigError(
                     f"{key}={budget} tokens cannot hold one row of data.max_prompt_length + data.max_response_length = {longest} "
-                    f"tokens; raise {key} to at least {longest}"
+                    f"tokens{among}; raise {key} to at least {-(-longest // ranks)}"
                 )
 
     def _check_kl(self) -> None:

@@ -11,17 +11,19 @@ argument of the model's forward. Legend: R rows, S segments, L longest of them, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lockstep.models import flash
+from lockstep.models import flash, ulysses
 from lockstep.models.flash import Bounds
 
 PACKED = "lockstep_packed"
@@ -34,6 +36,9 @@ class PackedLayout:
     `lengths` [S] are those of the segments in order. The first len(`followers`) of them are shared: `followers[i]` of the later ones,
     in order, each continue segment i. Without followers every segment stands alone.
     """
+
+    group: dist.ProcessGroup | None = None
+    """The ranks that have an equal part of the tokens each, in order, filled up at the end; None where this rank has them all."""
 
     def __init__(self, lengths: Tensor, device: torch.device | str = "cpu", followers: Sequence[int] = ()) -> None:
         self.lengths = lengths.to("cpu", torch.int64)
@@ -54,6 +59,12 @@ class PackedLayout:
             shared = self.lengths[: self.num_shared]
             readers = torch.stack([part.sum() for part in self.lengths[self.num_shared :].split(counts.tolist())])
             self.shared = Bounds(_bounds(readers).to(device), _bounds(shared).to(device), int(readers.max()), int(shared.max()))
+
+    def divided(self, group: dist.ProcessGroup) -> PackedLayout:
+        """The same layout for ranks that have a part of the tokens each."""
+        layout = copy.copy(self)
+        layout.group = group
+        return layout
 
     @property
     def wastes_little(self) -> bool:
@@ -99,19 +110,38 @@ def packed_attention(
 
     Flash attention without padding on a GPU in half precision. Elsewhere one segment at a time; or all at once where they are of
     about the same length and stand alone, padded on the right for this call only: under a causal mask a token never looks right.
+    Where the layout divides the tokens among ranks, each attends with a part of the heads (models/ulysses.py).
     """
+    if layout.group is None:
+        return _attend(query, key, value, layout, scaling, sliding_window, softcap, s_aux), None
+    query, key, value = ulysses.heads_for_tokens(query, key, value, int(layout.lengths.sum()), layout.group)
+    sinks = None if s_aux is None else ulysses.own_heads(s_aux, layout.group)
+    out = _attend(query, key, value, layout, scaling, sliding_window, softcap, sinks)
+    return ulysses.tokens_for_heads(out, layout.group), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[1, N, H, D] from [1, H, N, D], all tokens being here."""
     window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
-    plain = softcap is None and s_aux is None and (window is None or layout.shared is None)
+    plain = softcap is None and sinks is None and (window is None or layout.shared is None)
     if plain and flash.applies(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, scaling, window)[None], None
-    options = (scaling, window, softcap, None if s_aux is None else s_aux.view(1, -1, 1, 1))
+        return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, scaling, window)[None]
+    options = (scaling, window, softcap, None if sinks is None else sinks.view(1, -1, 1, 1))
     if layout.shared is None and layout.wastes_little:
         q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [S, H, L, D]
         out = causal_attention(q, k, v, *options)
-        packed = out.transpose(1, 2).flatten(0, 1)[layout.to_packed]  # [N, H, D]
-        return packed[None], None
-    return _one_segment_at_a_time(query, key, value, layout, options).transpose(1, 2), None
+        return out.transpose(1, 2).flatten(0, 1)[layout.to_packed][None]
+    return _one_segment_at_a_time(query, key, value, layout, options).transpose(1, 2)
 
 
 def _one_segment_at_a_time(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: tuple[Any, ...]) -> Tensor:

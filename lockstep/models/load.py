@@ -22,6 +22,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, draw_weights, missing_weights
+from lockstep.models.outputs import layer_output
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
 from lockstep.utils.quiet import quiet_transformers
@@ -67,7 +68,7 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
             f"the weights of {config.path} are incomplete for {head.name.lower()}: {len(missing)} missing, first {sorted(missing)[:3]}; "
             "is it the right kind of model?"
         )
-    _disable_dropout(model)
+    disable_dropout(model)
     if head is not Head.SCORE:
         check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
     return model.train()
@@ -101,7 +102,7 @@ def load_on_meta(
         return None
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    _disable_dropout(model)
+    disable_dropout(model)
     return model.train(), WeightSource(files, {name: draw_weights(model, name, seed) for name in missing})
 
 
@@ -128,9 +129,12 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype) -> None:
+def check_packing(
+    module: nn.Module, model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype, score: nn.Module | None = None
+) -> None:
     """Raise ConfigError unless two packed rows, whole and with their prompt shared, give what each gives alone with transformers' own
-    attention. `module` is the model as it is called: itself, or what shards it (then every rank has to call this).
+    attention. `module` is the model as it is called: itself, or what shards it (then every rank has to call this). `score` is the last
+    layer of a model that answers with one of its outputs (score head).
 
     transformers leaves the mask to our attention function, so a family with another kind of attention (linear, ALiBi) would be computed
     wrongly and without a word.
@@ -142,11 +146,13 @@ def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: 
     module.eval()
     advice = "choose a model with causal softmax attention that goes through transformers' attention interface"
     try:
-        packed = _packed_logits(module, [whole, other], [0, 0], PackedLayout(torch.tensor([7, 5]), device))
-        shared = _packed_logits(module, [prompt, one, two], [0, 3, 3], PackedLayout(torch.tensor([3, 4, 2]), device, followers=[2]))
+        packed = _packed_logits(module, score, [whole, other], [0, 0], PackedLayout(torch.tensor([7, 5]), device))
+        layout = PackedLayout(torch.tensor([3, 4, 2]), device, followers=[2])
+        shared = _packed_logits(module, score, [prompt, one, two], [0, 3, 3], layout)
         model.set_attn_implementation(_own_attention(model))
         try:
-            alone = torch.cat([module(input_ids=row[None], use_cache=False).logits[0] for row in (whole, other)]).float()
+            rows = ({"input_ids": row[None], "use_cache": False} for row in (whole, other))
+            alone = torch.cat([_logits(module, score, row) for row in rows])
         finally:
             model.set_attn_implementation(PACKED)
     except ConfigError:
@@ -167,14 +173,20 @@ def _own_attention(model: PreTrainedModel) -> str:
     return "sdpa" if model._supports_sdpa else "eager"
 
 
-def _packed_logits(module: nn.Module, segments: list[Tensor], first_positions: list[int], layout: PackedLayout) -> Tensor:
+def _packed_logits(
+    module: nn.Module, score: nn.Module | None, segments: list[Tensor], first_positions: list[int], layout: PackedLayout
+) -> Tensor:
     positions = torch.cat([start + torch.arange(len(ids)) for start, ids in zip(first_positions, segments, strict=True)])
     ids = torch.cat(segments)[None]
-    inputs = {"input_ids": ids, "position_ids": positions[None].to(ids.device), "use_cache": False}
-    return module(**inputs, layout=layout).logits[0].float()
+    inputs = {"input_ids": ids, "position_ids": positions[None].to(ids.device), "use_cache": False, "layout": layout}
+    return _logits(module, score, inputs)
 
 
-def _disable_dropout(model: nn.Module) -> None:
+def _logits(module: nn.Module, score: nn.Module | None, inputs: dict[str, Any]) -> Tensor:
+    return (module(**inputs).logits if score is None else layer_output(module, score, inputs))[0].float()
+
+
+def disable_dropout(model: nn.Module) -> None:
     """What was sampled must be what is trained: dropout would make them two policies."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):

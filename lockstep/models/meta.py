@@ -21,8 +21,9 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 class WeightFiles:
     """The tensors of a Hugging Face folder in safetensors, by name. Nothing is read before it is asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, one_file: str = _ONE_FILE) -> None:
+        """`one_file` is the name of the file where the folder has no index of several."""
+        self.folder, self._one_file = folder, one_file
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Name -> shape of every tensor; empty where the folder has no safetensors."""
         self._file_of: dict[str, Path] = {}
@@ -36,26 +37,29 @@ class WeightFiles:
                 raise DataError(f"{file} cannot be read: {error}") from error
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor, in float32 on the CPU."""
+        """Rows `start` to `stop` of a tensor (all of one without rows), in float32 on the CPU."""
         with safe_open(self._file_of[name], framework="pt") as opened:
-            return opened.get_slice(name)[start:stop].float()
+            return (opened.get_slice(name)[start:stop] if self.shapes[name] else opened.get_tensor(name)).float()
 
     def _files(self) -> list[Path]:
         if (self.folder / _INDEX).is_file():
             names = json.loads((self.folder / _INDEX).read_text())["weight_map"].values()
             return [self.folder / name for name in sorted(set(names))]
-        return [self.folder / _ONE_FILE] if (self.folder / _ONE_FILE).is_file() else []
+        return [self.folder / self._one_file] if (self.folder / self._one_file).is_file() else []
 
 
 class WeightSource:
-    """What fills a model: files, and new values for what they do not have."""
+    """What fills a model: files, and values for what they do not have (all of it, without files)."""
 
-    def __init__(self, files: WeightFiles, drawn: dict[str, Tensor]) -> None:
-        self._files, self._drawn = files, drawn
+    def __init__(self, files: WeightFiles | None, given: dict[str, Tensor]) -> None:
+        self._files, self._given = files, given
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a parameter, in float32 on the CPU."""
-        return self._drawn[name][start:stop] if name in self._drawn else self._files.read(name, start, stop)
+        if name in self._given:
+            return self._given[name][start:stop]
+        assert self._files is not None, f"{name} was not given"
+        return self._files.read(name, start, stop)
 
 
 def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,3 +60,23 @@ def token_values(model: nn.Module, input_ids: Tensor, position_ids: Tensor, layo
 def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """One score a row [R] of a right-padded block [R, L]."""
     return model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, 0].float()
+
+
+def packed_scores(
+    model: nn.Module, score: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout, read_at: Tensor
+) -> Tensor:
+    """One score a row [R] of packed rows, read at the places `read_at` [R]. `score` is the model's last layer."""
+    inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
+    return layer_output(model, score, inputs)[0, read_at, 0].float()
+
+
+def layer_output(model: nn.Module, layer: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """What a layer of the model gives when the model is called with `inputs`."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    try:
+        model(**inputs)
+    finally:
+        handle.remove()
+    (output,) = seen
+    return output

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import PackedLayout
@@ -36,6 +38,10 @@ class VocabularyPart:
     """The token of the first row."""
     size: int
     """How many of the rows are tokens; those after them are padding."""
+    most: int
+    """The most rows that a rank of the group has: all of them cut the tokens into the same chunks."""
+    sums_hidden_grad: bool = False
+    """Whether every rank gets the whole gradient of the hidden states, as against what its part adds to it."""
 
     def log_normaliser(self, logits: Tensor) -> Tensor:
         """logsumexp [M] over the logits of all ranks."""
@@ -66,10 +72,10 @@ def target_log_probs(
     The entropy carries a gradient only when `entropy_grad` asks for it. A logit of -inf is a token that cannot occur.
 
     With `part` the weight (and bias) are that part of the vocabulary, and every rank of its group has to call this with the same hidden
-    states and targets. Each gets the same results; the gradient of `hidden` is what this rank's part adds to it, to be summed over them.
+    states and targets. Each gets the same results; for the gradient of `hidden` see `VocabularyPart`.
     """
     max_logits = max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cpu"])
-    chunk = max(1, max_logits // weight.shape[0])
+    chunk = max(1, max_logits // (weight.shape[0] if part is None else part.most))
     return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
 
 
@@ -124,6 +130,8 @@ class _TargetLogProbs(torch.autograd.Function):
                 hidden_grad[rows] = delta @ weight
             if weight_grad is not None:
                 _add_product(weight_grad, delta.t(), hidden[rows])
+        if ctx.part is not None and ctx.part.sums_hidden_grad and hidden_grad is not None:
+            dist.all_reduce(hidden_grad, group=ctx.part.group)
         return (
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight.dtype),
@@ -156,10 +164,25 @@ class TokenHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Logits, or what was asked for."""
         if self._request is None:
-            return super().forward(input)
-        request = self._request
-        columns = target_log_probs(input[0], self.weight, self.bias, request.targets, request.temperature, request.entropy_grad)
+            return self._logits(input)
+        request, weight, bias = self._request, self.weight, self.bias
+        part = None
+        if isinstance(weight, DTensor):
+            group, start, most = (
+                weight.device_mesh.get_group(),
+                _first_row(weight),
+                -(-weight.shape[0] // weight.device_mesh.size()),
+            )
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
+            part = VocabularyPart(group, start, len(weight), most, sums_hidden_grad=True)
+        columns = target_log_probs(input[0], weight, bias, request.targets, request.temperature, request.entropy_grad, part=part)
         return torch.stack(columns, dim=-1)[None]
+
+    def _logits(self, input: Tensor) -> Tensor:
+        if not isinstance(self.weight, DTensor):
+            return super().forward(input)
+        whole = DTensor.from_local(input, self.weight.device_mesh, [Replicate()], run_check=False)
+        return super().forward(whole).full_tensor()  # type: ignore[attr-defined]
 
 
 def install_token_head(model: PreTrainedModel) -> TokenHead | None:
@@ -193,6 +216,11 @@ def gives_logits_unchanged(model: nn.Module, head: TokenHead, device: torch.devi
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _first_row(weight: DTensor) -> int:
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return offset[0]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

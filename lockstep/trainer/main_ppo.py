@@ -83,6 +83,8 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
         Role.Critic: TrainingWorker,
         Role.RefPolicy: ActorRolloutRefWorker,
     }
+    if model.lora_rank:  # the actor without its adapters is the reference
+        role_worker_mapping = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: TrainingWorker}
     global_pool_id = "global_pool"
     resource_pool_spec = {global_pool_id: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     mapping: dict[Enum, str] = dict.fromkeys(role_worker_mapping, global_pool_id)

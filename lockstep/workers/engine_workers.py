@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -74,8 +75,8 @@ class ActorRolloutRefWorker(Worker):
         rollout = get_rollout(self.config.rollout.name) if "rollout" in self.role else None
         if "actor" in self.role:
             self.actor = self._make_engine(self.config.actor.optim, rollout.attention if rollout else None)
-        if self.role in ("ref", "actor_rollout_ref"):
-            self.ref = self._make_engine(None, None)
+        if self.role == "ref" or (self.role == "actor_rollout_ref" and not self.config.model.lora_rank):
+            self.ref = self._make_engine(None, None, self.config.ref.param_offload)
         if rollout is None:
             return
         dtype = compute_dtype(self.config.actor.engine.dtype, self.device)
@@ -141,14 +142,19 @@ class ActorRolloutRefWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Reads prompts, responses; writes ref_log_prob under the reference."""
-        assert self.ref is not None, f"a worker of role {self.role} has no reference policy"
+        """Reads prompts, responses; writes ref_log_prob under the reference: an engine of its own, or the actor without its adapters."""
+        assert self.role in ("ref", "actor_rollout_ref"), f"a worker of role {self.role} has no reference policy"
         ref, actor = self.config.ref, self.config.actor
         budget = Budget(
             ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
         )
         with self.stages.run("ref", data.token_counts().tolist(), budget, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"):
-            out = self.ref.forward(data, budget, self.config.rollout.temperature)
+            if self.ref is not None:
+                out = self.ref.forward(data, budget, self.config.rollout.temperature)
+            else:
+                assert self.actor is not None
+                with self.actor.adapter_off():
+                    out = self.actor.forward(data, budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
@@ -199,9 +205,14 @@ class ActorRolloutRefWorker(Worker):
         assert self.actor is not None, f"a worker of role {self.role} has no actor"
         self.actor.load(Path(local_path))
 
-    def _make_engine(self, optim: OptimConfig | None, decoder_attention: str | None) -> TrainEngine:
+    def _make_engine(
+        self, optim: OptimConfig | None, decoder_attention: str | None, param_offload: bool | None = None
+    ) -> TrainEngine:
+        actor = self.config.actor
+        if param_offload is not None:
+            actor = dataclasses.replace(actor, fsdp_config=dataclasses.replace(actor.fsdp_config, param_offload=param_offload))
         return make_engine(
-            self.config.actor,
+            actor,
             model=self.config.model,
             head=Head.LANGUAGE_MODEL,
             optim=optim,
@@ -346,8 +357,9 @@ def _learn(
     Beside the losses' metrics: tokens a second of one device, and on a GPU whose peak is known the share of it that was used (MFU).
     """
     started = time.perf_counter()
-    metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
-    result = engine.optim_step()
+    with engine.on_device():
+        metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
+        result = engine.optim_step()
     on_gpu = engine.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(engine.device)

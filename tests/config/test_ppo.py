@@ -96,6 +96,21 @@ def test_an_adaptive_kl_weight_needs_a_horizon_that_one_step_cannot_use_up(horiz
     load(*(o.replace("adaptive", "fixed") for o in overrides))
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("strategy=fsdp2", "fsdp_config.ulysses_sequence_parallel_size=2"),
+        ("strategy=veomni", "veomni.ulysses_parallel_size=2"),
+    ],
+)
+def test_ranks_that_divide_a_row_hold_it_together(keys):
+    """A row of 1024 tokens at most, two ranks."""
+    overrides = [f"{ACTOR}.{key}" for key in keys]
+    load(*overrides, f"{ACTOR}.ppo_max_token_len_per_gpu=512", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=512")
+    with pytest.raises(ConfigError, match=r"=511 tokens cannot hold .* = 1024 tokens divided among 2 ranks; raise .* at least 512"):
+        load(*overrides, f"{ACTOR}.ppo_max_token_len_per_gpu=511")
+
+
 def test_what_a_run_does_not_have_is_not_checked():
     """A critic's token budget must not stop a run without a critic."""
     load(

@@ -26,16 +26,19 @@ def make_tiny_engine(
     dtype: str = "float32",
     recompute: str | None = None,
     section: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     **options: Any,
 ) -> TrainEngine:
-    """An engine on this rank's CPU. `section` are keys of the strategy's own section; `options` go to make_engine."""
+    """An engine on this CPU rank: keys of the strategy's `section`, of the `model` section, and `options` of make_engine."""
     choice = EngineChoice(strategy)
     for key, value in {"dtype": dtype, **(section or {})}.items():
         assert hasattr(choice.engine, key), f"{strategy} has no key {key}"
         setattr(choice.engine, key, value)
     return make_engine(
         choice,
-        model=ModelConfig(path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto"),
+        model=ModelConfig(
+            path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto", **(model or {})
+        ),
         head=head,
         optim=optim,
         total_updates=TOTAL_UPDATES,

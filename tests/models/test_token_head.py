@@ -77,7 +77,7 @@ def test_a_divided_vocabulary_gives_what_a_whole_one_gives(ranks: int, vocab: in
         start = dist.get_rank() * rows
         size = max(0, min(rows, vocab - start))
         mine = torch.nn.functional.pad(weight[start : start + rows], (0, 0, 0, rows - size), value=7.0)
-        return gradients(hidden, mine, VocabularyPart(dist.group.WORLD, start, size))
+        return gradients(hidden, mine, VocabularyPart(dist.group.WORLD, start, size, most=rows))
 
     results = run_distributed(on_rank, ranks)
     log_probs, entropy, hidden_grad, weight_grad = gradients(hidden, weight, None)
@@ -186,3 +186,28 @@ def test_an_installed_head_still_gives_logits_to_who_does_not_ask() -> None:
     head = install_token_head(model)
     assert isinstance(head, TokenHead)
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_a_vocabulary_that_is_split_over_ranks_gives_the_same_log_probs_entropy_and_gradients() -> None:
+    """Seven tokens over two ranks: parts of four and three. What differs is the order of additions."""
+    hidden, weight, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 6), (7, 6), (7,)))
+    targets = torch.tensor([0, 3, 4, 6, 2])
+
+    def run(rows: slice, part: VocabularyPart | None) -> list[torch.Tensor]:
+        own = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_(), bias[rows].clone().requires_grad_()]
+        log_probs, entropy = target_log_probs(*own, targets, 0.7, True, max_logits=16, part=part)
+        (log_probs.sum() + 0.3 * (entropy**2).sum()).backward()
+        return [log_probs.detach(), entropy.detach(), *(tensor.grad for tensor in own)]
+
+    def on_rank() -> list[torch.Tensor]:
+        rank = dist.get_rank()
+        part = VocabularyPart(dist.group.WORLD, start=4 * rank, size=4 - rank, most=4, sums_hidden_grad=True)
+        return run(slice(0, 4) if rank == 0 else slice(4, 7), part)
+
+    whole = run(slice(None), None)
+    first, second = run_distributed(on_rank, 2)
+    for ranks in (first, second):
+        for got, want in zip(ranks[:3], whole[:3], strict=True):
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    for place in (3, 4):
+        torch.testing.assert_close(torch.cat([first[place], second[place]]), whole[place], atol=1e-6, rtol=1e-5)

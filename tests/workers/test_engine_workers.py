@@ -350,3 +350,22 @@ def test_a_score_lies_on_the_last_token_of_its_row(lengths: list[int]) -> None:
     expected = [[0.0] * (n - 1) + [float(i + 1)] if n else [] for i, n in enumerate(lengths)]
     assert [row.tolist() for row in column.rows()] == expected
     assert column.values.dtype == torch.float32
+
+
+def test_the_reference_of_a_policy_with_adapters_is_the_policy_without_them(tmp_path: Path) -> None:
+    """No second model is made; the sampler's log-probs are those of the merged weights, within 2e-5."""
+    path = save_tiny_model(tmp_path)
+    adapted, plain = policy_class(path, "actor_rollout_ref"), policy_class(path, "ref")
+    adapted.args[0].model = ModelConfig(path=path, lora_rank=4, lora_alpha=8)
+    with workers(policy=adapted, reference=plain) as (roles, inside):
+        policy = roles["policy"]
+        assert inside["policy"].ref is None
+        batch = generate(policy)
+        for _ in range(2):
+            learn(policy, batch)
+        again = generate(policy)
+        own, reference = policy.compute_log_prob(again), policy.compute_ref_log_prob(again)
+        wanted = roles["reference"].compute_ref_log_prob(again)
+    torch.testing.assert_close(again.ragged("rollout_log_probs").values, own.ragged("old_log_probs").values, atol=2e-5, rtol=0)
+    torch.testing.assert_close(reference.ragged("ref_log_prob").values, wanted.ragged("ref_log_prob").values, atol=2e-5, rtol=0)
+    assert (own.ragged("old_log_probs").values - reference.ragged("ref_log_prob").values).abs().max() > 1e-3

@@ -6,11 +6,13 @@ The loop over micro-batches is here, once, for every backend. A loss is a sum ov
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,6 +69,22 @@ LossOf = Callable[[int, dict[str, Tensor]], Tensor]
 """(number of the micro-batch, its columns) -> its loss. Called once for each micro-batch that this rank has the outputs of."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E", bound="TrainEngine")
+
+
+def uses_weights(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Run an engine's method with its weights on the device."""
+
+    @functools.wraps(method)
+    def with_weights(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.on_device():
+            return method(self, *args, **kwargs)
+
+    return with_weights
+
+
 class TrainEngine(ABC):
     """One model on `world_size` ranks. Every method is called on all ranks together, each with rows of its own.
 
@@ -92,8 +110,10 @@ class TrainEngine(ABC):
     """The ranks that compute the same rows together; None where each computes its own."""
     gradient_ranks: int
     """The ranks over which the backend averages gradients; a loss is a sum over them."""
-    exports_parameters: bool = True
-    """Whether on one rank `export_weights` gives the parameters themselves, as against tensors made from them."""
+    token_ranks: int = 1
+    """The ranks among which the tokens of a micro-batch are divided: it may hold so many times the budget."""
+    exports_copies: bool = False
+    """Whether export_weights makes new tensors even on one rank."""
     reports: bool = True
     """Whether this rank reports the metrics of the rows: one rank of each model group does."""
 
@@ -107,7 +127,7 @@ class TrainEngine(ABC):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter and saved buffer; a tied weight comes once.
 
-        On one rank the tensors are the parameters themselves, not copies: they follow later updates (see `exports_parameters`).
+        On one rank the tensors are the parameters themselves, not copies: they follow later updates (unless `exports_copies`).
         """
 
     @abstractmethod
@@ -122,8 +142,18 @@ class TrainEngine(ABC):
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Context in which backward passes do (or do not) reduce gradients over the ranks."""
 
+    def on_device(self) -> AbstractContextManager[None]:
+        """Context in which the weights are on the device. Every method sees to it by itself; who calls several holds it around them,
+        so that an engine which rests in host memory is moved once."""
+        return nullcontext()
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Context in which the model is the one that training started from. For an engine that trains adapters beside it (LoRA)."""
+        raise AssertionError("this engine trains the model itself, so the one it started from is gone")
+
     # -- what every backend shares -----------------------------------------------------------------------------------------
 
+    @uses_weights
     @torch.no_grad()
     def forward(self, data: DataProto, budget: Budget, temperature: float = 1.0) -> DataProto:
         """The model's columns for these rows: log_probs and entropys, or values. Rows keep their order."""
@@ -141,6 +171,7 @@ class TrainEngine(ABC):
         columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])), lengths) for n in names})
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
+    @uses_weights
     @torch.no_grad()
     def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
         """One score for each row of token ids [rows] (score head)."""
@@ -148,12 +179,13 @@ class TrainEngine(ABC):
         data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
         rows = data.ragged("rows")
         scores = []
-        for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget)):
+        for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks))):
             part = rows.select(torch.tensor(index)) if index else placeholder_row().ragged("prompts")
             part_scores = self.scores(part, pad_token_id)
             scores += [part_scores.cpu()] if index else []
         return torch.cat(scores)[list(own)] if scores else torch.empty(0)
 
+    @uses_weights
     def forward_backward(
         self, data: DataProto, loss_fn: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
     ) -> dict[str, Metric]:
@@ -224,6 +256,7 @@ class TrainEngine(ABC):
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
+        budget = budget.times(self.token_ranks)
         batches = cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data))
         for index in self._equal_counts(batches):
             yield data.select_idxs(index) if index else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class Budget:
     """Tokens in one micro-batch; used when max_rows is None."""
     max_rows: int | None = None
     """Rows in one micro-batch."""
+
+    def times(self, ranks: int) -> Budget:
+        """What fits into a micro-batch whose tokens `ranks` ranks divide, each with this budget."""
+        return replace(self, max_tokens=self.max_tokens * ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, EngineConfig, FSDPConfig, ModelConfig, OptimConfig
+from lockstep.config.engine import STRATEGIES, EngineChoice, EngineConfig, FSDPConfig, ModelConfig, OptimConfig, check_lora
 from lockstep.errors import ConfigError
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import has_fast_layers, install_fast_layers
 from lockstep.models.load import Head, check_packing, load_model, load_on_meta, share_structure
+from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute, choose_recompute, free_memory
+from lockstep.utils.hf_config import read_model_config
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.precision import compute_dtype
 
@@ -37,14 +41,19 @@ def make_engine(
     if choice.strategy in ("fsdp", "fsdp2"):
         fsdp = choice.fsdp_config
         from lockstep.workers.engine.fsdp import sharding
+        from lockstep.workers.engine.fsdp.check import check
         from lockstep.workers.engine.fsdp.engine import FSDPEngine
 
+        hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        check(fsdp, hf_config, dist.get_world_size(), "fsdp_config", choice.strategy)
+        check_lora(model, choice, "actor", "model")
         # A rank that will keep a part of the model never holds the whole of it.
         found = load_on_meta(model, head, seed, pad_token_id) if dist.get_world_size() > 1 else None
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
         decoder = share_structure(module, decoder_attention) if decoder_attention else None
         if not fsdp.use_torch_compile:
             install_fast_layers(module)
+        lora = Lora(module, model, head, seed) if model.lora_rank and optim is not None else None
         if optim is not None and model.enable_gradient_checkpointing:
             apply_recompute(module, _recompute(model, module, fsdp, max_tokens, device))
         if fsdp.use_torch_compile:
@@ -52,16 +61,20 @@ def make_engine(
         engine = FSDPEngine(
             module,
             head,
-            version=1 if choice.strategy == "fsdp" else 2,
+            # FullyShardedDataParallel does not put tied weights back that do not learn, after a backward pass on one rank.
+            version=1 if choice.strategy == "fsdp" and lora is None else 2,
             config=fsdp,
             optim=optim,
             total_updates=total_updates,
             device=device,
             source=source,
+            lora=lora,
         )
-        if source is not None and head is not Head.SCORE:
-            check_packing(engine.module, module, str(model.path), device, engine.dtype)
-            sharding.reshard(engine.module)
+        # load_model has checked what it loaded, a score head aside, which is packed only where its tokens are divided.
+        if engine.score_layer is not None or (source is not None and head is not Head.SCORE):
+            with engine.on_device():
+                check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
+                sharding.reshard(engine.module)
         engine.decoder = decoder
         return engine
     if choice.strategy == "megatron":
@@ -83,21 +96,18 @@ def make_engine(
         )
         megatron_engine.decoder = share_structure(module, decoder_attention) if decoder_attention else None
         return megatron_engine
+    options: dict[str, Any] = {
+        "model": model, "head": head, "optim": optim, "total_updates": total_updates, "device": device, "seed": seed,
+        "pad_token_id": pad_token_id, "decoder_attention": decoder_attention, "max_tokens": max_tokens,
+    }  # fmt: skip
     if choice.strategy == "torchtitan":
         from lockstep.workers.engine.torchtitan.make import make_torchtitan_engine
 
-        return make_torchtitan_engine(
-            choice.torchtitan,
-            model=model,
-            head=head,
-            optim=optim,
-            total_updates=total_updates,
-            device=device,
-            seed=seed,
-            pad_token_id=pad_token_id,
-            decoder_attention=decoder_attention,
-            max_tokens=max_tokens,
-        )
+        return make_torchtitan_engine(choice.torchtitan, **options)
+    if choice.strategy == "veomni":
+        from lockstep.workers.engine.veomni.make import make_veomni_engine
+
+        return make_veomni_engine(choice.veomni, **options)
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 

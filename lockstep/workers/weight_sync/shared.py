@@ -1,8 +1,8 @@
 """Shared: the decoder's parameters are the trainer's own tensors. Nothing is copied on one rank in one precision.
 
-Where they cannot be the same tensors (shards on several ranks, a lower precision for generation) whole tensors are made for the time of
-one generation and dropped after it. On one GPU a copy in lower precision stays, and is written anew for each generation: captured graphs
-hold its addresses.
+Where they cannot be the same tensors (shards on several ranks, a lower precision for generation, adapters that are merged) whole tensors
+are made for the time of one generation and dropped after it. On one GPU such a copy stays, and is written anew for each generation:
+captured graphs hold its addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SharedWeights:
         assert engine.decoder is not None, "the engine was made without a decoder"
         self._engine, self._decoder, self._dtype = engine, engine.decoder, dtype
         self._slots = _parameter_slots(self._decoder)
-        self._engine_copies = engine.world_size > 1 or not engine.exports_parameters
+        self._engine_copies = engine.world_size > 1 or engine.exports_copies
         for module in self._decoder.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else buffer.to(engine.device)

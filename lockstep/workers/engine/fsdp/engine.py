@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, OptimConfig
-from lockstep.errors import DataError, NumericalError
+from lockstep.errors import ConfigError, DataError, NumericalError
+from lockstep.models.attention import PACKED
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
+from lockstep.models.lora import ADAPTER, ADAPTER_WEIGHTS, AdaptedSource, Lora, adapter_name, base_name, is_adapter
 from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.models.outputs import packed_scores
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
+from lockstep.models.weight_file import write_weights
 from lockstep.protocol import Ragged
-from lockstep.workers.engine.base import OptimResult, TrainEngine
+from lockstep.workers.engine.base import OptimResult, TrainEngine, uses_weights
 from lockstep.workers.engine.fsdp import sharding
+from lockstep.workers.engine.offload import Offload
 from lockstep.workers.engine.optim import learning_rate, move_state
-from lockstep.workers.engine.packing import PackedRows
+from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.sequence import compute_divided, sequence_group
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
@@ -45,8 +48,12 @@ PROGRESS = "optimizer_progress.json"
 class FSDPEngine(TrainEngine):
     """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard.
 
-    `source` fills a `module` on the meta device.
+    `source` fills a `module` on the meta device. `lora` are the adapters in it, which are all that learns then. With
+    `config.ulysses_sequence_parallel_size` the ranks of a group have a part of the tokens of a micro-batch each.
     """
+
+    score_layer: nn.Module | None = None
+    """The last layer of a score head whose rows are packed; without it they are padded."""
 
     def __init__(
         self,
@@ -59,30 +66,49 @@ class FSDPEngine(TrainEngine):
         total_updates: int,
         device: torch.device,
         source: WeightSource | None = None,
+        lora: Lora | None = None,
     ) -> None:
         self.head, self.device, self._version = head, device, version
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.gradient_ranks = self.world_size
+        meshes = sharding.make_meshes(config, device)
+        self.gradient_ranks = meshes.data.size()
+        self.token_ranks = config.ulysses_sequence_parallel_size
+        self._sequence = self.model_group = sequence_group(self.token_ranks, device)
+        if meshes.tensor is not None:
+            self.model_group = meshes.tensor.get_group()
+        self.reports = self.model_group is None or self.model_group.rank() == 0
         self.hf_config = module.config
         self.hf_config.architectures = [type(module).__name__]
         self.generation_config = module.generation_config if module.can_generate() else None
         if optim is None:
             module.requires_grad_(False)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        self._tied: dict[str, str] = dict(module.all_tied_weights_keys or {})
+        self._lora = lora
+        self.exports_copies = lora is not None or config.param_offload
+        self._specs = {
+            base_name(name): (tensor.dtype, tuple(tensor.shape))
+            for name, tensor in (*module.named_parameters(), *sharding.saved_buffers(module))
+            if not is_adapter(name)
+        }
+        if lora is not None:
+            for name, value in lora.values.items() if source is None else ():
+                module.get_parameter(name).data.copy_(value)
+            source = AdaptedSource(source, lora.values) if source is not None else None
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
-        self.module = sharding.shard(module, version, self.dtype, config, device, source)
+        if head is Head.SCORE and self._sequence is not None:
+            self.score_layer = pack_score_head(module)
+        self.module = self._shard(module, config, meshes, source)
         if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
             self.token_head = token_head
-        sharding.reshard(self.module)
+        sharding.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
         self._offload = config.optimizer_offload
+        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         self._optimizer = (
             torch.optim.AdamW(
-                self.module.parameters(),
+                [{"params": parameters} for parameters in sharding.by_mesh(trained)],
                 lr=optim.lr,
                 betas=(optim.betas[0], optim.betas[1]),
                 weight_decay=optim.weight_decay,
@@ -91,19 +117,47 @@ class FSDPEngine(TrainEngine):
             if optim
             else None
         )
+        self._rest: Offload | None = None
+        if config.param_offload:
+            self._rest = Offload(lambda: sharding.shards(self.module), lambda: sharding.gradient_shards(self.module))
+            self._rest.to_host()
 
-    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        return sharding.gradient_sync(self.module, enabled, self._keep_gathered)
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._rest.in_use() if self._rest is not None else nullcontext()
+
+    def _shard(
+        self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None
+    ) -> nn.Module:
+        return sharding.shard(module, self._version, self.dtype, config, meshes, self.device, source)
 
     def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
         yield from super().columns(packs, temperature)
         sharding.reshard(self.module)
 
+    def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
+        return self._divided(packed, functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad))
+
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        scores = super().scores(rows, pad_token_id)
+        if self.score_layer is None:
+            scores = super().scores(rows, pad_token_id)
+        else:
+            packed = pack_sequences(rows, pad_token_id, self.device)
+            scores = self._divided(packed, functools.partial(self._packed_scores, self.score_layer))["scores"]
         sharding.reshard(self.module)
         return scores
 
+    def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
+        inputs = (packed.input_ids, packed.position_ids, packed.layout, packed.predict_at)
+        return {"scores": packed_scores(self.module, score, *inputs)}
+
+    def _divided(self, packed: PackedRows, compute: Callable[[PackedRows], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The columns of a micro-batch, computed by this rank or by those that divide its tokens."""
+        return compute(packed) if self._sequence is None else compute_divided(packed, self._sequence, compute)
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        return sharding.gradient_sync(self.module, enabled, self._keep_gathered)
+
+    @uses_weights
     def optim_step(self) -> OptimResult:
         assert self._optimizer is not None, "a frozen engine cannot learn"
         assert self._optim is not None
@@ -121,61 +175,117 @@ class FSDPEngine(TrainEngine):
         if self._offload:
             move_state(self._optimizer, torch.device("cpu"))
         self._updates += 1
+        self._mark_changed()
         return OptimResult(grad_norm=norm, lr=lr)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.world_size == 1:
-            yield from sharding.own_tensors(self.module)
-            return
-        if self._version == 2:
-            yield from sharding.gathered_tensors(self.module)
-            return
-        full: dict[str, Any] = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True))
-        yield from ((name, tensor) for name, tensor in full.items() if name not in self._tied)
+        with self.on_device():
+            tensors = sharding.whole_tensors(self.module)
+            for name, tensor in tensors if self._lora is None else self._lora.merged(tensors):
+                # The memory of a weight that rests in host memory is gone by the time it is used.
+                yield name, tensor if self._rest is None else tensor.clone()
 
+    def adapter_off(self) -> AbstractContextManager[None]:
+        return self._lora.off() if self._lora is not None else super().adapter_off()
+
+    @uses_weights
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for name, tensor in self.export_weights():  # gathering is for all ranks, keeping for the one that writes
-            if self.rank == 0:
-                tensors[name] = tensor.contiguous().cpu()
+        tensors = self.export_weights()  # one at a time: gathering is for all ranks, writing for the first
         if self.rank == 0:
             self.hf_config.save_pretrained(path)
             if self.generation_config is not None:  # the stop tokens of chat models are listed there
                 self.generation_config.save_pretrained(path)
-            save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+            write_weights(path / WEIGHTS, self._specs, tensors)
             (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
-        del tensors
+        else:
+            deque(tensors, maxlen=0)
+        if self._lora is not None:
+            self._save_adapter(self._lora, path / ADAPTER)
         if self._optimizer is not None:
-            dcp.save({"optim": get_optimizer_state_dict(self.module, self._optimizer)}, checkpoint_id=path / OPTIMIZER)
+            # Without the optimizer's groups: which parameters are in one depends on the layout, their settings on the config.
+            moments = get_optimizer_state_dict(self.module, self._optimizer)["state"]
+            dcp.save({"optim": {"state": moments}}, checkpoint_id=path / OPTIMIZER)
 
+    @uses_weights
     def load(self, path: Path) -> None:
         if not (path / WEIGHTS).is_file():
             raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
         files = WeightFiles(path)
         self._check_architecture(path, files.shapes)
-        if self._version == 2 and not any(sharding.saved_buffers(self.module)):
-            sharding.read_shards(self.module, files.read)
+        self._mark_changed()
+        if self._lora is None:
+            if self._optimizer is not None and (path / ADAPTER).is_dir():
+                raise DataError(f"{path} was trained with adapters ({ADAPTER}); resume it with the model.lora_rank it had")
+            sharding.fill(self.module, files.read)
         else:
-            weights: dict[str, Any] = load_file(path / WEIGHTS)
-            for tied, source in self._tied.items():
-                weights.setdefault(tied, weights[source])
-            set_model_state_dict(self.module, weights, options=StateDictOptions(full_state_dict=True))
+            self._load_adapter(self._lora, path, files)
         if self._optimizer is None:
             return
-        state = {"optim": get_optimizer_state_dict(self.module, self._optimizer)}
+        state = get_optimizer_state_dict(self.module, self._optimizer)
         # Flattening sharded tensors (the planner's default, for FSDP over tensor parallelism) drops, on the ranks that hold nothing of
         # it, a tensor with fewer rows than there are ranks: FSDP1 could not load a value head.
-        dcp.load(state, checkpoint_id=path / OPTIMIZER, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-        set_optimizer_state_dict(self.module, self._optimizer, state["optim"])
+        planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+        dcp.load({"optim": {"state": state["state"]}}, checkpoint_id=path / OPTIMIZER, planner=planner)
+        set_optimizer_state_dict(self.module, self._optimizer, state)
         self._updates = json.loads((path / PROGRESS).read_text())["updates"]
 
+    def _mark_changed(self) -> None:
+        if self._rest is not None:
+            self._rest.changed = True
+
     def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
-        other = [name for name, shape in self._shapes.items() if found.get(name) != shape]
+        other = [name for name, (_, shape) in self._specs.items() if found.get(name) != shape]
         if other:
             name = other[0]
             raise DataError(
-                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._shapes)} weights differ, first {name} with "
-                f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
+                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._specs)} weights differ, first {name} with "
+                f"shape {found.get(name, 'none')} instead of {self._specs[name][1]}; resume with the model that wrote it, or set "
                 "trainer.resume_mode=disable"
             )
+
+    def _save_adapter(self, lora: Lora, folder: Path) -> None:
+        """A folder that peft loads beside the model that training started from. Adapters are small: the first rank holds them all."""
+        trained = set(lora.trained)
+        tensors = {adapter_name(name): tensor for name, tensor in sharding.whole_tensors(self.module, trained.__contains__)}
+        if self.rank == 0:
+            folder.mkdir(exist_ok=True)
+            lora.save_config(folder)
+            specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            write_weights(folder / ADAPTER_WEIGHTS, specs, tensors.items())
+
+    def _load_adapter(self, lora: Lora, path: Path, merged: WeightFiles) -> None:
+        """The adapters. The model itself stays as it was loaded; that it is the one they were trained beside shows in its norms."""
+        if not (path / ADAPTER / ADAPTER_WEIGHTS).is_file():
+            raise DataError(f"{path} has no adapter: it was trained with model.lora_rank=0; resume it with that")
+        files = WeightFiles(path / ADAPTER, ADAPTER_WEIGHTS)
+        for name, value in lora.values.items():
+            found = files.shapes.get(adapter_name(name))
+            if found != tuple(value.shape):
+                raise DataError(
+                    f"{path} has other adapters: {name} has shape {found or 'none'} instead of {tuple(value.shape)}; resume with the "
+                    "model.lora_rank and model.target_modules that wrote it"
+                )
+        vectors = {name for name, (_, shape) in self._specs.items() if len(shape) == 1} - set(lora.trained)
+        for name, tensor in sharding.whole_tensors(self.module, lambda name: base_name(name) in vectors):
+            if not torch.equal(tensor.cpu(), merged.read(base_name(name), 0, len(tensor))):
+                raise DataError(
+                    f"{path} was trained beside another model: {base_name(name)} differs; set model.path to the one it started from"
+                )
+        trained = set(lora.trained)
+        sharding.fill(self.module, lambda name, start, stop: files.read(adapter_name(name), start, stop), trained.__contains__)
+
+
+def pack_score_head(module: PreTrainedModel) -> nn.Module:
+    """Make a model with a score head attend to packed rows; returns the layer that gives a score for every token.
+
+    Raises ConfigError where the model has none.
+    """
+    layer = getattr(module, "score", None)
+    if not isinstance(layer, nn.Linear):
+        raise ConfigError(
+            f"{type(module).__name__} has no linear layer named score, which dividing its tokens among ranks needs; "
+            "set fsdp_config.ulysses_sequence_parallel_size=1"
+        )
+    module.set_attn_implementation(PACKED)
+    return layer

@@ -55,7 +55,7 @@ class MegatronEngine(TrainEngine):
     `recompute` is one of lockstep.models.recompute's kinds.
     """
 
-    exports_parameters = False
+    exports_copies = True
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ class VocabularyHead(nn.Module):
         rows = padded_vocabulary(vocabulary, group.size()) // group.size()
         start = group.rank() * rows
         size = max(0, min(vocabulary - start, rows))
-        self._part = VocabularyPart(group, start, size) if group.size() > 1 else None
+        self._part = VocabularyPart(group, start, size, most=rows) if group.size() > 1 else None
         self._sequence_parallel = config.sequence_parallel
         self.weight: nn.Parameter | None = None
         if has_weight:

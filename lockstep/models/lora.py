@@ -1,0 +1,140 @@
+"""LoRA through peft: a small product of two matrices beside each linear layer is trained, the model itself stays as it is.
+
+An adapted layer computes W x + s B (A x) with s = lora_alpha / lora_rank. A [r, in] is drawn uniformly from +-1/sqrt(in), B [out, r]
+starts at 0, so that training starts from the model. Outside the engine nobody knows: exported weights are W + s B A under their
+Hugging Face names. A value head is trained whole.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.config.engine import ModelConfig
+from lockstep.errors import ConfigError, MissingExtra
+from lockstep.models.load import Head
+from lockstep.models.meta import WeightSource
+
+ADAPTER = "adapter"
+"""The folder of a checkpoint with the adapter in peft's format."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""What peft puts before every name in a file."""
+
+
+class Lora:
+    """The adapters of one model; making it puts them into the model, and leaves nothing else to train but a value head."""
+
+    def __init__(self, model: PreTrainedModel, config: ModelConfig, head: Head, seed: int) -> None:
+        """Raises MissingExtra without peft, and ConfigError when target_modules names something that is not a linear layer inside."""
+        if importlib.util.find_spec("peft") is None:
+            raise MissingExtra("model.lora_rank", "peft", "lora")
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        parts = {name.split(".")[0] for name, _ in model.named_parameters()}
+        heads = sorted(parts - {model.base_model_prefix}) if head is Head.VALUE else []
+        self._config = LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.target_modules, exclude_modules=heads or None
+        )
+        try:
+            inject_adapter_in_model(self._config, model)
+        except ValueError as error:
+            raise ConfigError(f"model.target_modules={config.target_modules} does not fit the model: {error}") from error
+        self._layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+        output = model.get_output_embeddings()
+        for name, layer in self._layers.items():
+            if type(layer.get_base_layer()) is not nn.Linear or layer is output:
+                raise ConfigError(
+                    f"model.target_modules={config.target_modules} names {name}, which is not a linear layer inside the model; "
+                    "name projections such as q_proj, or all-linear"
+                )
+        for name, parameter in model.named_parameters():
+            if name.split(".")[0] in heads:
+                parameter.requires_grad_(True)
+        self._config.modules_to_save = heads or None
+        self._config.target_modules = sorted(self._layers)
+        self._config.base_model_name_or_path = config.path
+        self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        """The names, in the model, of what learns."""
+        self.values = self._draw(model, seed)
+        """Name -> first value of every adapter weight, the same on every rank."""
+
+    def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, W + s B A) from the model's own names and whole tensors, in the model's order; others pass as they are."""
+        base: Tensor | None = None
+        down: Tensor | None = None
+        for name, tensor in tensors:
+            layer, _, rest = name.partition(".base_layer.")
+            if rest == "weight":
+                base = tensor
+            elif ".lora_A." in name:
+                down = tensor
+            elif ".lora_B." in name:
+                assert base is not None, f"{name} comes without its base"
+                assert down is not None, f"{name} comes without its other half"
+                layer = name.partition(".lora_B.")[0]
+                yield f"{layer}.weight", torch.addmm(base, tensor, down, alpha=self._layers[layer].scaling["default"])
+                base = down = None
+            else:
+                yield base_name(name), tensor
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model computes without its adapters."""
+        for layer in self._layers.values():
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer._disable_adapters = False
+
+    def save_config(self, folder: Path) -> None:
+        """Write adapter_config.json."""
+        self._config.save_pretrained(str(folder))
+
+    def _draw(self, model: nn.Module, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        values = {}
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(parameter.shape[1])
+                values[name] = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            elif ".lora_B." in name:
+                values[name] = torch.zeros(parameter.shape)
+        return values
+
+
+class AdaptedSource(WeightSource):
+    """What fills a model with adapters: the weights of the model under its own names, and the adapters' first values."""
+
+    def __init__(self, base: WeightSource, values: dict[str, Tensor]) -> None:
+        self._base, self._values = base, values
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a parameter, in float32 on the CPU."""
+        return self._values[name][start:stop] if name in self._values else self._base.read(base_name(name), start, stop)
+
+
+def base_name(name: str) -> str:
+    """The Hugging Face name of a weight of a layer that may be adapted."""
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of the model belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def adapter_name(name: str) -> str:
+    """The name of a trained weight in peft's file."""
+    return _PREFIX + name.replace(".default.", ".")

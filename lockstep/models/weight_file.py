@@ -1,0 +1,55 @@
+"""Write a safetensors file one tensor at a time: the library's own writer needs all of them in memory at once.
+
+The format: 8 bytes with the length of a JSON header, the header (name -> type, shape, place), then the tensors end to end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
+
+_TYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_weights(file: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write `tensors` to `file` as they come. `specs` says beforehand what comes, in any order of names.
+
+    Raises ValueError for a tensor that is not in `specs`, comes twice, or has another type or shape, and when one is left out.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places: dict[str, int] = {}
+    end = 0
+    for name, (dtype, shape) in specs.items():
+        places[name] = end
+        end += torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [places[name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    start = 8 + len(text)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            if name not in places:
+                raise ValueError(f"{name} was not expected in {file}, or comes twice")
+            if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
+                raise ValueError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, not {specs[name][0]} of {specs[name][1]}")
+            out.seek(start + places.pop(name))
+            out.write(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+    if places:
+        raise ValueError(f"{len(places)} tensors of {file} never came, first {sorted(places)[:3]}")

@@ -1,0 +1,53 @@
+"""Layouts that cannot be, said before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config.engine import FSDPConfig
+from lockstep.errors import ConfigError
+from lockstep.workers.engine.sequence import check_sequence_ranks
+
+SPLIT_KINDS = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+"""What may be said of a layer in a family's plan (transformers' base_model_tp_plan)."""
+
+
+def check(section: FSDPConfig, hf_config: Any, world_size: int, key: str, strategy: str = "fsdp2") -> None:
+    """Raise ConfigError unless `world_size` ranks can hold a model of `hf_config` as `section` says. `key` names the section."""
+    size, key_of_size = section.tensor_parallel_size, f"{key}.tensor_parallel_size"
+    if size > 1:
+        if strategy != "fsdp2":
+            raise ConfigError(f"{key_of_size}={size} needs strategy=fsdp2; {strategy} cannot split a layer")
+        if world_size % size:
+            raise ConfigError(f"{key_of_size}={size} must divide the {world_size} ranks: that many share each layer")
+        _check_model(hf_config.get_text_config(), size, key_of_size)
+    sequence = section.ulysses_sequence_parallel_size
+    if sequence > 1 and size > 1:
+        raise ConfigError(
+            f"{key}.ulysses_sequence_parallel_size={sequence} does not go with {key_of_size}={size}: heads can be divided once; "
+            "set one of them to 1"
+        )
+    check_sequence_ranks(sequence, hf_config, world_size, f"{key}.ulysses_sequence_parallel_size")
+    data_ranks = world_size // size
+    if section.fsdp_size != -1 and data_ranks % section.fsdp_size:
+        left = f"{data_ranks} ranks" if size == 1 else f"{data_ranks} ranks that {world_size} leave with {key_of_size}={size}"
+        raise ConfigError(
+            f"{key}.fsdp_size={section.fsdp_size} must divide the {left}: each group of that many holds one copy; -1 is one copy in all"
+        )
+
+
+def _check_model(config: Any, size: int, key: str) -> None:
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - SPLIT_KINDS)
+    if not plan or unknown:
+        why = f"its plan has {', '.join(unknown)}" if unknown else "transformers has no plan for it"
+        raise ConfigError(f"{key}={size} does not know how to split {config.model_type} ({why}); set {key}=1")
+    heads = config.num_attention_heads
+    counts = {
+        "attention heads": heads,
+        "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
+        "MLP columns": config.intermediate_size,
+    }
+    for what, count in counts.items():
+        if count % size:
+            raise ConfigError(f"{key}={size} cannot split the model's {count} {what} evenly; choose a divisor of {count}")

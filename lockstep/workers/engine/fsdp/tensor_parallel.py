@@ -1,0 +1,60 @@
+"""Tensor parallelism: the ranks of a group share every layer and compute the same rows together.
+
+The layers are split as transformers' plan for the family says: projections into heads and MLP columns by rows of their weight (colwise),
+those back to the hidden size by columns (rowwise). Norms, value and score heads are whole on every rank. The vocabulary is split, in
+the embedding and in the output layer, which gives log-probs without ever gathering logits (models/token_head.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import PreTrainedModel
+
+from lockstep.models.token_head import TokenHead
+
+_HEADS_DIM = 2
+"""Of [batch, tokens, heads, head size], what norms of single heads see."""
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
+}
+
+
+class _SplitRows(ParallelStyle):
+    """Split the parameters by rows and leave the computation to the module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(split))
+        return module
+
+
+def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split the model in place over the ranks of `mesh`. Every rank has the same weights, or none yet (meta)."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    prefix = model.base_model_prefix
+    plan = {f"{prefix}.{pattern}": _STYLES[kind]() for pattern, kind in (model.config.base_model_tp_plan or {}).items()}
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    if isinstance(output, TokenHead):
+        plan[names[output]] = _SplitRows()
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    for tied, source in (model.all_tied_weights_keys or {}).items():
+        owner, _, attribute = tied.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, model.get_parameter(source))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)

@@ -1,0 +1,57 @@
+"""VeOmniEngine: VeOmni's model classes, sharded by VeOmni with FSDP2."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lockstep.config.engine import FSDPConfig, OptimConfig, VeOmniConfig
+from lockstep.models.load import Head
+from lockstep.models.meta import WeightSource
+from lockstep.models.recompute import apply_recompute
+from lockstep.workers.engine.fsdp import sharding
+from lockstep.workers.engine.fsdp.engine import FSDPEngine, pack_score_head
+from lockstep.workers.engine.veomni.build import build_model, lay_out, shard_model
+
+
+class VeOmniEngine(FSDPEngine):
+    """See TrainEngine. Its parameters are those of FSDP2 under transformers' names, so optimizer, checkpoints and export are shared.
+
+    `plain` is the model as transformers builds it, of which only the shapes and the config are used; `source` has its weights.
+    `recompute` says what of the activations is computed again (models/recompute.py).
+    """
+
+    def __init__(
+        self,
+        plain: PreTrainedModel,
+        head: Head,
+        *,
+        config: VeOmniConfig,
+        recompute: str,
+        optim: OptimConfig | None,
+        total_updates: int,
+        device: torch.device,
+        source: WeightSource,
+    ) -> None:
+        lay_out(config, device)
+        module = build_model(plain, device)
+        apply_recompute(module, recompute)
+        if head is Head.SCORE:  # VeOmni's class gives a score for every token, so rows need not be padded
+            self.score_layer = pack_score_head(module)
+        fsdp = FSDPConfig(dtype=config.dtype, ulysses_sequence_parallel_size=config.ulysses_parallel_size)
+        super().__init__(
+            module, head, version=2, config=fsdp, optim=optim, total_updates=total_updates, device=device, source=source
+        )
+        self.hf_config = plain.config
+        self.hf_config.architectures = [type(plain).__name__]
+        self.generation_config = plain.generation_config if plain.can_generate() else None
+
+    def _shard(
+        self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None
+    ) -> nn.Module:
+        assert source is not None
+        module.register_forward_hook(sharding.own_logits)  # before FSDP's own hook, which looks at the output
+        sharded = shard_model(module, self.dtype)
+        sharding.fill(sharded, source.read)
+        return sharded

@@ -1,0 +1,44 @@
+"""Layouts that cannot be are refused before a model is loaded."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.tiny import tiny_config
+
+from lockstep.config.engine import FSDPConfig
+from lockstep.errors import ConfigError
+from lockstep.workers.engine.fsdp.check import check
+
+GOOD = [
+    ("fsdp", {}, 3),
+    ("fsdp", {"fsdp_size": 2}, 4),
+    ("fsdp", {"fsdp_size": 1}, 2),
+    ("fsdp2", {"tensor_parallel_size": 2}, 6),
+    ("fsdp2", {"tensor_parallel_size": 2, "fsdp_size": 2}, 8),
+]
+BAD = [
+    ("fsdp2", {"fsdp_size": 3}, 2, r"critic.fsdp_config.fsdp_size=3 must divide the 2 ranks"),
+    ("fsdp", {"fsdp_size": 4}, 6, r"fsdp_size=4 must divide the 6 ranks"),
+    ("fsdp", {"tensor_parallel_size": 2}, 2, r"tensor_parallel_size=2 needs strategy=fsdp2"),
+    ("fsdp2", {"tensor_parallel_size": 2}, 3, r"must divide the 3 ranks"),
+    ("fsdp2", {"tensor_parallel_size": 2, "fsdp_size": 2}, 6, r"fsdp_size=2 must divide the 3 ranks that 6 leave"),
+    ("fsdp2", {"tensor_parallel_size": 4}, 4, r"2 key-value heads evenly"),
+    ("fsdp2", {"tensor_parallel_size": 3}, 3, r"4 attention heads evenly"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "keys", "world"), GOOD)
+def test_a_layout_that_can_be_passes(strategy: str, keys: dict[str, int], world: int) -> None:
+    check(FSDPConfig(**keys), tiny_config(), world, "critic.fsdp_config", strategy)
+
+
+@pytest.mark.parametrize(("strategy", "keys", "world", "words"), BAD)
+def test_a_layout_that_cannot_be_is_refused_by_its_key(strategy: str, keys: dict[str, int], world: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(FSDPConfig(**keys), tiny_config(), world, "critic.fsdp_config", strategy)
+
+
+@pytest.mark.parametrize(("family", "words"), [("gpt2", "transformers has no plan"), ("deepseek_v3", "its plan has")])
+def test_a_family_that_cannot_be_split_is_refused(family: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(FSDPConfig(tensor_parallel_size=2), tiny_config(family), 2, "critic.fsdp_config")
