@@ -129,4 +129,6 @@ class PackedAttention(MegatronModule):
         tokens = layout.num_tokens
         q, k, v = (x[:tokens].permute(1, 2, 0, 3) for x in (query, key, value))
         out, _ = packed_attention(self, q, k, v, None, layout=layout, sliding_window=self._window)  # [1, N, H, D]
-        return F.pad(out.reshape(tokens, 1, -1), (0, 0, 0, 0, 0, len(query) - tokens))
+        out = out.reshape(tokens, 1, -1)
+        padding = len(query) - tokens
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
