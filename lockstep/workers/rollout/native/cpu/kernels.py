@@ -47,7 +47,7 @@ def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], gro
 def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Tensor, variant: Variant) -> Tensor:
     """Attention of q [N, H, D] over what its rows have in `pages`, the new tokens included: [N, H, D]. `table` is [rows, width] int32."""
     tokens, heads, dim = q.shape
-    assert q.dtype == torch.float32 and q.stride()[1:] == (dim, 1)
+    assert q.dtype == torch.float32 and q[0].is_contiguous()
     assert table.dtype == blocks.dtype == torch.int32 and table.is_contiguous() and blocks.is_contiguous()
     out = torch.empty(tokens, heads, dim)
     sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
@@ -62,7 +62,8 @@ def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Ten
 def store(library: Library, keys: Tensor, values: Tensor, slots: Tensor, pages: Pages) -> None:
     """Put keys and values [N, K, D], float32, into the pages at `slots` [N] int64."""
     tokens, heads, dim = keys.shape
-    assert keys.dtype == values.dtype == torch.float32 and keys.stride() == values.stride() and keys.stride()[1:] == (dim, 1)
+    assert keys.dtype == values.dtype == torch.float32 and keys[0].is_contiguous() and values[0].is_contiguous()
+    assert tokens == 1 or keys.stride(0) == values.stride(0)
     library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), tokens, heads, dim, pages.half)
 
 
@@ -88,7 +89,7 @@ def rotate(
     `norms` are the weights of the norms that come before it, of the first `num_queries` heads and of the others.
     """
     tokens, heads, dim = qk.shape
-    assert qk.dtype == torch.float32 and qk.stride()[1:] == (dim, 1)
+    assert qk.dtype == torch.float32 and qk[0].is_contiguous()
     library.call("rotate", qk, *angles, positions, *norms, qk.stride(0), tokens, heads, num_queries, dim, eps)
 
 
