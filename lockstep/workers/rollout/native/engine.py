@@ -74,9 +74,7 @@ class NativeRollout(RolloutEngine):
 
     def check(self) -> None:
         shape, library = cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
-        check_equivalence(
-            self.module, FusedRunner(self.module, shape, library) if library else TorchRunner(self.module, shape)
-        )
+        check_equivalence(self.module, FusedRunner(self.module, shape, library) if library else TorchRunner(self.module, shape))
 
     def sleep(self) -> None:
         if self._runner is not None:

@@ -120,10 +120,11 @@ INLINE void attend(const int half, const float *queries, const void *k, const vo
 #define CASE(n) case n: mix(n, 1, half, scores[r], (const char *)v + d * (half ? 2 : 4), value_at, begin, end, dim, out + r * dim + d); break;
             for (; d + LANES <= dim; d += LANES) FOR_ROWS(here, CASE)
 #undef CASE
+            // One rounding for each product and sum, as above: left to itself the compiler makes it one or two, by the place in the loop.
             for (; d < dim; d++)
                 for (int i = r; i < r + here; i++)
                     for (int t = begin; t < end; t++)
-                        out[i * dim + d] += scores[i][t] * number(v, value_at[t / PAGE] + t % PAGE * dim + d, half);
+                        out[i * dim + d] = fmaf(scores[i][t], number(v, value_at[t / PAGE] + t % PAGE * dim + d, half), out[i * dim + d]);
         }
     }
     for (int r = 0; r < rows; r++)

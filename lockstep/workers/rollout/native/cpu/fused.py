@@ -82,7 +82,12 @@ class FusedRunner(TorchRunner):
     """See Runner. `library` is what `fused_library` gave for the module. Passes are computed inside `ready` only."""
 
     def __init__(
-        self, module: PreTrainedModel, shape: CacheShape, library: Library, gpu_memory_utilization: float = 0.5, batch_invariant: bool = False
+        self,
+        module: PreTrainedModel,
+        shape: CacheShape,
+        library: Library,
+        gpu_memory_utilization: float = 0.5,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(module, shape, gpu_memory_utilization)
         assert shape.page_size == library.page_size

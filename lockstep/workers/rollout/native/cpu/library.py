@@ -1,4 +1,4 @@
-"""Compile the C files of this folder into one library, once, and call its functions. It is kept in the cache, by source, compiler and processor."""
+"""Compile the C files of this folder into one library and call it. It is kept in the cache, by source, compiler and processor."""
 
 from __future__ import annotations
 

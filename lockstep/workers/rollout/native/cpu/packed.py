@@ -30,7 +30,10 @@ class PackedLinear:
         self._panels = (halves.permute(0, 3, 2, 1) if self._half else halves.permute(0, 3, 1, 2)).contiguous()
         self._bias = None
         if any(layer.bias is not None for layer in layers):
-            biases = [(torch.zeros(len(w)) if (b := layer.bias) is None else b.detach().float()) for layer, w in zip(layers, weights, strict=True)]
+            biases = [
+                (torch.zeros(len(w)) if (b := layer.bias) is None else b.detach().float())
+                for layer, w in zip(layers, weights, strict=True)
+            ]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
 
     @property
@@ -48,7 +51,8 @@ class PackedLinear:
         self._into(x, out, _ADD)
 
     def _into(self, x: Tensor, out: Tensor, mode: int) -> Tensor:
-        assert x.dtype == out.dtype == torch.float32 and x.stride(1) == out.stride(1) == 1
+        assert x.dtype == out.dtype == torch.float32
+        assert x.stride(1) == out.stride(1) == 1
         rows, depth = x.shape
         sizes = (x.stride(0), out.stride(0), rows, depth, self.columns, int(self._half), mode)
         self._library.call("linear", x, self._panels, self._bias, out, *sizes)

@@ -90,7 +90,11 @@ class FusedDecoder:
 
         def attend(number: int, attention: nn.Module, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
             keys, values = self._cache.layer(number)
-            options: Any = {"scale": cast(float, attention.scaling), "window": sliding_window(self._module, attention), "shared": shared}
+            options: Any = {
+                "scale": cast(float, attention.scaling),
+                "window": sliding_window(self._module, attention),
+                "shared": shared,
+            }
             return paged_attention(query, keys, values, page_table, context_lens, **options)
 
         return self._logits(self._layers(tokens, positions, slots, attend))
