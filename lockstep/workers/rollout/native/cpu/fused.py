@@ -27,8 +27,14 @@ from lockstep.workers.rollout.sampling import uniforms
 
 
 def fused_library(module: PreTrainedModel) -> Library | None:
-    """The functions that FusedRunner needs, if it computes this model on this machine."""
-    if module.device.type != "cpu" or module.dtype not in (torch.float32, torch.bfloat16) or not is_fusable(module):
+    """The functions that FusedRunner needs, if it computes this model on this machine, and faster than PyTorch."""
+    if module.device.type != "cpu" or not is_fusable(module):
+        return None
+    if module.dtype == torch.bfloat16:
+        # Where the processor multiplies bfloat16 itself, oneDNN's products are ahead of those that widen it first.
+        if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+            return None
+    elif module.dtype != torch.float32:
         return None
     parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in _linears(layer))]
     # An adapter is a class of its own.

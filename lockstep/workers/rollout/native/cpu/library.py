@@ -32,18 +32,22 @@ class Library:
         self._library = ctypes.CDLL(str(file))
         self.page_size: int = self._library.page_tokens()
         self.panel: int = self._library.panel_columns()
+        self._functions: dict[str, Any] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         """Call `name`: tensors are passed as pointers, None as NULL; the number of threads, always the last argument, is torch's."""
-        getattr(self._library, name)(*map(_to_c, arguments), ctypes.c_int64(torch.get_num_threads()))
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = getattr(self._library, name)
+            function.argtypes = [*map(_c_type, arguments), ctypes.c_int64]
+            function.restype = None
+        function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], torch.get_num_threads())
 
 
-def _to_c(value: Tensor | int | float | None) -> Any:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if value is None:
-        return ctypes.c_void_p(None)
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
+def _c_type(value: Tensor | int | float | None) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_float if isinstance(value, float) else ctypes.c_int64
 
 
 @functools.cache
