@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +13,9 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import CACHED
 from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.native.cpu.fused import FusedRunner, fused_library
 from lockstep.workers.rollout.native.generation import Generation
 from lockstep.workers.rollout.native.invariant import InvariantRunner
-from lockstep.workers.rollout.native.linears import prepacked
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
 from lockstep.workers.rollout.native.runner import Runner
@@ -64,7 +65,7 @@ class NativeRollout(RolloutEngine):
         yield from faults.values()
         if stopping:
             generation = self._generation(scheduler, requests, stopping, sampling)
-            with prepacked(self.module):
+            with self._runner.ready() if isinstance(self._runner, Runner) else nullcontext():
                 yield from generation.run(self._take_aborts)
 
     def abort(self, index: int) -> None:
@@ -72,7 +73,8 @@ class NativeRollout(RolloutEngine):
         self._aborts.add(index)
 
     def check(self) -> None:
-        check_equivalence(self.module, TorchRunner(self.module, cache_shape(self.module, PAGE_SIZE)))
+        shape, library = cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
+        check_equivalence(self.module, FusedRunner(self.module, shape, library) if library else TorchRunner(self.module, shape))
 
     def sleep(self) -> None:
         if self._runner is not None:
@@ -103,8 +105,11 @@ class NativeRollout(RolloutEngine):
 
             shape = cache_shape(self.module, GPUBackend.page_size)
             return GPUBackend(self.module, shape, utilization, own_weights=self.own_weights, batch_invariant=invariant)
+        shape, library = cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
+        if library is not None:
+            return FusedRunner(self.module, shape, library, utilization, invariant)
         kind = InvariantRunner if invariant else TorchRunner
-        return kind(self.module, cache_shape(self.module, PAGE_SIZE), utilization)
+        return kind(self.module, shape, utilization)
 
     def _generation(
         self, scheduler: Scheduler, requests: Sequence[Request], stopping: dict[int, Stopping], sampling: SamplingParams

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import Variant
 from lockstep.workers.rollout.native.layout import CacheShape, KVCache, StepBatch
-from lockstep.workers.rollout.native.torch_runner import TorchRunner
-from lockstep.workers.rollout.sampling import sample, uniforms
+from lockstep.workers.rollout.native.torch_runner import TorchRunner, draw_one_by_one
 
 BLOCK = 32
 """Tokens computed together."""
@@ -55,21 +54,7 @@ class InvariantRunner(TorchRunner):
         return _ChunkedAttention(cache)
 
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        uniform = uniforms(batch.keys, batch.response_positions).to(logits.device)
-        drawn = [
-            sample(
-                logits[row : row + 1],
-                uniform[row : row + 1],
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.repetition_penalty,
-                batch.history[row : row + 1] if batch.history is not None else None,
-            )
-            for row in range(len(logits))
-        ]
-        return torch.cat([tokens for tokens, _ in drawn]), torch.cat([log_probs for _, log_probs in drawn])
+        return draw_one_by_one(logits, batch, sampling)
 
 
 class _ChunkedAttention:

@@ -1,7 +1,7 @@
 """Attention over pages on a CPU; in plain PyTorch on any device, where it is the reference for kernels that read pages in place.
 
-Rows that are prefilled are computed one by one, without padding. Rows that decode are read in place by a compiled function where there is
-one (float32 on a CPU with a C compiler); otherwise they are gathered into padded blocks of similar length.
+On a CPU with a C compiler a compiled function reads the pages in place. Otherwise rows that are prefilled are computed one by one, without
+padding, and rows that decode are gathered into padded blocks of similar length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lockstep.models.attention import Variant, causal_attention, masked_attention
-from lockstep.workers.rollout.native.cpu.kernel import Kernel, paged_attention_kernel
+from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, store
+from lockstep.workers.rollout.native.cpu.library import library
 from lockstep.workers.rollout.native.layout import KVCache, StepBatch
 
 _SHORTEST = 0.7
@@ -38,8 +39,8 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        in_place = cache.pool.device.type == "cpu" and cache.pool.dtype == torch.float32
-        self._kernel: Kernel | None = paged_attention_kernel() if in_place else None
+        in_place = cache.pool.device.type == "cpu" and cache.pool.dtype in (torch.float32, torch.bfloat16)
+        self._library = library() if in_place else None
         self._scratch: tuple[Tensor, Tensor] = (cache.pool.new_empty(0), cache.pool.new_empty(0))
 
     def begin(self, batch: StepBatch) -> None:
@@ -48,6 +49,10 @@ class PagedAttention:
         page_size = self._cache.shape.page_size
         self._slots = batch.slots.to(device)
         table, contexts = batch.page_table.to(device), batch.context_lens.tolist()
+        if self._library is not None:
+            self._batch = batch
+            self._in_place: Tensor | None = None  # made by the first layer, which knows how many heads share a key
+            return
         starts = [0]
         for count in batch.query_lens:
             starts.append(starts[-1] + count)
@@ -57,7 +62,7 @@ class PagedAttention:
         self._decode_table = table[rows_of]
         self._decode_lengths = torch.tensor([length for length, _ in decoding], dtype=torch.int32, device=device)
         self._blocks = []
-        stop = len(decoding) if self._kernel is None else 0
+        stop = len(decoding)
         while stop:
             width = -(-decoding[stop - 1][0] // page_size)
             start = stop - 1
@@ -73,6 +78,8 @@ class PagedAttention:
         ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        if self._library is not None:
+            return self._attend_in_place(layer, query, key, value, variant)
         k_pages, v_pages = self._cache.layer(layer)
         new_k, new_v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [N, KV, D]
         k_pages.flatten(0, 1).index_copy_(0, self._slots, new_k)
@@ -81,16 +88,22 @@ class PagedAttention:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if len(self._order):
             ordered = q.index_select(0, self._order)
-            if self._kernel is not None:
-                decoded = self._kernel(ordered, k_pages, v_pages, self._decode_table, self._decode_lengths, variant)
-            else:
-                decoded = torch.empty_like(ordered)
-                for block in self._blocks:
-                    decoded[block.tokens] = self._decode(block, ordered[block.tokens], k_pages, v_pages, variant)
+            decoded = torch.empty_like(ordered)
+            for block in self._blocks:
+                decoded[block.tokens] = self._decode(block, ordered[block.tokens], k_pages, v_pages, variant)
             out.index_copy_(0, self._order, decoded)
         for tokens, context, pages in self._prefills:
             out[tokens] = self._prefill(q[tokens], new_k[tokens], new_v[tokens], context, pages, k_pages, v_pages, variant)
         return out[None]
+
+    def _attend_in_place(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        assert self._library is not None
+        q, k, v = (x[0].transpose(0, 1).float().contiguous() for x in (query, key, value))  # [N, heads, D]
+        pages, batch = Pages(*self._cache.layer(layer)), self._batch
+        if self._in_place is None:
+            self._in_place = attention_blocks(batch.query_lens, batch.context_lens.tolist(), q.shape[1] // k.shape[1])
+        store(self._library, k, v, batch.slots, pages)
+        return attend(self._library, q, pages, batch.page_table, self._in_place, variant)[None].to(query.dtype)
 
     def _decode(self, block: _Block, q: Tensor, k_pages: Tensor, v_pages: Tensor, variant: Variant) -> Tensor:
         """q [R, H, D] -> [R, H, D]. The query heads that share a key head stand as its queries, so that keys are not repeated."""

@@ -69,13 +69,14 @@ def check_equivalence(module: PreTrainedModel, runner: object) -> None:
     attention = module.config._attn_implementation
     try:
         table = torch.arange(1, 1 + pages * len(rows), dtype=torch.int32).view(len(rows), pages)
-        for step in range(1 + _DECODED):
-            counts = list(_PROMPTS) if step == 0 else [1] * len(rows)
-            starts = [0 if step == 0 else length + step - 1 for length in _PROMPTS]
-            batch = _pass(rows, starts, counts, table, page_size)
-            logits = runner.forward(batch, torch.arange(len(batch.input_ids)))
-            for out, part in zip(paged, logits.split(counts), strict=True):
-                out.append(part)
+        with runner.ready():
+            for step in range(1 + _DECODED):
+                counts = list(_PROMPTS) if step == 0 else [1] * len(rows)
+                starts = [0 if step == 0 else length + step - 1 for length in _PROMPTS]
+                batch = _pass(rows, starts, counts, table, page_size)
+                logits = runner.forward(batch, torch.arange(len(batch.input_ids)))
+                for out, part in zip(paged, logits.split(counts), strict=True):
+                    out.append(part)
         module.set_attn_implementation("eager")
         alone = [module(input_ids=row[None].to(module.device), use_cache=False).logits[0].float() for row in rows]
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -23,6 +24,10 @@ class Runner(ABC):
     """Tokens of a pass above which it only loses speed; None if there is no such number."""
     num_pages: int = 0
     """Pages that there is memory for now; 0 while asleep."""
+
+    @abstractmethod
+    def ready(self) -> AbstractContextManager[None]:
+        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
 
     @abstractmethod
     def most_pages(self) -> int:

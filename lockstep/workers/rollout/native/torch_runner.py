@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,6 +12,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import available_ram
 from lockstep.workers.rollout.native.layout import CacheShape, KVCache, StepBatch
+from lockstep.workers.rollout.native.linears import prepacked
 from lockstep.workers.rollout.native.paged import PagedAttention
 from lockstep.workers.rollout.native.runner import Runner
 from lockstep.workers.rollout.sampling import sample, uniforms
@@ -29,6 +33,11 @@ class TorchRunner(Runner):
         self.most_tokens = MOST_TOKENS if module.device.type == "cpu" else None
         self._gpu_memory_utilization = gpu_memory_utilization
         self._cache: KVCache | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        with prepacked(self.module):
+            yield
 
     def most_pages(self) -> int:
         device = self.module.device
@@ -88,13 +97,23 @@ class TorchRunner(Runner):
         return out.logits[0]
 
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        return sample(
-            logits,
-            uniforms(batch.keys, batch.response_positions).to(logits.device),
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            batch.history,
-        )
+        return _sample(logits, batch, sampling, slice(None))
+
+
+def draw_one_by_one(logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs [S] from logits [S, vocabulary], each by itself: the same bits whatever the others are."""
+    drawn = [_sample(logits, batch, sampling, slice(row, row + 1)) for row in range(len(logits))]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([log_probs for _, log_probs in drawn])
+
+
+def _sample(logits: Tensor, batch: StepBatch, sampling: SamplingParams, rows: slice) -> tuple[Tensor, Tensor]:
+    return sample(
+        logits[rows],
+        uniforms(batch.keys[rows], batch.response_positions[rows]).to(logits.device),
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        None if batch.history is None else batch.history[rows],
+    )

@@ -7,6 +7,7 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 
 from lockstep.workers.rollout.native import paged
+from lockstep.workers.rollout.native.cpu import fused
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
@@ -17,7 +18,8 @@ def test_pages_are_attended_to_alike_with_and_without_the_compiled_function(
     path = save_tiny_model(tmp_path, model_type, **FAMILIES[model_type])
     requests, params = make_requests(9), sampling(stop_token_ids=(), max_tokens=40)
     expected = make_rollout(path).generate(requests, params)
-    monkeypatch.setattr(paged, "paged_attention_kernel", lambda: None)
+    for user in (paged, fused):
+        monkeypatch.setattr(user, "library", lambda: None)
     rollout = make_rollout(path)
     rollout.check()
     plain = rollout.generate(requests, params)

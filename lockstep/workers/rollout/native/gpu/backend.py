@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.native.gpu.draw import num_chunks
 from lockstep.workers.rollout.native.gpu.filters import make_filter
-from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections, is_fusable
+from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.loop import FindStop, GenerationLoop
 from lockstep.workers.rollout.native.gpu.rows import RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSizes, bucket
 from lockstep.workers.rollout.native.layout import CacheShape, KVCache
+from lockstep.workers.rollout.native.llama_like import is_fusable
 from lockstep.workers.rollout.native.scheduler import Scheduler, Sequence
 
 PAGE_SIZE = 64

@@ -22,22 +22,7 @@ from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.prefill import PackedRows, packed_prompt_attention
 from lockstep.workers.rollout.native.layout import KVCache
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_ROPE_OF_POSITION = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone; the others also look at the longest sequence of the batch."""
-
-
-def is_fusable(module: PreTrainedModel) -> bool:
-    """Whether FusedDecoder computes this model."""
-    config = module.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    return (
-        config.model_type in FAMILIES
-        and getattr(config, "hidden_act", None) == "silu"
-        and rope.get("rope_type", "default") in _ROPE_OF_POSITION
-        and getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
-    )
+from lockstep.workers.rollout.native.llama_like import sliding_window
 
 
 def fuse_projections(module: PreTrainedModel) -> None:
@@ -105,7 +90,11 @@ class FusedDecoder:
 
         def attend(number: int, attention: nn.Module, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
             keys, values = self._cache.layer(number)
-            options: Any = {"scale": cast(float, attention.scaling), "window": self._window(attention), "shared": shared}
+            options: Any = {
+                "scale": cast(float, attention.scaling),
+                "window": sliding_window(self._module, attention),
+                "shared": shared,
+            }
             return paged_attention(query, keys, values, page_table, context_lens, **options)
 
         return self._logits(self._layers(tokens, positions, slots, attend))
@@ -115,18 +104,13 @@ class FusedDecoder:
 
         def attend(number: int, attention: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             pages = self._cache.layer(number)
-            window = self._window(attention)
+            window = sliding_window(self._module, attention)
             return packed_prompt_attention(query, key, value, *pages, rows, scale=attention.scaling, window=window)  # type: ignore[arg-type]
 
         return self._logits(self._layers(tokens, positions, slots, attend)[rows.last])
 
     def release(self) -> None:
         """The module was not changed."""
-
-    def _window(self, attention: nn.Module) -> int | None:
-        """Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
-        whole = self._module.config.sliding_window if self._module.config.model_type == "mistral" else None
-        return getattr(attention, "sliding_window", whole)
 
     def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Any) -> Tensor:
         """[N, hidden] after the last norm."""

@@ -1,0 +1,150 @@
+"""FusedRunner: the common families on a CPU, their layers as a few C functions over packed weights.
+
+The weights are copies of the module's, made for the time of one generation. Activations are float32 whatever the weights are. Every
+function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.models.attention import Variant
+from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, draw, rms_norm, rotate, store
+from lockstep.workers.rollout.native.cpu.library import Library, library
+from lockstep.workers.rollout.native.cpu.packed import PackedLinear
+from lockstep.workers.rollout.native.layout import CacheShape, StepBatch
+from lockstep.workers.rollout.native.llama_like import is_fusable, sliding_window
+from lockstep.workers.rollout.native.torch_runner import TorchRunner, draw_one_by_one
+from lockstep.workers.rollout.sampling import uniforms
+
+
+def fused_library(module: PreTrainedModel) -> Library | None:
+    """The functions that FusedRunner needs, if it computes this model on this machine, and faster than PyTorch."""
+    if module.device.type != "cpu" or not is_fusable(module):
+        return None
+    if module.dtype == torch.bfloat16:
+        # Where the processor multiplies bfloat16 itself, oneDNN's products are ahead of those that widen it first.
+        if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+            return None
+    elif module.dtype != torch.float32:
+        return None
+    parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in _linears(layer))]
+    # An adapter is a class of its own.
+    return library() if all(type(part) is nn.Linear for part in parts) else None
+
+
+def _linears(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer's weights."""
+
+    input_norm: Tensor
+    qkv: PackedLinear
+    norms: tuple[Tensor | None, Tensor | None]
+    """Of queries and keys (Qwen3)."""
+    variant: Variant
+    out: PackedLinear
+    mlp_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    @staticmethod
+    def of(library: Library, module: PreTrainedModel, layer: Any) -> _Layer:
+        attention = layer.self_attn
+        q, k, v, o, gate, up, down = _linears(layer)
+        norms = tuple(_float(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        return _Layer(
+            input_norm=cast(Tensor, _float(layer.input_layernorm)),
+            qkv=PackedLinear(library, [q, k, v]),
+            norms=cast(tuple[Tensor | None, Tensor | None], norms),
+            variant=Variant(attention.scaling, sliding_window(module, attention)),
+            out=PackedLinear(library, [o]),
+            mlp_norm=cast(Tensor, _float(layer.post_attention_layernorm)),
+            gate_up=PackedLinear(library, [gate, up], gated=True),
+            down=PackedLinear(library, [down]),
+        )
+
+
+def _float(norm: Any) -> Tensor | None:
+    return None if norm is None else norm.weight.detach().float().contiguous()
+
+
+class FusedRunner(TorchRunner):
+    """See Runner. `library` is what `fused_library` gave for the module. Passes are computed inside `ready` only."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        shape: CacheShape,
+        library: Library,
+        gpu_memory_utilization: float = 0.5,
+        batch_invariant: bool = False,
+    ) -> None:
+        super().__init__(module, shape, gpu_memory_utilization)
+        assert shape.page_size == library.page_size
+        self._library, self._batch_invariant = library, batch_invariant
+        self._heads: int = module.config.num_attention_heads
+        self._eps: float = module.config.rms_norm_eps
+        self._layers: list[_Layer] = []
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        model: Any = self.module.model
+        self._layers = [_Layer.of(self._library, self.module, layer) for layer in model.layers]
+        self._norm = cast(Tensor, _float(model.norm))
+        self._head = PackedLinear(self._library, [cast(nn.Linear, self.module.lm_head)])
+        self._angles = (torch.empty(0), torch.empty(0))
+        try:
+            yield
+        finally:
+            self._layers = []
+            del self._head, self._norm, self._angles
+
+    def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
+        assert self._cache is not None, "the runner is asleep"
+        assert self._layers, "the weights are packed inside `ready` only"
+        lib, dim, kv_heads = self._library, self.shape.head_dim, self.shape.num_kv_heads
+        angles = self._angles_up_to(int(batch.positions.max()))
+        blocks = attention_blocks(batch.query_lens, batch.context_lens.tolist(), self._heads // kv_heads)
+        model: Any = self.module.model
+        hidden = model.embed_tokens(batch.input_ids).float()
+        for number, layer in enumerate(self._layers):
+            pages = Pages(*self._cache.layer(number))
+            qkv = layer.qkv(rms_norm(lib, hidden, layer.input_norm, self._eps)).view(len(hidden), -1, dim)
+            rotate(lib, qkv[:, : self._heads + kv_heads], self._heads, angles, batch.positions, layer.norms, self._eps)
+            query, key, value = qkv.split([self._heads, kv_heads, kv_heads], dim=1)
+            store(lib, key, value, batch.slots, pages)
+            seen = attend(lib, query, pages, batch.page_table, blocks, layer.variant)
+            layer.out.add_to(hidden, seen.flatten(1))
+            layer.down.add_to(hidden, layer.gate_up(rms_norm(lib, hidden, layer.mlp_norm, self._eps)))
+        return self._head(rms_norm(lib, hidden[logits_at], self._norm, self._eps))
+
+    def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, D / 2] of at least the positions up to `position`; both halves of a head turn alike."""
+        if len(self._angles[0]) <= position:
+            places = torch.arange(-(-(position + 1) // 1024) * 1024)
+            cos, sin = cast(Any, self.module.model).rotary_emb(torch.empty(0), places[None])
+            half = self.shape.head_dim // 2
+            self._angles = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return self._angles
+
+    def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.repetition_penalty != 1.0
+        if not filtered:
+            return draw(self._library, logits, uniforms(batch.keys, batch.response_positions), sampling.temperature)
+        return draw_one_by_one(logits, batch, sampling) if self._batch_invariant else super()._draw(logits, batch, sampling)

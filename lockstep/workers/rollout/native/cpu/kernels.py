@@ -1,0 +1,109 @@
+"""The C functions with tensors: attention over pages, the parts of a decoder layer, the draw. Activations are float32, on the CPU.
+
+Legend: N tokens, H query heads, K key heads, D size of a head. `pages` are a layer of KVCache in the functions' own order (attention.c),
+float32 or bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.models.attention import Variant
+from lockstep.workers.rollout.native.cpu.library import Library
+
+_BLOCK_ROWS = 12
+"""Queries (tokens times the heads that share a key) that read a key together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Keys and values of one layer, each [pages, page size, K, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def half(self) -> int:
+        """1 for bfloat16, 0 for float32."""
+        return int(self.keys.dtype == torch.bfloat16)
+
+
+def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], groups: int) -> Tensor:
+    """[blocks, 4] int32: first token, number of tokens, position of the first and row, for a pass whose rows lie end to end.
+
+    `groups` query heads share a key head.
+    """
+    size, start, blocks = max(1, _BLOCK_ROWS // groups), 0, []
+    for row, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        blocks += [(start + i, min(size, count - i), context + i, row) for i in range(0, count, size)]
+        start += count
+    return torch.tensor(blocks, dtype=torch.int32)
+
+
+def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Tensor, variant: Variant) -> Tensor:
+    """Attention of q [N, H, D] over what its rows have in `pages`, the new tokens included: [N, H, D]. `table` is [rows, width] int32."""
+    tokens, heads, dim = q.shape
+    assert q.dtype == torch.float32
+    assert q[0].is_contiguous()
+    assert table.dtype == blocks.dtype == torch.int32
+    assert table.is_contiguous()
+    assert blocks.is_contiguous()
+    out = torch.empty(tokens, heads, dim)
+    sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
+    scaling = dim**-0.5 if variant.scaling is None else variant.scaling
+    shape = (q.stride(0), len(blocks), heads, pages.keys.shape[2], dim, table.shape[1], variant.sliding_window or 0, pages.half)
+    library.call(
+        "attention", q, pages.keys, pages.values, table, blocks, out, sinks, *shape, float(scaling), float(variant.softcap or 0.0)
+    )
+    return out
+
+
+def store(library: Library, keys: Tensor, values: Tensor, slots: Tensor, pages: Pages) -> None:
+    """Put keys and values [N, K, D], float32, into the pages at `slots` [N] int64."""
+    tokens, heads, dim = keys.shape
+    assert keys.dtype == values.dtype == torch.float32
+    assert keys[0].is_contiguous()
+    assert values[0].is_contiguous()
+    assert tokens == 1 or keys.stride(0) == values.stride(0)
+    library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), tokens, heads, dim, pages.half)
+
+
+def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension of x [N, size]."""
+    assert x.is_contiguous()
+    assert x.dtype == weight.dtype == torch.float32
+    out = torch.empty_like(x)
+    library.call("rms_norm", x, weight, out, *x.shape, eps)
+    return out
+
+
+def rotate(
+    library: Library,
+    qk: Tensor,
+    num_queries: int,
+    angles: tuple[Tensor, Tensor],
+    positions: Tensor,
+    norms: tuple[Tensor | None, Tensor | None],
+    eps: float,
+) -> None:
+    """Turn the heads qk [N, heads, D] by their positions [N] int64, in place; `angles` are cos and sin [positions, D / 2].
+
+    `norms` are the weights of the norms that come before it, of the first `num_queries` heads and of the others.
+    """
+    tokens, heads, dim = qk.shape
+    assert qk.dtype == torch.float32
+    assert qk[0].is_contiguous()
+    library.call("rotate", qk, *angles, positions, *norms, qk.stride(0), tokens, heads, num_queries, dim, eps)
+
+
+def draw(library: Library, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """`sampling.sample` without filters: token [rows] int64 and log-prob [rows] from `logits` [rows, vocabulary]."""
+    assert logits.dtype == uniform.dtype == torch.float32
+    assert logits.is_contiguous()
+    tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    library.call("draw", logits, uniform, tokens, log_probs, *logits.shape, int(temperature == 0), float(temperature or 1.0))
+    return tokens, log_probs

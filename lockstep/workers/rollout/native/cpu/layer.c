@@ -1,0 +1,86 @@
+// The rest of a decoder layer, and the draw: each row by itself, in one order.
+#include "vectors.h"
+
+INLINE float mean_square(const float *x, int64_t size) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+    return sum / size;
+}
+
+INLINE void normalise(const float *x, const float *weight, float *out, int64_t size, float eps) {
+    const float factor = 1.0f / sqrtf(mean_square(x, size) + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = weight[i] * (x[i] * factor);
+}
+
+// out = weight * x / sqrt(mean(x^2) + eps); x, out: [rows, size].
+void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps, int64_t threads) {
+#pragma omp parallel for num_threads(rows < 32 ? 1 : threads)
+    for (int64_t row = 0; row < rows; row++) normalise(x + row * size, weight, out + row * size, size, eps);
+}
+
+// Rotary positions, in place: the `heads` first heads of x [tokens, stride], each halves (a, b) -> (a cos - b sin, b cos + a sin).
+// cos, sin: [positions, dim / 2]. Before, the first `query_heads` of them are normalised by q_norm and the others by k_norm, where given.
+void rotate(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
+            int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps, int64_t threads) {
+    const int64_t half = dim / 2;
+#pragma omp parallel for num_threads(tokens < 32 ? 1 : threads)
+    for (int64_t i = 0; i < tokens; i++) {
+        const float *c = cos + positions[i] * half, *s = sin + positions[i] * half;
+        for (int64_t head = 0; head < heads; head++) {
+            float *a = x + i * stride + head * dim, *b = a + half;
+            const float *weight = head < query_heads ? q_norm : k_norm;
+            if (weight) normalise(a, weight, a, dim, eps);
+            for (int64_t d = 0; d < half; d++) {
+                const float first = a[d], second = b[d];
+                a[d] = first * c[d] - second * s[d];
+                b[d] = second * c[d] + first * s[d];
+            }
+        }
+    }
+}
+
+#define CHUNK 256
+
+// One token a row from logits [rows, size]: where the running sum of probabilities passes `uniform`, or the likeliest (greedy); and its
+// log-prob. Not finite where a logit is NaN or +inf. In two levels: first the chunk of tokens, then the token in it.
+void draw(const float *logits, const float *uniform, int64_t *tokens, float *log_probs, int64_t rows, int64_t size, int64_t greedy,
+          float temperature, int64_t threads) {
+    const int64_t chunks = (size + CHUNK - 1) / CHUNK;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *x = logits + row * size;
+        float largest = -INFINITY, sums[chunks], total = 0.0f;
+#pragma omp simd reduction(max : largest)
+        for (int64_t i = 0; i < size; i++) largest = x[i] > largest ? x[i] : largest;
+        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+            const int64_t end = chunk * CHUNK + CHUNK < size ? chunk * CHUNK + CHUNK : size;
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = chunk * CHUNK; i < end; i++) sum += exp_negative((x[i] - largest) / temperature);
+            sums[chunk] = sum, total += sum;
+        }
+        int64_t token = 0;
+        if (greedy) {
+            while (token < size - 1 && x[token] != largest) token++;
+        } else {
+            float rest = uniform[row] * total;
+            int64_t chunk = 0;
+            // Rounding may leave a rest that nothing takes: then it is the last chunk, and the last token, with any weight.
+            for (int64_t c = 0; c < chunks; c++) {
+                if (sums[c] > 0.0f) chunk = c;
+                if (rest < sums[c]) break;
+                rest -= sums[c];
+            }
+            token = chunk * CHUNK;
+            for (int64_t i = chunk * CHUNK; i < size && i < chunk * CHUNK + CHUNK; i++) {
+                const float weight = exp_negative((x[i] - largest) / temperature);
+                if (weight > 0.0f) token = i;
+                if (rest < weight) break;
+                rest -= weight;
+            }
+        }
+        tokens[row] = token;
+        log_probs[row] = (x[token] - largest) / temperature - logf(total);
+    }
+}

@@ -1,0 +1,103 @@
+// Matrix products with a weight that was laid out in panels before: out = x W^T.
+//
+// A panel holds 2 * LANES output columns: for each input the weights of all these columns, side by side. A tile of up to TILE_ROWS rows
+// keeps its sums in registers and walks down the panel once; meanwhile the next panel is fetched from memory, so that a product with many
+// rows computes at full speed and one with few reads at full speed. A number of the result is one sum over the inputs in their order,
+// whatever the other rows are: it has the same bits in any batch.
+#include "vectors.h"
+
+#define PANEL (2 * LANES)
+#define CHUNK (8 * TILE_ROWS)  // rows that stay in the cache while the panels go by
+
+enum { STORE, ADD, GATED };  // out = y (+ bias); out += y (+ bias); out = silu(first half of each panel) * second half
+
+int panel_columns(void) { return PANEL; }
+
+INLINE float silu(float x) {
+    const float e = exp_negative(x < 0.0f ? x : -x);
+    return x * ((x < 0.0f ? e : 1.0f) / (1.0f + e));
+}
+
+// sums: [rows, PANEL] = x times the panel.
+INLINE void tile(const int rows, const float *x, int64_t x_stride, const char *panel, const int half, int depth, const char *next,
+                 int64_t pace, float *out) {
+    const int bytes = PANEL * (half ? 2 : 4);
+    lanes sums[2 * TILE_ROWS];
+#pragma GCC unroll 24
+    for (int i = 0; i < 2 * rows; i++) sums[i] = (lanes){0};
+#pragma GCC unroll 1
+    for (int k = 0; k < depth; k++) {
+        lanes low, high;
+        if (half) {  // one 32-bit word holds a column of the first half of the panel and one of the second
+            const words both = *(const unaligned_words *)panel;
+            low = (lanes)(both << 16), high = (lanes)(both & 0xffff0000u);
+        } else {
+            low = load((const float *)panel), high = load((const float *)panel + LANES);
+        }
+        __builtin_prefetch(next, 0, 2);
+        __builtin_prefetch(next + 64, 0, 2);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const float a = x[r * x_stride + k];
+            sums[2 * r] += a * low, sums[2 * r + 1] += a * high;
+        }
+        panel += bytes, next += pace;
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < 2 * rows; i++) store(out + i * LANES, sums[i]);
+}
+
+// What becomes of the sums y [rows, PANEL] of a tile.
+static void finish(float *y, int rows, const float *bias, float *out, int64_t out_stride, int columns, int mode) {
+    for (int r = 0; r < rows; r++, y += PANEL, out += out_stride) {
+        if (bias)
+            for (int c = 0; c < PANEL; c++) y[c] += bias[c];
+        if (mode == GATED)
+            for (int c = 0; c < LANES; c++) y[c] = silu(y[c]) * y[LANES + c];
+        else if (mode == ADD)
+            for (int c = 0; c < columns; c++) y[c] += out[c];
+        memcpy(out, y, columns * sizeof(float));
+    }
+}
+
+INLINE void chunk_times_panel(const float *x, int64_t x_stride, int rows, const char *panel, const int half, int depth,
+                              const float *bias, float *out, int64_t out_stride, int columns, int mode) {
+    const int bytes = PANEL * (half ? 2 : 4), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t pace = bytes / tiles;  // the next panel is asked for evenly over the tiles
+    const char *next = panel + (int64_t)depth * bytes;
+    for (int first = 0; first < rows; first += TILE_ROWS, next += pace * depth) {
+        const int here = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
+        const float *from = x + first * x_stride;
+        float y[TILE_ROWS * PANEL];
+        switch (here) {
+#define CASE(n) case n: tile(n, from, x_stride, panel, half, depth, next, pace, y); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE_ROWS > 6
+            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+        }
+        finish(y, here, bias, out + first * out_stride, out_stride, columns, mode);
+    }
+}
+
+// x: [rows, depth], rows x_stride apart; panels: see above, float32 or (half) bfloat16; bias: [panels * PANEL] or NULL;
+// out: [rows, columns], rows out_stride apart.
+void linear(const float *x, const char *panels, const float *bias, float *out, int64_t x_stride, int64_t out_stride, int64_t rows,
+            int64_t depth, int64_t columns, int64_t half, int64_t mode, int64_t threads) {
+    const int width = mode == GATED ? LANES : PANEL, count = (columns + width - 1) / width, chunks = (rows + CHUNK - 1) / CHUNK;
+    const int64_t panel_bytes = (int64_t)depth * PANEL * (half ? 2 : 4);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        for (int p = 0; p < count; p++) {
+            const int first = chunk * CHUNK, here = rows - first < CHUNK ? rows - first : CHUNK;
+            const int wide = columns - p * width < width ? columns - p * width : width;
+            const float *from = x + first * x_stride, *own = bias ? bias + p * PANEL : 0;
+            float *to = out + first * out_stride + p * width;
+            if (half)
+                chunk_times_panel(from, x_stride, here, panels + p * panel_bytes, 1, depth, own, to, out_stride, wide, mode);
+            else
+                chunk_times_panel(from, x_stride, here, panels + p * panel_bytes, 0, depth, own, to, out_stride, wide, mode);
+        }
+    }
+}

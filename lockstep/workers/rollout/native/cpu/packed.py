@@ -1,0 +1,68 @@
+"""PackedLinear: a linear layer whose weight was laid out in panels for `linear.c`, a copy of the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.workers.rollout.native.cpu.library import Library
+
+_STORE, _ADD, _GATED = range(3)
+
+
+class PackedLinear:
+    """x -> x W^T + bias, in float32, where W is the weights of `layers` one below the other; weights in float32 or bfloat16.
+
+    With `gated`, for two layers of the same size: x -> silu(first(x)) * second(x). A row's result has the same bits in any batch.
+    """
+
+    def __init__(self, library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> None:
+        weights = [layer.weight.detach() for layer in layers]
+        assert all(weight.dtype == weights[0].dtype and weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
+        self._library, self._gated, self._half = library, gated, weights[0].dtype == torch.bfloat16
+        self.columns = len(weights[0]) if gated else sum(map(len, weights))
+        # [panels, 2 halves, lanes, inputs]
+        halves = _halves(weights, library.panel // 2, gated)
+        # In bfloat16 the two halves are the two halves of a 32-bit word.
+        self._panels = (halves.permute(0, 3, 2, 1) if self._half else halves.permute(0, 3, 1, 2)).contiguous()
+        self._bias = None
+        if any(layer.bias is not None for layer in layers):
+            biases = [
+                (torch.zeros(len(w)) if (b := layer.bias) is None else b.detach().float())
+                for layer, w in zip(layers, weights, strict=True)
+            ]
+            self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return self._panels.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, inputs] float32 -> [N, columns]."""
+        return self._into(x, torch.empty(len(x), self.columns), _GATED if self._gated else _STORE)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out [N, columns] += this layer of x [N, inputs]."""
+        assert not self._gated
+        self._into(x, out, _ADD)
+
+    def _into(self, x: Tensor, out: Tensor, mode: int) -> Tensor:
+        assert x.dtype == out.dtype == torch.float32
+        assert x.stride(1) == out.stride(1) == 1
+        rows, depth = x.shape
+        sizes = (x.stride(0), out.stride(0), rows, depth, self.columns, int(self._half), mode)
+        self._library.call("linear", x, self._panels, self._bias, out, *sizes)
+        return out
+
+
+def _halves(weights: Sequence[Tensor], lanes: int, gated: bool) -> Tensor:
+    """[panels, 2, lanes, inputs]: neighbouring columns, or (gated) columns of the one weight and of the other; zeros at the end."""
+    if gated:
+        first, second = (F.pad(weight, (0, 0, 0, -len(weight) % lanes)).view(-1, lanes, weight.shape[1]) for weight in weights)
+        return torch.stack([first, second], 1)
+    whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+    return F.pad(whole, (0, 0, 0, -len(whole) % (2 * lanes))).view(-1, 2, lanes, whole.shape[1])

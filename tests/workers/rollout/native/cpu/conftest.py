@@ -1,0 +1,12 @@
+import pytest
+
+from lockstep.workers.rollout.native.cpu.library import Library, library
+
+
+@pytest.fixture
+def compiled() -> Library:
+    """The compiled functions; skips where there is no compiler."""
+    found = library()
+    if found is None:
+        pytest.skip("needs a C compiler")
+    return found
