@@ -13,8 +13,16 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with Ray come last: forking ranks (helpers.distributed) out of a process that runs Ray's threads crashes them."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is not None or "ray_cluster" in getattr(item, "fixturenames", ()))
+    """Files with Ray come last: forking ranks (helpers.distributed) out of a process that runs Ray's threads crashes them.
+
+    Whole files, because that is what pytest-xdist hands out (--dist loadfile), in this order (--no-loadscope-reorder).
+    """
+
+    def uses_ray(item: pytest.Item) -> bool:
+        return item.get_closest_marker("ray") is not None or "ray_cluster" in getattr(item, "fixturenames", ())
+
+    files = {item.path for item in items if uses_ray(item)}
+    items.sort(key=lambda item: item.path in files)
 
 
 @pytest.fixture(scope="session")
