@@ -1,10 +1,13 @@
 """What tests share."""
 
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from lockstep.config import PPOConfig, load_config
 from lockstep.embedded import EmbeddedTask, prepare
@@ -36,8 +39,14 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def embedded_task(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTask:
-    """The embedded task's files, made once."""
-    return prepare(tmp_path_factory.mktemp("embedded"), seed=0)
+    """The embedded task's files, made once for all processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"
+    made = folder / "task.pickle"
+    with FileLock(f"{folder}.lock", timeout=240):
+        if not made.exists():
+            made.write_bytes(pickle.dumps(prepare(folder, seed=0)))
+        return pickle.loads(made.read_bytes())
 
 
 @pytest.fixture
