@@ -3,6 +3,7 @@
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,11 @@ def embedded_task(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTask:
         return pickle.loads(made.read_bytes())
 
 
-@pytest.fixture
-def embedded_config(embedded_task: EmbeddedTask, tmp_path: Path) -> Callable[..., PPOConfig]:
-    """`embedded_config("key=value", ...)`: the embedded task in small batches, in a run folder of the test's own."""
+@pytest.fixture(scope="session")
+def embedded_config_in(embedded_task: EmbeddedTask) -> Callable[..., PPOConfig]:
+    """`embedded_config_in(run_dir, "key=value", ...)`: the embedded task in small batches, for runs that several tests look at."""
 
-    def make(*overrides: str) -> PPOConfig:
+    def make(run_dir: Path, *overrides: str) -> PPOConfig:
         return load_config(
             [
                 f"data.train_files={embedded_task.train_file}",
@@ -67,7 +68,7 @@ def embedded_config(embedded_task: EmbeddedTask, tmp_path: Path) -> Callable[...
                 "actor_rollout_ref.actor.optim.lr=3e-4",
                 "critic.optim.lr=1e-3",
                 "algorithm.use_kl_in_reward=true",
-                f"trainer.default_local_dir={tmp_path / 'run'}",
+                f"trainer.default_local_dir={run_dir}",
                 "trainer.device=cpu",
                 "trainer.save_freq=0",
                 "trainer.test_freq=0",
@@ -76,3 +77,9 @@ def embedded_config(embedded_task: EmbeddedTask, tmp_path: Path) -> Callable[...
         )
 
     return make
+
+
+@pytest.fixture
+def embedded_config(embedded_config_in: Callable[..., PPOConfig], tmp_path: Path) -> Callable[..., PPOConfig]:
+    """`embedded_config("key=value", ...)`: the same, in a run folder of the test's own."""
+    return partial(embedded_config_in, tmp_path / "run")
