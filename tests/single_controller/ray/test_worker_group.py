@@ -161,7 +161,7 @@ def check_broken(group: RayWorkerGroup, pids: list[int], error: WorkerError) -> 
     with pytest.raises(type(error)) as again:
         group.echo(1)
     assert again.value is error
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 1
     assert are_gone(pids)
     group.close()
 
