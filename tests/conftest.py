@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from lockstep.config import PPOConfig, load_config
 from lockstep.embedded import EmbeddedTask, prepare
 
 torch.set_num_threads(1)
+settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
+settings.load_profile("lockstep")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
