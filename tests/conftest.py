@@ -1,20 +1,35 @@
 """What tests share."""
 
+import os
+import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from lockstep.config import PPOConfig, load_config
 from lockstep.embedded import EmbeddedTask, prepare
 
 torch.set_num_threads(1)
+settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
+settings.load_profile("lockstep")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with Ray come last: forking ranks (helpers.distributed) out of a process that runs Ray's threads crashes them."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is not None or "ray_cluster" in getattr(item, "fixturenames", ()))
+    """Files with Ray come last: forking ranks (helpers.distributed) out of a process that runs Ray's threads crashes them.
+
+    Whole files, because that is what pytest-xdist hands out (--dist loadfile), in this order (--no-loadscope-reorder).
+    """
+
+    def uses_ray(item: pytest.Item) -> bool:
+        return item.get_closest_marker("ray") is not None or "ray_cluster" in getattr(item, "fixturenames", ())
+
+    files = {item.path for item in items if uses_ray(item)}
+    items.sort(key=lambda item: item.path in files)
 
 
 @pytest.fixture(scope="session")
@@ -28,15 +43,21 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def embedded_task(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTask:
-    """The embedded task's files, made once."""
-    return prepare(tmp_path_factory.mktemp("embedded"), seed=0)
+    """The embedded task's files, made once for all processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"
+    made = folder / "task.pickle"
+    with FileLock(f"{folder}.lock", timeout=240):
+        if not made.exists():
+            made.write_bytes(pickle.dumps(prepare(folder, seed=0)))
+        return pickle.loads(made.read_bytes())
 
 
-@pytest.fixture
-def embedded_config(embedded_task: EmbeddedTask, tmp_path: Path) -> Callable[..., PPOConfig]:
-    """`embedded_config("key=value", ...)`: the embedded task in small batches, in a run folder of the test's own."""
+@pytest.fixture(scope="session")
+def embedded_config_in(embedded_task: EmbeddedTask) -> Callable[..., PPOConfig]:
+    """`embedded_config_in(run_dir, "key=value", ...)`: the embedded task in small batches, for runs that several tests look at."""
 
-    def make(*overrides: str) -> PPOConfig:
+    def make(run_dir: Path, *overrides: str) -> PPOConfig:
         return load_config(
             [
                 f"data.train_files={embedded_task.train_file}",
@@ -50,7 +71,7 @@ def embedded_config(embedded_task: EmbeddedTask, tmp_path: Path) -> Callable[...
                 "actor_rollout_ref.actor.optim.lr=3e-4",
                 "critic.optim.lr=1e-3",
                 "algorithm.use_kl_in_reward=true",
-                f"trainer.default_local_dir={tmp_path / 'run'}",
+                f"trainer.default_local_dir={run_dir}",
                 "trainer.device=cpu",
                 "trainer.save_freq=0",
                 "trainer.test_freq=0",
@@ -59,3 +80,9 @@ def embedded_config(embedded_task: EmbeddedTask, tmp_path: Path) -> Callable[...
         )
 
     return make
+
+
+@pytest.fixture
+def embedded_config(embedded_config_in: Callable[..., PPOConfig], tmp_path: Path) -> Callable[..., PPOConfig]:
+    """`embedded_config("key=value", ...)`: the same, in a run folder of the test's own."""
+    return partial(embedded_config_in, tmp_path / "run")

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 
 import pytest
 from omegaconf import OmegaConf
@@ -207,7 +206,7 @@ def test_a_config_is_taken_as_it_is_and_a_mapping_lies_over_the_defaults():
 
 def test_parsing_and_help_import_no_torch_and_are_quick():
     program = (
-        "import sys, contextlib, io\n"
+        "import sys, contextlib, io, time\n"
         "from lockstep.cli import main\n"
         "from lockstep.config import load_config\n"
         "load_config(['data.train_batch_size=32'])\n"
@@ -216,12 +215,11 @@ def test_parsing_and_help_import_no_torch_and_are_quick():
         "    assert main() == 0\n"
         "assert 'data.train_batch_size=64' in out.getvalue()\n"
         "print(sorted({'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules)))\n"
+        "assert time.process_time() < 2, time.process_time()\n"
     )
-    start = time.monotonic()
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
-    assert time.monotonic() - start < 5
 
 
 def test_changes_are_checked_like_the_command_line():

@@ -13,8 +13,9 @@ LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_demo_learns_and_says_what_it_did(tmp_path):
-    run = subprocess.run([LOCKSTEP, "ppo"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    run = subprocess.run([LOCKSTEP, "ppo"], cwd=tmp_path, capture_output=True, text=True, timeout=560)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     last = "\n".join(lines[lines.index("done: 100 steps") :])

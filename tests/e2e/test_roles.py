@@ -31,10 +31,10 @@ def assert_same_training(metrics, expected):
             assert row[name] == pytest.approx(reference[name], rel=1e-4, abs=1e-6), (row["step"], name)
 
 
-@pytest.fixture
-def expected(embedded_config, tmp_path):
+@pytest.fixture(scope="module")
+def expected(embedded_config_in, tmp_path_factory):
     """Actor, rollout, reference and critic in this process: what every other placement must equal."""
-    config = embedded_config(*STEPS, f"trainer.default_local_dir={tmp_path / 'expected'}")
+    config = embedded_config_in(tmp_path_factory.mktemp("expected"), *STEPS)
     return train(config, {"global_pool": [1]}, roles("ActorRollout", "Critic", "RefPolicy"))
 
 

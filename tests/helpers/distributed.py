@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -51,6 +52,8 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
 
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, queue: Any, args: tuple[Any, ...]) -> None:
+    # The parent's garbage is not this process's to collect: a destructor that ends a thread aborts where there is no such thread.
+    gc.freeze()
     try:
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -117,10 +117,9 @@ def live(screen: io.StringIO) -> Iterator[LiveDisplay]:
 
 
 def final_frame(screen: io.StringIO, live: LiveDisplay) -> str:
-    screen.seek(0)
-    screen.truncate()
+    """What is drawn after the line codes that erase the frame before."""
     live.close()
-    return without_codes(screen.getvalue())
+    return without_codes(screen.getvalue().rpartition("\x1b[1A\x1b[2K")[2])
 
 
 def test_live_shows_progress_recent_steps_stage_times_and_the_reward_curve(live: LiveDisplay, screen: io.StringIO) -> None:

@@ -25,8 +25,9 @@ def test_the_example_of_the_documentation_runs(sandbox):
     exec(example, {})
 
 
-def test_it_fails_at_once_where_programs_cannot_run(monkeypatch):
+def test_it_fails_at_once_where_programs_cannot_run(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a test beside this one looks for leftovers in /tmp
     with pytest.raises(ResourceError, match="bubblewrap"):
         make_sandbox()
     assert make_sandbox(accept_weak_isolation=True).run("print(1)").stdout == "1\n"

@@ -249,7 +249,6 @@ def test_sharded_ranks_generate_their_shares_and_give_the_gathered_weights_back(
     config.actor.strategy = strategy
 
     def rank() -> tuple[list[list[int]], list[bool]]:
-        gc.freeze()  # what the parent left behind (threads of a process group) must not be collected in a fork: that hangs
         # Not through a worker group: the process group exists already.
         worker = ActorRolloutRefWorker(config, "actor_rollout", seed=1, pad_token_id=0, total_updates=10, max_response_length=12)
         worker.init_model()

@@ -161,7 +161,7 @@ def check_broken(group: RayWorkerGroup, pids: list[int], error: WorkerError) -> 
     with pytest.raises(type(error)) as again:
         group.echo(1)
     assert again.value is error
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 1
     assert are_gone(pids)
     group.close()
 
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_is_named_while_its_peer_waits_in_a_collective(how: s
 
 
 def test_a_worker_past_the_deadline_is_named_and_calls_that_wait_behind_it_fail_with_it() -> None:
-    group = make(2, timeout_s=2.0)
+    group = make(2, timeout_s=5.0)
     group.spawn()
     pids = pids_of(group)
     stuck, behind = group.sleep_on(1), group.sleep(0.0)

@@ -89,24 +89,30 @@ def test_metrics_have_the_names_of_the_field(embedded_config):
     assert {f"training/rollout_probs_diff_{kind}" for kind in ("max", "mean", "std")} <= step.keys()
 
 
-def test_the_old_log_prob_pass_is_skipped_while_the_sampler_is_exact(embedded_config):
-    exact = train(embedded_config("trainer.total_training_steps=3", "trainer.val_before_train=false"), POOL, HYBRID)
-    assert ["timing_s/old_log_prob" in row for row in exact] == [True, False, False]
-    assert exact[0]["training/rollout_log_probs_diff_max"] < 2e-5
+THREE_STEPS = ("trainer.total_training_steps=3", "trainer.val_before_train=false")
 
 
-def test_the_old_log_prob_pass_is_never_skipped_with_a_bound_of_zero_and_the_run_is_the_same(embedded_config, tmp_path):
-    steps = ["trainer.total_training_steps=3", "trainer.val_before_train=false"]
-    skipping = train(embedded_config(*steps, f"trainer.default_local_dir={tmp_path / 'a'}"), POOL, HYBRID)
-    recomputing = train(embedded_config(*steps, "actor_rollout_ref.rollout.exactness_bound=0"), POOL, HYBRID)
+@pytest.fixture(scope="module")
+def plain(embedded_config_in, tmp_path_factory):
+    """The metrics of three steps with no switch set."""
+    return train(embedded_config_in(tmp_path_factory.mktemp("plain"), *THREE_STEPS), POOL, HYBRID)
+
+
+def test_the_old_log_prob_pass_is_skipped_while_the_sampler_is_exact(plain):
+    assert ["timing_s/old_log_prob" in row for row in plain] == [True, False, False]
+    assert plain[0]["training/rollout_log_probs_diff_max"] < 2e-5
+
+
+def test_the_old_log_prob_pass_is_never_skipped_with_a_bound_of_zero_and_the_run_is_the_same(plain, embedded_config):
+    recomputing = train(embedded_config(*THREE_STEPS, "actor_rollout_ref.rollout.exactness_bound=0"), POOL, HYBRID)
     assert all("timing_s/old_log_prob" in row for row in recomputing)
     for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss"):
         # Log-probs differ by float32 rounding, up to 2e-5; pg_loss is near zero, hence the absolute bound.
-        assert [r[name] for r in skipping] == pytest.approx([r[name] for r in recomputing], rel=1e-3, abs=1e-5), name
+        assert [r[name] for r in plain] == pytest.approx([r[name] for r in recomputing], rel=1e-3, abs=1e-5), name
 
 
 def test_a_sampler_that_drifts_over_the_bound_switches_the_pass_back_on_and_says_so(embedded_config, capsys):
-    trainer = make_trainer(embedded_config("trainer.total_training_steps=3", "trainer.val_before_train=false"), POOL, HYBRID)
+    trainer = make_trainer(embedded_config(*THREE_STEPS), POOL, HYBRID)
     trainer.sampler_drift = 0.0
     try:
         trainer.init_workers()
@@ -243,11 +249,9 @@ def test_the_correction_weighs_and_rejects_what_a_drifting_sampler_drew(embedded
         assert row["actor/grad_norm"] > 0
 
 
-def test_an_exact_sampler_makes_the_correction_the_identity(embedded_config, tmp_path):
-    steps = ["trainer.total_training_steps=3", "trainer.val_before_train=false"]
-    plain = train(embedded_config(*steps, f"trainer.default_local_dir={tmp_path / 'a'}"), POOL, HYBRID)
+def test_an_exact_sampler_makes_the_correction_the_identity(plain, embedded_config):
     on = ["algorithm.rollout_correction={rollout_is: sequence, rollout_rs: token_k1, rollout_rs_threshold: 1.01}"]
-    corrected = train(embedded_config(*steps, *on), POOL, HYBRID)
+    corrected = train(embedded_config(*THREE_STEPS, *on), POOL, HYBRID)
     for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss"):
         # In the first step the log-probs are recomputed and differ by float32 rounding, up to 2e-5.
         assert [r[name] for r in corrected] == pytest.approx([r[name] for r in plain], rel=1e-3, abs=1e-5), name

@@ -166,10 +166,10 @@ def test_the_last_python_block_is_the_program(response, program):
 
 
 def test_a_megabyte_of_fences_is_read_in_time():
-    began = time.monotonic()
+    began = time.process_time()
     extract_program("```python\n" * 100_000)
     extract_program("`" * 1_000_000)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 PROMPT = 'from typing import List\n\n\ndef twice(x: List[int]) -> List[int]:\n    """ Double each. """\n'
