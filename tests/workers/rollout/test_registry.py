@@ -11,5 +11,5 @@ def test_every_name_the_config_accepts_is_an_engine() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="choose one of: native, hf"):
+    with pytest.raises(ConfigError, match="choose one of: native, hf, vllm, sglang"):
         get_rollout("nativ")
