@@ -11,6 +11,7 @@ from lockstep.models.attention import CACHED
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine
 from lockstep.workers.engine.packing import Budget
+from lockstep.workers.weight_sync.base import check_equal, describe
 from lockstep.workers.weight_sync.shared import SharedWeights
 
 STRATEGIES = ("fsdp", "fsdp2")
@@ -56,6 +57,7 @@ def test_on_one_rank_the_decoder_has_the_engines_own_tensors(tmp_path: Path, str
             assert copied == 0
             assert addresses == {name: tensor.data_ptr() for name, tensor in own.items()}
             assert all(torch.equal(weights[name], own[name]) for name in own)
+            check_equal({n: describe(t) for n, t in own.items()}, {n: describe(t) for n, t in weights.items()})
             seen.append(weights)
         name = "model.layers.1.mlp.up_proj.weight"
         assert not torch.equal(seen[0][name], seen[1][name])
