@@ -83,6 +83,8 @@ class ActorRolloutRefWorker(Worker):
         rollout = get_rollout(self.config.rollout.name) if "rollout" in self.role else None
         if rollout is not None:
             check_installed(self.config.rollout.name)
+        # Chosen before anything is loaded: what was asked for may be impossible.
+        method = self._weight_sync_method() if rollout is not None and "actor" in self.role else None
         attention = rollout.attention if rollout is not None and issubclass(rollout, ModuleRollout) else None
         if "actor" in self.role:
             self.actor = self._make_engine(self.config.actor.optim, attention)
@@ -91,12 +93,11 @@ class ActorRolloutRefWorker(Worker):
         if attention is not None:
             self._init_module_rollout(attention)
         elif rollout is not None:
-            self._init_process_rollout()
+            self._init_process_rollout(method)
 
     def _init_module_rollout(self, attention: str) -> None:
         """A rollout in this process: from the actor's own tensors, or from a module of its own."""
         if self.actor is not None:
-            self._weight_sync_method()
             self.lender = SharedWeights(self.actor, self._dtype)
             decoder = self.actor.decoder
             assert decoder is not None
@@ -108,10 +109,9 @@ class ActorRolloutRefWorker(Worker):
         engine.own_weights = not isinstance(self.lender, SharedWeights) or self.lender.keeps_copy
         self.rollout = engine
 
-    def _init_process_rollout(self) -> None:
-        """A rollout in a process of its own, which gets the actor's weights before the first generation after each update."""
+    def _init_process_rollout(self, method: str | None) -> None:
+        """A rollout in a process of its own, which gets the actor's weights, if there is one here, by `method`."""
         config, device = self.config.rollout, self.device
-        method = self._weight_sync_method() if self.actor is not None else None
         engine = start_rollout(self.config.model, config, self.pad_token_id, device, self._dtype, self._decode_text())
         self.rollout = engine
         if method is not None:

@@ -51,11 +51,12 @@ def test_greedy_tokens_log_probs_and_reasons_are_those_of_the_native_engine(engi
     assert_same(engine.generate(requests, params), native.generate(requests, params))
     penalised = replace(params, repetition_penalty=1.7)
     assert_same(engine.generate(requests, penalised), native.generate(requests, penalised))
-    stop = text(native.generate(requests, params)[8].ids.tolist()[4:6])
-    stopped = replace(params, stop=(stop,))
+    free = native.generate(requests, params)[8].ids.tolist()
+    place = next(i for i in range(4, len(free)) if text(free[i : i + 1]))
+    stopped = replace(params, stop=(text(free[place : place + 1]),))
     mine = engine.generate(requests, stopped)
     assert_same(mine, native.generate(requests, stopped))
-    assert len(mine[8].ids) <= 6
+    assert len(mine[8].ids) <= place + 1 < 60
 
 
 def test_sampled_log_probs_are_those_of_the_whole_distribution_and_a_rerun_repeats(engine: VLLMRollout) -> None:
@@ -122,22 +123,6 @@ def test_after_a_sync_that_failed_nothing_is_generated_until_one_has_worked(engi
     assert_same(engine.generate(make_requests(), sampling(temperature=0.0)), expected)
 
 
-def test_logits_that_are_not_finite_are_an_error_of_their_request(engine: VLLMRollout) -> None:
-    broken = model()
-    with torch.no_grad():
-        broken.model.embed_tokens.weight[17] = torch.nan
-    with IPCSender(90) as sender:
-        sender.send(broken.named_parameters())
-        engine.receive(sender.parcel(), CPU)
-    good, bad = engine.generate(
-        [Request(torch.tensor([3, 4]), (2, 40, 0)), Request(torch.tensor([5, 17]), (2, 41, 1))],
-        sampling(temperature=0.0, stop_token_ids=(), max_tokens=1),
-    )
-    assert good.finish_reason == "length"
-    assert bad.finish_reason == "error"
-    assert "request (2, 41, 1) (step, prompt, sample): the model's logits are not finite" in str(bad.error)
-
-
 def test_a_stream_that_is_closed_ends_its_requests_and_the_engine_goes_on_after_sleep(engine: VLLMRollout) -> None:
     expected = engine.generate(make_requests(), sampling(temperature=0.0))
     stream = engine.generate_stream(long_requests(), sampling(stop_token_ids=(), max_tokens=400))
@@ -154,8 +139,8 @@ def long_requests() -> list[Request]:
     return [Request(torch.tensor([3, 4]), (0, i, 0), max_tokens=1 if i == 0 else None) for i in range(20)]
 
 
-def test_at_another_temperature_log_probs_are_right_and_a_killed_engine_is_an_error_at_once(path: str) -> None:
-    """One engine, started for temperature 0.5."""
+def test_at_another_temperature_log_probs_are_right_and_what_goes_wrong_is_said_at_once(path: str) -> None:
+    """One engine, started for temperature 0.5, which first gets weights that are not numbers and then is killed."""
     engine = start(path, temperature=0.5)
     request = Request(torch.tensor([4, 5, 6]), (0, 0, 0))
     (completion,) = engine.generate([request], sampling(temperature=0.5, stop_token_ids=()))
@@ -164,6 +149,20 @@ def test_at_another_temperature_log_probs_are_right_and_a_killed_engine_is_an_er
     torch.testing.assert_close(completion.log_probs, whole_log_probs(request, completion.ids, 1.0), atol=1e-4, rtol=0)
     (completion,) = engine.generate([request], sampling(temperature=0.5, top_k=3))
     assert completion.log_probs.isnan().all(), "these would be of the three likeliest tokens alone"
+
+    broken = model()
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[17] = torch.nan
+    with IPCSender(90) as sender:
+        sender.send(broken.named_parameters())
+        engine.receive(sender.parcel(), CPU)
+    good, bad = engine.generate(
+        [Request(torch.tensor([3, 4]), (2, 40, 0)), Request(torch.tensor([5, 17]), (2, 41, 1))],
+        sampling(temperature=0.0, stop_token_ids=(), max_tokens=1),
+    )
+    assert good.finish_reason == "length"
+    assert bad.finish_reason == "error"
+    assert "request (2, 41, 1) (step, prompt, sample): the model's logits are not finite" in str(bad.error)
 
     stream = engine.generate_stream(long_requests(), sampling(stop_token_ids=(), max_tokens=400))
     next(stream)
