@@ -52,12 +52,10 @@ def test_two_co_located_ranks_equal_one_process(ray_cluster, expected, embedded_
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("weight_sync", ["ipc", "broadcast"])
-def test_every_role_on_a_pool_of_its_own_equals_one_process(ray_cluster, expected, embedded_config, weight_sync):
+def test_every_role_on_a_pool_of_its_own_equals_one_process(ray_cluster, expected, embedded_config):
     mapping = {Role.Actor: "actor", Role.Rollout: "rollout", Role.Critic: "critic", Role.RefPolicy: "rollout"}
     pools = {"actor": [1], "rollout": [2], "critic": [2]}
-    config = embedded_config(*STEPS, f"actor_rollout_ref.rollout.weight_sync={weight_sync}")
-    assert_same_training(train(config, pools, mapping, RayWorkerGroup), expected)
+    assert_same_training(train(embedded_config(*STEPS), pools, mapping, RayWorkerGroup), expected)
 
 
 @pytest.mark.ray

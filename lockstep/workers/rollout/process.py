@@ -122,7 +122,7 @@ class EngineProcess:
         self._silence_s = silence_s
         self._connection, theirs = Pipe()
         with theirs:
-            paths = json.dumps([path for path in sys.path if path])
+            paths = json.dumps([path or os.getcwd() for path in sys.path])
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), paths]
             self._child = ChildProcess(name, command, os.environ | dict(environment), [theirs.fileno()])
         self._is_streaming = False

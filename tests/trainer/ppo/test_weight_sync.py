@@ -1,12 +1,21 @@
-"""The driver's side of a sync, with groups that only play their part."""
+"""The driver's side of a sync, with groups that only play their part, and once with real ones."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from helpers.rollouts import make_requests, make_rollout, sampling
+from helpers.tiny import save_tiny_model
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
+from lockstep.protocol import DataProto, Ragged
+from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
+from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo.weight_sync import WeightExchange
+from lockstep.workers.engine_workers import ActorRolloutRefWorker
 
 MANIFEST = {"a": 1, "b": 2}
 
@@ -101,3 +110,31 @@ def test_of_two_errors_the_receivers_is_raised() -> None:
 def test_a_way_that_cannot_work_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="weight_sync=ipc cannot serve"):
         exchange(Actor(), Rollout(machines=("there",) * 3), "ipc")
+
+
+@pytest.mark.ray
+def test_workers_in_other_processes_generate_from_the_actors_weights_after_a_sync(ray_cluster: None, tmp_path: Path) -> None:
+    """One process has the actor, two others rollouts of another model; broadcast, then the same by shared memory."""
+
+    def group(role: str, processes: int, seed: int) -> RayWorkerGroup:
+        config = ActorRolloutRefConfig(model=ModelConfig(path=save_tiny_model(tmp_path / role, seed=seed)))
+        arguments = {"seed": 1, "pad_token_id": 0, "total_updates": 1, "max_response_length": 12}
+        worker = ClassWithInitArgs(ActorRolloutRefWorker, config, role, **arguments)
+        return RayWorkerGroup(ResourcePool([processes], use_gpu=False), worker)
+
+    requests = make_requests(4)
+    prompts = Ragged.from_rows([request.prompt_ids for request in requests])
+    objects = {"index": [request.key[1] for request in requests], "sample": [request.key[2] for request in requests]}
+    batch = DataProto.from_dict({"prompts": prompts}, {name: np.array(column, dtype=object) for name, column in objects.items()})
+    greedy = sampling(temperature=0.0)
+    expected = [
+        completion.ids.tolist()
+        for completion in make_rollout(save_tiny_model(tmp_path / "same", seed=3)).generate(requests, greedy)
+    ]
+    with group("actor", 1, seed=3) as actor, group("rollout", 2, seed=0) as rollout:
+        actor.init_model()
+        rollout.init_model()
+        for method in ("broadcast", "ipc"):
+            exchange(actor, rollout, method).sync()
+            found = rollout.generate_sequences(batch, sampling=greedy, step=4)
+            assert [row.tolist() for row in found.ragged("responses").rows()] == expected
