@@ -177,7 +177,8 @@ def test_a_broadcast_that_fails_ends_on_both_sides_and_leaves_the_engine_without
         rank, box, source = dist.get_rank(), [None], tiny_model(seed=3)
         if rank == 0:
             kind = LyingSender if failure == "lie" else BroadcastSender
-            sender = kind(1, 2 if failure == "receiver is missing" else 1, CPU, timeout_s=4.0)
+            is_missing = failure == "receiver is missing"
+            sender = kind(1, 2 if is_missing else 1, CPU, timeout_s=3.0 if is_missing else 60.0)
             box = [sender.parcel()]
         dist.broadcast_object_list(box)
         if rank == 0:
