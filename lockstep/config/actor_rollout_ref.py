@@ -7,9 +7,10 @@ from lockstep.config.check import absolute_reference, at_least, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
 from lockstep.config.sampling import check_sampling
+from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
 
-ROLLOUTS = ("native", "hf")
+ROLLOUTS = ("native", "hf", "vllm", "sglang")
 """Generation engines that can be named in rollout.name."""
 
 
@@ -150,7 +151,7 @@ class SamplingConfig:
 @dataclass
 class RolloutConfig:
     name: str = "native"
-    """Generation engine: native (decodes from the trainer's own weights) or hf (transformers.generate, slow reference)."""
+    """Generation engine: native (decodes from the trainer's own weights), hf (transformers.generate, slow reference), vllm, or sglang."""
     n: int = 1
     """Samples a prompt."""
     temperature: float = 1.0
@@ -170,11 +171,19 @@ class RolloutConfig:
     max_num_batched_tokens: int = 8192
     """Tokens computed at once on one device; longer prompts are computed in several passes."""
     gpu_memory_utilization: float = 0.5
-    """Of the GPU memory that is free when generation starts, how much the key-value cache may take."""
+    """Of the GPU memory that is free when generation starts, how much the key-value cache may take (vllm and sglang: of what is free when
+    the engine starts, how much it takes for weights and cache)."""
     free_cache_engine: bool = True
     """Give the key-value cache's memory back after each generation, for the update."""
     batch_invariant: bool = False
-    """Compute in shapes that round alike in any batch: tokens and log-probs are the same bit for bit, and generation is slower."""
+    """native: compute in shapes that round alike in any batch: tokens and log-probs are the same bit for bit, and generation is slower."""
+    enforce_eager: bool = False
+    """vllm and sglang: no compilation and no CUDA graphs. Starts sooner, generates slower."""
+    weight_sync: str = "auto"
+    """How weights reach the engine after an update: shared (zero bytes), ipc (shared memory), broadcast (gloo or nccl) or disk; auto
+    chooses, see docs/rollouts.md."""
+    weight_sync_dir: str | None = None
+    """disk: a folder that both sides see; null means /dev/shm, or the folder for temporary files."""
     fallback_to_hf: bool = False
     """Generate with transformers (slow) from a model that the native engine cannot compute; otherwise such a model is an error."""
     exactness_bound: float = 1e-4
@@ -188,6 +197,34 @@ class RolloutConfig:
         at_least("actor_rollout_ref.rollout.max_num_batched_tokens", self.max_num_batched_tokens, 1)
         in_range("actor_rollout_ref.rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         at_least("actor_rollout_ref.rollout.exactness_bound", self.exactness_bound, 0.0)
+        one_of("actor_rollout_ref.rollout.weight_sync", self.weight_sync, WEIGHT_SYNCS)
+        if self.batch_invariant and self.name != "native":
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.batch_invariant=true is of rollout.name=native; {self.name} computes in shapes of its own"
+            )
+
+    def gives_log_probs(self, temperature: float, filtered: bool, penalised: bool) -> bool:
+        """Whether the engine can give the log-probs that the trainer computes: of the whole distribution at `temperature` (at 1 when it is
+        0), whatever top-k, top-p or min-p (`filtered`) and a repetition penalty (`penalised`) made of it.
+
+        vllm gives them either before the temperature, or after everything, by a choice made when it starts; sglang after temperature and
+        penalty.
+        """
+        if self.name == "vllm":
+            plain = temperature in (0.0, 1.0)
+            return plain if self.log_probs_are_raw else not (filtered or penalised)
+        return not (self.name == "sglang" and penalised)
+
+    @property
+    def log_probs_are_raw(self) -> bool:
+        """vllm: whether its log-probs are those before the temperature (right where it is 1), or those of what is drawn from."""
+        return self.temperature in (0.0, 1.0)
+
+    @property
+    def has_log_probs(self) -> bool:
+        """Whether the log-probs of the training samples are those that the trainer computes; otherwise they are missing (NaN)."""
+        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return self.gives_log_probs(self.temperature, filtered, self.repetition_penalty != 1.0)
 
 
 @dataclass

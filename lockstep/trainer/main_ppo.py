@@ -47,8 +47,10 @@ def run(config: PPOConfig) -> None:
     from lockstep.single_controller.ray.cluster import connect, disconnect
     from lockstep.trainer.summary import summarise
     from lockstep.utils.device import resolve_device
+    from lockstep.workers.rollout.registry import check_installed
 
     resolve_device(config.trainer.device)
+    check_installed(config.actor_rollout_ref.rollout.name)
     uses_ray = config.trainer.worker_group == "ray" or (config.trainer.worker_group == "auto" and config.needs_ray)
     started_ray = uses_ray and connect(**config.ray_kwargs.ray_init)
     try:

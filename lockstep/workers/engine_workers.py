@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import OptimConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.config.weight_sync import choose_weight_sync
 from lockstep.errors import NumericalError
 from lockstep.models.flops import peak_flops
 from lockstep.models.load import Head, load_model, share_structure
@@ -35,9 +37,13 @@ from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.stage import Stages
 from lockstep.workers.losses import make_policy_loss, make_value_loss
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine
-from lockstep.workers.rollout.registry import get_rollout, make_rollout
-from lockstep.workers.weight_sync.shared import SharedWeights, copy_weights
+from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, RolloutEngine
+from lockstep.workers.rollout.registry import check_installed, get_rollout, make_rollout, start_rollout
+from lockstep.workers.weight_sync.base import Manifest, Parcel, WeightSender
+from lockstep.workers.weight_sync.ipc import IPCSender
+from lockstep.workers.weight_sync.registry import make_sender
+from lockstep.workers.weight_sync.sent import SentWeights
+from lockstep.workers.weight_sync.shared import SharedWeights
 
 _ACTOR_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
@@ -66,30 +72,61 @@ class ActorRolloutRefWorker(Worker):
         self.actor: TrainEngine | None = None
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
-        self.shared: SharedWeights | None = None
+        self.lender: SharedWeights | SentWeights | None = None
+        """How an actor that also generates gives its weights to the rollout."""
+        self._sender: WeightSender | None = None
+        """The sync with a rollout in other workers that is under way."""
         self.stages = Stages(self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model once for each part of the role; an actor that also generates shares its weights with the rollout."""
         rollout = get_rollout(self.config.rollout.name) if "rollout" in self.role else None
+        if rollout is not None:
+            check_installed(self.config.rollout.name)
+        # Chosen before anything is loaded: what was asked for may be impossible.
+        method = self._weight_sync_method() if rollout is not None and "actor" in self.role else None
+        attention = rollout.attention if rollout is not None and issubclass(rollout, ModuleRollout) else None
         if "actor" in self.role:
-            self.actor = self._make_engine(self.config.actor.optim, rollout.attention if rollout else None)
+            self.actor = self._make_engine(self.config.actor.optim, attention)
         if self.role == "ref" or (self.role == "actor_rollout_ref" and not self.config.model.lora_rank):
             self.ref = self._make_engine(None, None, self.config.ref.param_offload)
-        if rollout is None:
-            return
-        dtype = compute_dtype(self.config.actor.engine.dtype, self.device)
+        if attention is not None:
+            self._init_module_rollout(attention)
+        elif rollout is not None:
+            self._init_process_rollout(method)
+
+    def _init_module_rollout(self, attention: str) -> None:
+        """A rollout in this process: from the actor's own tensors, or from a module of its own."""
         if self.actor is not None:
-            self.shared = SharedWeights(self.actor, dtype)
+            self.lender = SharedWeights(self.actor, self._dtype)
             decoder = self.actor.decoder
             assert decoder is not None
         else:
             model = load_model(self.config.model, Head.LANGUAGE_MODEL, self.seed)
-            decoder = share_structure(model, rollout.attention).to(self.device, dtype)  # type: ignore[arg-type]
+            decoder = share_structure(model, attention).to(self.device, self._dtype)  # type: ignore[arg-type]
         with self._weights():
-            self.rollout = make_rollout(decoder, self.config.rollout, self.pad_token_id, self._decode_text())
-        self.rollout.own_weights = self.shared is None or self.shared.keeps_copy
+            engine = make_rollout(decoder, self.config.rollout, self.pad_token_id, self._decode_text())
+        engine.own_weights = not isinstance(self.lender, SharedWeights) or self.lender.keeps_copy
+        self.rollout = engine
+
+    def _init_process_rollout(self, method: str | None) -> None:
+        """A rollout in a process of its own, which gets the actor's weights, if there is one here, by `method`."""
+        config, device = self.config.rollout, self.device
+        engine = start_rollout(self.config.model, config, self.pad_token_id, device, self._dtype, self._decode_text())
+        self.rollout = engine
+        if method is not None:
+
+            def sender(version: int) -> WeightSender:
+                if method == "ipc":
+                    return IPCSender(version, cuda=device.type == "cuda")
+                return make_sender(method, config, version, 1, device)
+
+            self.lender = SentWeights(self._cast_weights, sender, lambda parcel: engine.receive(parcel, device))
+
+    def _weight_sync_method(self) -> str:
+        config, cuda = self.config.rollout, self.device.type == "cuda"
+        return choose_weight_sync(config.weight_sync, config.name, hybrid=True, same_process=False, same_machine=True, cuda=cuda)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(
@@ -174,8 +211,7 @@ class ActorRolloutRefWorker(Worker):
                 config.entropy_coeff != 0,
             )
         metrics |= self.stages.take_peaks()
-        if self.rollout is not None:
-            self.rollout.version += 1
+        self._weights_changed()
         return metrics
 
     @register(Dispatch.ONE_TO_ALL)
@@ -186,12 +222,42 @@ class ActorRolloutRefWorker(Worker):
         return weights if self.rank == 0 else None
 
     @register(Dispatch.ONE_TO_ALL)
-    def update_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Replace the weights of a rollout that does not share an actor's."""
+    def machine(self) -> str:
+        """The machine that this process runs on."""
+        return socket.gethostname()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def offer_weights(self, method: str, version: int, num_receivers: int) -> Parcel | None:
+        """Begin a sync of the actor's weights to a rollout in other workers: what those need, from rank 0 (None from the others).
+
+        A parcel without a manifest is a stream: then `send_weights` here and `receive_weights` there run at the same time.
+        """
+        assert self.actor is not None, f"a worker of role {self.role} has no actor"
+        self.withdraw_weights()
+        if self.rank == 0:
+            self._sender = make_sender(method, self.config.rollout, version, num_receivers, self.device)
+        if method != "broadcast":
+            self._send()
+        return self._sender.parcel() if self._sender is not None else None
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self) -> Manifest | None:
+        """Send the stream that `offer_weights` began; what was sent, from rank 0 (None from the others)."""
+        return self._send()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def withdraw_weights(self) -> None:
+        """End the sync, and give its memory back."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, parcel: Parcel) -> Manifest:
+        """Replace the weights of a rollout in workers of its own; what it has now."""
         assert self.rollout is not None, f"a worker of role {self.role} does not generate"
-        assert self.shared is None, f"a worker of role {self.role} shares the actor's weights"
-        copy_weights(self.rollout.module, weights)
-        self.rollout.version += 1
+        assert self.lender is None, f"a worker of role {self.role} has the actor's weights"
+        return self.rollout.receive(parcel, self.device, self.rank)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str) -> None:
@@ -204,6 +270,37 @@ class ActorRolloutRefWorker(Worker):
         """Read the actor from a folder that `save_checkpoint` wrote."""
         assert self.actor is not None, f"a worker of role {self.role} has no actor"
         self.actor.load(Path(local_path))
+        self._weights_changed()
+
+    def close(self) -> None:
+        """End what the worker has started."""
+        self.withdraw_weights()
+        if self.rollout is not None:
+            self.rollout.close()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The type that the actor computes in, and the rollout too."""
+        return compute_dtype(self.config.actor.engine.dtype, self.device)
+
+    def _weights_changed(self) -> None:
+        if isinstance(self.lender, SentWeights):
+            self.lender.changed()
+        elif self.rollout is not None:
+            self.rollout.version += 1
+
+    def _cast_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The actor's whole weights in the type of the rollout."""
+        assert self.actor is not None
+        for name, tensor in self.actor.export_weights():
+            yield name, tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def _send(self) -> Manifest | None:
+        if self._sender is not None:
+            return self._sender.send(self._cast_weights())
+        for _ in self._cast_weights():  # gathering is for all ranks
+            pass
+        return None
 
     def _make_engine(
         self, optim: OptimConfig | None, decoder_attention: str | None, param_offload: bool | None = None
@@ -225,7 +322,7 @@ class ActorRolloutRefWorker(Worker):
 
     def _weights(self) -> AbstractContextManager[object]:
         """Inside, the decoder has its weights."""
-        return self.shared.lent() if self.shared is not None else nullcontext()
+        return self.lender.lent() if self.lender is not None else nullcontext()
 
     def _decode_text(self) -> DecodeText | None:
         """What looks for stop strings; the tokenizer is loaded only for them."""

@@ -128,7 +128,7 @@ ONE_OF = {
     f"{ACTOR}.strategy": "fsdp, fsdp2, megatron, torchtitan, veomni",
     "critic.strategy": "fsdp, fsdp2, megatron, torchtitan, veomni",
     "reward_model.strategy": "fsdp, fsdp2, megatron, torchtitan, veomni",
-    f"{ROLLOUT}.name": "native, hf",
+    f"{ROLLOUT}.name": "native, hf, vllm, sglang",
     "algorithm.kl_ctrl.type": "fixed, adaptive",
     "trainer.device": "auto, cpu, cuda",
     "trainer.worker_group": "auto, local, ray",

@@ -28,6 +28,7 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.trainer.ppo.weight_sync import WeightExchange
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, on_last_token
 
 TEMPERATURE = 0.8
@@ -91,16 +92,16 @@ def learn(role: Any, batch: DataProto) -> dict[str, float]:
     [
         ("actor", {"actor"}),
         ("rollout", {"rollout"}),
-        ("actor_rollout", {"actor", "rollout", "shared"}),
+        ("actor_rollout", {"actor", "rollout", "lender"}),
         ("ref", {"ref"}),
-        ("actor_rollout_ref", {"actor", "rollout", "shared", "ref"}),
+        ("actor_rollout_ref", {"actor", "rollout", "lender", "ref"}),
     ],
 )
 def test_a_role_builds_exactly_its_parts(tmp_path: Path, role: str, parts: set[str]) -> None:
     path = save_tiny_model(tmp_path)
     with workers(policy=policy_class(path, role)) as (_, inside):
         worker = inside["policy"]
-        assert {part for part in ("actor", "rollout", "shared", "ref") if getattr(worker, part) is not None} == parts
+        assert {part for part in ("actor", "rollout", "lender", "ref") if getattr(worker, part) is not None} == parts
         if worker.ref is not None:
             assert not any(parameter.requires_grad for parameter in worker.ref.module.parameters())
 
@@ -155,8 +156,7 @@ def test_a_rollout_of_its_own_follows_the_actor(tmp_path: Path) -> None:
         learn(actor, before)
         learn(hybrid, before)
         assert generate(rollout).ragged("responses").equal(before.ragged("responses"))
-        (weights,) = actor.export_weights()
-        rollout.update_weights(weights)
+        WeightExchange(actor, rollout, RolloutConfig(), same_process=True, cuda=False).sync()
         after = generate(rollout)
         assert not after.ragged("responses").equal(before.ragged("responses"))
         assert after.ragged("responses").equal(generate(hybrid).ragged("responses"))

@@ -106,8 +106,12 @@ class WorkerHost:
         return f"{name or environment.name} rank {environment.rank} (pid {os.getpid()}, node {socket.gethostname()})"
 
     def close(self) -> None:
-        """Forget the workers; destroy the process group if a host made it and no other host here uses it. May be called
-        again."""
+        """Close the workers that can be closed and forget them all; destroy the process group if a host made it and no other host here
+        uses it. May be called again."""
+        for worker in self._workers.values():
+            close = getattr(worker, "close", None)
+            if callable(close):
+                close()
         self._workers.clear()
         if id(self) in _process_group_users:
             _process_group_users.remove(id(self))

@@ -29,6 +29,9 @@ class WorkerGroup(ABC):
     raises the first error. A group of one class also has that class's registered methods itself: `group.method(...)`.
     """
 
+    in_driver: bool = False
+    """Whether the workers live in the driver's own process."""
+
     def __init__(
         self,
         resource_pool: ResourcePool,

@@ -29,6 +29,8 @@ class LocalWorkerGroup(WorkerGroup):
     Several local groups share one process group. Raises ConfigError for a world size other than 1.
     """
 
+    in_driver = True
+
     def _prepare(self) -> None:
         pool = self.resource_pool
         if pool.world_size != 1:

@@ -33,7 +33,12 @@ def check_algorithm(config: PPOConfig) -> None:
     """The named algorithms exist, and the run has what they read."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     _check_policy_loss(actor)
-    read_correction(algorithm.rollout_correction)
+    correction, rollout = algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    if (read_correction(correction).is_on or correction.bypass_mode) and not rollout.has_log_probs:
+        raise ConfigError(
+            f"algorithm.rollout_correction reads the sampler's log-probs, which rollout.name={rollout.name} cannot give for this sampling "
+            "(temperature together with top_k, top_p, min_p or repetition_penalty); sample plainly, or use rollout.name=native"
+        )
     one_of("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
     one_of("critic.loss_agg_mode", config.critic.loss_agg_mode, [m for m in LOSS_AGG_MODES if not m.endswith("-norm")])
     one_of("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, KL_KINDS)

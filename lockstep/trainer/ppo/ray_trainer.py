@@ -37,6 +37,7 @@ from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored
 from lockstep.trainer.ppo.role import Role
 from lockstep.trainer.ppo.validation import validation_metrics
+from lockstep.trainer.ppo.weight_sync import WeightExchange
 from lockstep.utils.dataset.rl_dataset import RLHFDataset
 from lockstep.utils.dataset.schedule import PromptSchedule
 from lockstep.utils.device import resolve_device
@@ -145,6 +146,21 @@ class RayPPOTrainer:
         self.critic_wg = self._group_of("Critic")
         self.ref_policy_wg = self._group_of("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg = self._group_of("RewardModel")
+        self.weight_exchange = self._make_weight_exchange()
+
+    def _make_weight_exchange(self) -> WeightExchange | None:
+        """None where the actor's workers generate themselves."""
+        if self.rollout_wg is self.actor_wg:
+            return None
+        manager = self.resource_pool_manager.mapping
+        pools = {manager[role] for role in self.worker_groups if role.name in ("Actor", "Rollout")}
+        return WeightExchange(
+            self.actor_wg,
+            self.rollout_wg,
+            self.config.actor_rollout_ref.rollout,
+            same_process=len(pools) == 1 or self.ray_worker_group_cls.in_driver,
+            cuda=self.device == "cuda",
+        )
 
     def _start_workers(self) -> None:
         manager = self.resource_pool_manager
@@ -314,10 +330,9 @@ class RayPPOTrainer:
         return weights
 
     def _sync_weights(self) -> None:
-        """A rollout that shares the actor's process shares its weights: nothing to do. One of its own gets a copy."""
-        if self.rollout_wg is not self.actor_wg:
-            assert self.rollout_wg is not None
-            self.rollout_wg.update_weights(self._policy_weights())
+        """A rollout in workers of its own gets the new weights. One in the actor's workers has them when it generates."""
+        if self.weight_exchange is not None:
+            self.weight_exchange.sync()
 
     def _record(self, batch: DataProto) -> dict[str, float]:
         data = self.config.data

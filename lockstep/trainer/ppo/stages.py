@@ -64,17 +64,18 @@ def generate(
 
 
 def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
-    """Reads prompts, responses. Writes old_log_probs, entropys; measures how far the sampler's log-probs are from them."""
+    """Reads prompts, responses. Writes old_log_probs, entropys; measures how far the sampler's log-probs, where it has any, are off."""
     batch.union(actor.compute_log_prob(batch.select(["prompts", "responses"], [])))
     _check_finite(batch, "old_log_probs")
     mask = batch.ragged("response_mask").values.bool()
     new, old = (batch.ragged(name).values[mask] for name in ("old_log_probs", "rollout_log_probs"))
     metrics: dict[str, float] = {}
     if len(new):
+        metrics["actor/entropy"] = batch.ragged("entropys").values[mask].mean().item()
+    if len(new) and not old.isnan().any():
         difference = (new.exp() - old.exp()).abs()
         ratio = (new - old).double().exp()
         metrics |= _ratio_metrics((new - old).abs().max().item(), ratio.mean().item(), ratio.square().mean().item())
-        metrics["actor/entropy"] = batch.ragged("entropys").values[mask].mean().item()
         metrics["training/rollout_log_probs_diff_max"] = (new - old).abs().max().item()
         metrics["training/rollout_probs_diff_max"] = difference.max().item()
         metrics["training/rollout_probs_diff_mean"] = difference.mean().item()

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, WeightSyncError
+from lockstep.workers.weight_sync.base import Manifest, Parcel, check_equal, opened
+from lockstep.workers.weight_sync.module import copy_weights, module_manifest
 
 DecodeText = Callable[[list[int]], str]
 """Token ids -> text, special tokens included."""
@@ -53,23 +55,42 @@ class Completion:
 
 
 class RolloutEngine(ABC):
-    """Generates from `module`, a plain Hugging Face causal language model whose parameters somebody else keeps up to date.
+    """Generates from weights that somebody else keeps up to date.
 
     A request that cannot be served (see `find_fault`), or whose logits are not finite, gets a Completion with finish_reason "error"; the
-    others are not touched by it.
+    others are not touched by it. Log-probs that the engine cannot give (`RolloutConfig.gives_log_probs`) are NaN.
     """
 
-    attention: str
-    """The attention function the module must be built with."""
-    own_weights: bool = True
-    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
+    has_own_process: bool = False
+    """Whether it generates in another process, which has weights of its own."""
+    hf_config: PretrainedConfig
+    """The model's config."""
 
-    def __init__(
-        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
-    ) -> None:
-        self.module, self.config, self.pad_token_id, self.decode_text = module, config, pad_token_id, decode_text
+    def __init__(self, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None) -> None:
+        self.config, self.pad_token_id, self.decode_text = config, pad_token_id, decode_text
         self.version = 0
         """Counts the weights: whoever changes them adds one."""
+        self._broken: str | None = None
+        """Why the weights must not be used."""
+
+    def receive(self, parcel: Parcel, device: torch.device, receiver: int = 0) -> Manifest:
+        """Replace all weights by the parcel's; returns what the engine has now.
+
+        Raises WeightSyncError when they are not whole and exactly what was sent. After any failure the engine refuses to generate, until a
+        later call works.
+        """
+        self._broken = f"the update to version {parcel.version} has not finished"
+        try:
+            manifest = self._load(parcel, device, receiver)
+        except BaseException as error:
+            self._broken = f"the update to version {parcel.version} failed: {str(error) or type(error).__name__}"
+            raise
+        self._broken, self.version = None, parcel.version
+        return manifest
+
+    @abstractmethod
+    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
+        """`receive`, without the bookkeeping."""
 
     @abstractmethod
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
@@ -81,24 +102,57 @@ class RolloutEngine(ABC):
         return [finished[index] for index in range(len(requests))]
 
     def check(self) -> None:
-        """Raise ConfigError, naming the model's family and the reason, if this engine would compute the module wrongly."""
+        """Raise ConfigError, naming the model's family and the reason, if this engine would compute the model wrongly."""
         return
 
     def sleep(self) -> None:
         """Give back the memory that only generation needs. The next generation takes it again by itself."""
         return
 
+    def close(self) -> None:
+        """End what the engine has started. May be called again."""
+        return
+
     def _faults(self, requests: Sequence[Request], sampling: SamplingParams) -> dict[int, Completion]:
-        """Completions of the requests that cannot be served. Raises ConfigError for stop strings without a way to decode tokens."""
+        """Completions of the requests that cannot be served.
+
+        Every generation begins here. Raises WeightSyncError when the last weight update did not work, ConfigError for stop strings without
+        a way to decode tokens.
+        """
+        if self._broken is not None:
+            raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
         if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
             raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
-        config = self.module.config.get_text_config()
+        config = self.hf_config.get_text_config()
         found = {}
         for index, request in enumerate(requests):
             fault = find_fault(request, sampling, config.vocab_size, getattr(config, "max_position_embeddings", None))
             if fault is not None:
                 found[index] = failed(index, request, fault, self.version)
         return found
+
+
+class ModuleRollout(RolloutEngine):
+    """An engine over `module`, a plain Hugging Face causal language model in this process."""
+
+    attention: str
+    """The attention function the module must be built with."""
+    own_weights: bool = True
+    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
+
+    def __init__(
+        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+    ) -> None:
+        super().__init__(config, pad_token_id, decode_text)
+        self.module, self.hf_config = module, module.config
+
+    @torch.no_grad()
+    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
+        with opened(parcel, device, receiver) as weights:
+            copy_weights(self.module, weights)
+        manifest = module_manifest(self.module, weights.manifest)
+        check_equal(weights.manifest, manifest)
+        return manifest
 
 
 def find_fault(request: Request, sampling: SamplingParams, vocabulary: int, context: int | None) -> str | None:

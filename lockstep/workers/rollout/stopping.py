@@ -34,6 +34,14 @@ class Stopping:
             return "stop"
         return "length" if length >= self.max_tokens else None
 
+    def end(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """The length at which a response ends and why, for tokens that may go on after it; None if it goes on after all of them."""
+        for length in range(1, len(tokens) + 1):
+            reason = self.reason(tokens[max(0, length - self.window) : length], length)
+            if reason is not None:
+                return length, reason
+        return None
+
     @property
     def window(self) -> int:
         """How many tokens can matter: a character has at most 4 bytes, and a token at least one of them or is special."""

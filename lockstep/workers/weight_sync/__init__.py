@@ -1,1 +1,1 @@
-"""How the weights that are trained reach the weights that generate."""
+"""How the weights that are trained reach the weights that generate: shared, ipc, broadcast or disk."""

@@ -7,22 +7,39 @@ captured graphs hold its addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.weight_sync.base import WeightLender
+from lockstep.workers.weight_sync.module import parameter_slots
 
 
-class SharedWeights:
+class Exporter(Protocol):
+    """What is needed of a TrainEngine."""
+
+    device: torch.device
+    world_size: int
+    exports_copies: bool
+
+    @property
+    def decoder(self) -> nn.Module | None:
+        """A plain module of the same model."""
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor)."""
+
+
+class SharedWeights(WeightLender):
     """Lends an engine's weights to its decoder."""
 
-    def __init__(self, engine: TrainEngine, dtype: torch.dtype) -> None:
+    def __init__(self, engine: Exporter, dtype: torch.dtype) -> None:
         assert engine.decoder is not None, "the engine was made without a decoder"
         self._engine, self._decoder, self._dtype = engine, engine.decoder, dtype
-        self._slots = _parameter_slots(self._decoder)
+        self._slots = parameter_slots(self._decoder)
         self._engine_copies = engine.world_size > 1 or engine.exports_copies
         for module in self._decoder.modules():
             for name, buffer in module._buffers.items():
@@ -75,29 +92,3 @@ class SharedWeights:
             parameter = module._parameters[attribute]
             assert parameter is not None
             self._assign(name, torch.empty_like(parameter, device="meta"))
-
-
-def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy (Hugging Face name, tensor) pairs into a module of its own. Raises ValueError unless every parameter gets a value."""
-    slots = _parameter_slots(module)
-    missing = set(slots)
-    for name, tensor in weights:
-        for owner, attribute in slots.get(name, ()):
-            target = owner._parameters[attribute]
-            assert target is not None
-            target.data.copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise ValueError(f"the weight update left {len(missing)} parameters out, first {sorted(missing)[:3]}")
-
-
-def _parameter_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """For each parameter, by the first of its names, every (module, attribute) that holds it: tied weights have several."""
-    names: dict[int, str] = {}
-    slots: dict[str, list[tuple[nn.Module, str]]] = {}
-    for prefix, part in module.named_modules():
-        for attribute, parameter in part._parameters.items():
-            if parameter is not None:
-                name = names.setdefault(id(parameter), f"{prefix}.{attribute}" if prefix else attribute)
-                slots.setdefault(name, []).append((part, attribute))
-    return slots

@@ -70,6 +70,19 @@ def test_an_algorithm_that_lacks_what_it_reads_is_an_error(algorithm, message):
         check_algorithm(as_config({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}}))
 
 
+@pytest.mark.parametrize("correction", [{"rollout_is": "token"}, {"bypass_mode": True}])
+def test_a_correction_needs_a_sampler_that_has_log_probs(correction):
+    def config(**rollout):
+        return as_config(
+            {"algorithm": {"rollout_correction": correction}, "actor_rollout_ref": {"rollout": {"name": "vllm"} | rollout}}
+        )
+
+    check_algorithm(config(top_k=5))
+    check_algorithm(config(temperature=0.7))
+    with pytest.raises(ConfigError, match="rollout.name=vllm cannot give for this sampling"):
+        check_algorithm(config(temperature=0.7, top_k=5))
+
+
 def test_remax_needs_nothing_more_and_gdpo_its_keys():
     check_algorithm(as_config({"algorithm": {"adv_estimator": "remax"}}))
     gdpo = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 2.0]}

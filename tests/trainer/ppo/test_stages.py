@@ -122,6 +122,14 @@ def test_there_is_nothing_to_compare_where_the_policy_wrote_nothing():
     assert stages.old_log_prob(Group(old_log_probs=[[0, 0, 0], [0]], entropys=[[1, 1, 1], [1]]), batch) == {}
 
 
+def test_a_sampler_without_log_probs_is_not_compared_and_cannot_stand_in():
+    batch = make_batch(rollout_log_probs=[[math.nan] * 3, [math.nan]])
+    metrics = stages.old_log_prob(Group(old_log_probs=[[-1, -2, -3], [-4]], entropys=[[1, 1, 1], [1]]), batch)
+    assert metrics == {"actor/entropy": 1.0}
+    with pytest.raises(NumericalError, match="old_log_probs is not finite"):
+        stages.use_sampler_log_probs(make_batch(rollout_log_probs=[[-1, -2, -3], [math.nan]]))
+
+
 def test_the_samplers_log_probs_can_stand_in():
     batch = make_batch(rollout_log_probs=[[-1, -2, -3], [-4]])
     stages.use_sampler_log_probs(batch)

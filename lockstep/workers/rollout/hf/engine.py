@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, failed
 from lockstep.workers.rollout.sampling import request_keys
 from lockstep.workers.rollout.stopping import Stopping
 
@@ -19,7 +19,7 @@ Numbered = tuple[int, Request]
 """A request with its place in the call."""
 
 
-class HFRollout(RolloutEngine):
+class HFRollout(ModuleRollout):
     """See RolloutEngine. Randomness is seeded for each padded batch by its first request, so it depends on how requests are batched.
 
     Completions come a batch at a time. Every row of a batch runs as long as its longest, and is cut to its own limits afterwards.
@@ -67,7 +67,9 @@ class HFRollout(RolloutEngine):
         logits = torch.stack(out.logits, dim=1).float() / (sampling.temperature or 1.0)
         log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
         for row, ((index, request), limit) in enumerate(zip(numbered, limits, strict=True)):
-            length, reason = _end(tokens[row].tolist(), limit)
+            end = limit.end(tokens[row].tolist())
+            assert end is not None, "transformers generated less than it was asked for"
+            length, reason = end
             bad = finite.first_bad[row]
             if bad is not None and bad < length:
                 where = f"the model's logits are not finite at token {bad} of the response"
@@ -87,15 +89,6 @@ def _options(sampling: SamplingParams) -> dict[str, float | bool | int]:
 def _ends_all(limits: Sequence[Stopping]) -> list[int] | None:
     """The stop tokens that every row has: transformers ends a row at them itself; the others are looked for afterwards."""
     return sorted(frozenset.intersection(*(limit.token_ids for limit in limits))) or None
-
-
-def _end(tokens: Sequence[int], limit: Stopping) -> tuple[int, str]:
-    """The length of a response and why it ends."""
-    for length in range(1, len(tokens) + 1):
-        reason = limit.reason(tokens[max(0, length - limit.window) : length], length)
-        if reason is not None:
-            return length, reason
-    raise AssertionError("transformers generated less than it was asked for")
 
 
 class _CheckFinite(LogitsProcessor):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import CACHED
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, failed
 from lockstep.workers.rollout.native.cpu.fused import FusedRunner, fused_library
 from lockstep.workers.rollout.native.generation import Generation
 from lockstep.workers.rollout.native.invariant import InvariantRunner
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # needs Triton, which is on machines with a GPU only
     from lockstep.workers.rollout.native.gpu.generation import GPUGeneration
 
 
-class NativeRollout(RolloutEngine):
+class NativeRollout(ModuleRollout):
     """See RolloutEngine. Prompts are prefilled packed; running sequences are decoded together; a seat is refilled as soon as it is free."""
 
     attention = CACHED

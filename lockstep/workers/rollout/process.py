@@ -1,0 +1,245 @@
+"""An object in a process of its own, called over a pipe: what an inference engine that wants the process for itself lives in.
+
+```text
+parent: EngineProcess.stream("generate", ...) -> pipe -> child: target.generate(...), each value it yields -> pipe -> parent
+child ends (killed, crashed)  -> the pipe closes -> WorkerDied at once, with the exit code and the end of its output
+child hangs                   -> nothing comes for `silence_s` -> WorkerTimeout, and it is killed
+parent ends                   -> the pipe closes -> the child ends itself
+```
+
+A method of the target is a generator; None that it yields is a sign of life, and not passed on. When the parent gives up a stream (closes
+the iterator), the generator is closed at its next value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from lockstep.errors import WorkerDied, WorkerError, WorkerTimeout
+
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from lockstep.workers.rollout.process import serve; serve()"
+_TAIL = 2000
+"""Characters of the child's output that an error shows."""
+_BEAT_S = 1.0
+"""How often signs of life are sent at most."""
+
+
+class ChildProcess:
+    """A program whose output is kept for error messages, and that ends with this object."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            pass_fds=pass_fds,
+            start_new_session=True,  # so that what it starts can be killed with it
+        )
+        self._finalizer = weakref.finalize(self, _kill, self._process)
+
+    @property
+    def pid(self) -> int:
+        """Its process number."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is no longer there."""
+        return self._process.poll() is not None
+
+    @property
+    def label(self) -> str:
+        """How errors name it."""
+        return f"{self.name} (pid {self.pid})"
+
+    def died(self, when: str) -> WorkerDied:
+        """The error that says how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)  # its connections close a moment before it has an exit code
+        code = self._process.poll()
+        if code is None:
+            how = "its connection is closed"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return WorkerDied(self.label, f"{when} ({how}){self._output()}")
+
+    def late(self, what: str, timeout_s: float) -> WorkerTimeout:
+        """The error that says that it was too slow; kills it."""
+        error = WorkerTimeout(self.label, f"{what} gave no sign of life for {timeout_s:g} s, and it was killed{self._output()}")
+        self.close()
+        return error
+
+    def close(self) -> None:
+        """End it, whatever it does. May be called again."""
+        self._finalizer()
+        self._log.close()
+
+    def _output(self) -> str:
+        if self._log.closed:
+            return ""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _TAIL))
+        text = self._log.read().decode(errors="replace").strip()
+        return f"; the end of its output:\n{text}" if text else ""
+
+
+class EngineProcess:
+    """`target` ("package.module:Class") built with `options` in a new process. Not for several threads at once.
+
+    Raises WorkerError with the child's traceback when the constructor raises, WorkerDied, and WorkerTimeout after `start_s`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        *,
+        start_s: float = 900.0,
+        silence_s: float = 600.0,
+    ) -> None:
+        self._silence_s = silence_s
+        self._connection, theirs = Pipe()
+        with theirs:
+            paths = json.dumps([path or os.getcwd() for path in sys.path])
+            command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), paths]
+            self._child = ChildProcess(name, command, os.environ | dict(environment), [theirs.fileno()])
+        self._is_streaming = False
+        try:
+            self._send((target, dict(options)))
+            self._expect_end("its start", start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The child's process number."""
+        return self._child.pid
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The last value that the method yields, or None. Raises as `stream` does."""
+        value = None
+        for item in self.stream(method, *args):
+            value = item
+        return value
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        """What the method yields, as it comes. Raises WorkerError with the child's traceback, WorkerDied, WorkerTimeout."""
+        assert not self._is_streaming, "one stream at a time: close the other one first"
+        self._send((method, args))
+        self._is_streaming = True
+        try:
+            while (message := self._receive(f"{method}()", self._silence_s))[0] != "end":
+                if message[1] is not None:
+                    yield message[1]
+        except GeneratorExit:
+            self._send(None)
+            self._expect_end(f"{method}()", self._silence_s)
+            raise
+        finally:
+            self._is_streaming = False
+
+    def close(self) -> None:
+        """End the child, whatever it does. May be called again."""
+        self._child.close()
+        self._connection.close()
+
+    def _expect_end(self, what: str, timeout_s: float) -> None:
+        while self._receive(what, timeout_s)[0] != "end":
+            pass
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError as error:
+            raise self._child.died("before it was called") from error
+
+    def _receive(self, what: str, timeout_s: float) -> tuple[str, Any]:
+        try:
+            if not self._connection.poll(timeout_s):
+                raise self._child.late(what, timeout_s)
+            kind, value = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._child.died(f"during {what}") from error
+        if kind == "raised":
+            raise WorkerError(self._child.label, value)
+        return kind, value
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# -- the child ---------------------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """The child's program: build the target, then answer calls until the parent closes the pipe."""
+    connection = Connection(int(sys.argv[1]))
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    path, options = inbox.get()
+    module, _, name = path.partition(":")
+    try:
+        target = getattr(importlib.import_module(module), name)(**options)
+    except Exception:
+        _answer(connection, "raised", traceback.format_exc())
+        return
+    _answer(connection, "end", None)
+    while True:
+        call = inbox.get()
+        if call is not None:  # a stream that was given up after its end
+            method, args = call
+            try:
+                _run(connection, inbox, getattr(target, method)(*args))
+                _answer(connection, "end", None)
+            except Exception:
+                _answer(connection, "raised", traceback.format_exc())
+
+
+def _run(connection: Connection, inbox: queue.SimpleQueue[Any], values: Iterator[Any]) -> None:
+    sent = time.monotonic()
+    with contextlib.closing(values):  # type: ignore[type-var]  # the methods are generators
+        for value in values:
+            if value is not None or time.monotonic() - sent > _BEAT_S:
+                _answer(connection, "item", value)
+                sent = time.monotonic()
+            if not inbox.empty():
+                inbox.get()  # the parent sends nothing else while a stream lasts
+                return
+
+
+def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    try:
+        while True:
+            inbox.put(pickle.loads(connection.recv_bytes()))
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _answer(connection: Connection, kind: str, value: Any) -> None:
+    connection.send_bytes(pickle.dumps((kind, value)))

@@ -1,0 +1,165 @@
+"""SGLangRollout: SGLang's HTTP server behind the rollout interface.
+
+Written after SGLang's documentation of its native API (/generate with input_ids and return_logprob, /update_weights_from_disk,
+/flush_cache, /abort_request, /release_memory_occupation, /resume_memory_occupation, /health). NOT RUN AGAINST REAL SGLANG: the tests
+speak that API with a server of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import ModelConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.errors import WeightSyncError, WorkerError
+from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.model_source import model_folder
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.sampling import request_keys
+from lockstep.workers.rollout.sglang.server import SGLangServer
+from lockstep.workers.rollout.stopping import Stopping
+from lockstep.workers.weight_sync.base import Manifest, Parcel, opened
+from lockstep.workers.weight_sync.disk import DiskParcel
+
+_SEED_BITS = (1 << 31) - 1
+_CACHE = {"tags": ["kv_cache"]}
+
+
+class SGLangRollout(RolloutEngine):
+    """See RolloutEngine. A response with stop strings is cut where one is complete, after it was generated to its limit.
+
+    SGLang uses a request's seed, which is made from (seed, step, prompt, sample), only where it runs deterministically
+    (--enable-deterministic-inference); otherwise a rerun draws other tokens.
+    """
+
+    has_own_process = True
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: RolloutConfig,
+        pad_token_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode_text: DecodeText | None = None,
+        *,
+        silence_s: float = 600.0,
+    ) -> None:
+        super().__init__(config, pad_token_id, decode_text)
+        self.hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        self._folder = os.path.abspath(model_folder(str(model.path)))
+        self._can_sleep, self._is_asleep = device.type == "cuda", False
+        arguments = ["--model-path", self._folder, "--device", device.type, "--dtype", str(dtype).removeprefix("torch.")]
+        arguments += ["--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"]
+        arguments += ["--max-running-requests", str(config.max_num_seqs)]
+        arguments += ["--chunked-prefill-size", str(config.max_num_batched_tokens)]
+        arguments += ["--mem-fraction-static", str(config.gpu_memory_utilization)]
+        arguments += ["--json-model-override-args", json.dumps(model.override_config)] if model.override_config else []
+        arguments += ["--trust-remote-code"] if model.trust_remote_code else []
+        arguments += ["--disable-cuda-graph"] if config.enforce_eager else []
+        arguments += ["--enable-memory-saver"] if self._can_sleep else []
+        self.server = SGLangServer(arguments, silence_s=silence_s)
+
+    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        faults = self._faults(requests, sampling)
+        yield from faults.values()
+        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
+        if not served:
+            return
+        self._wake()
+        seeds = request_keys(sampling.seed, [request.key for _, request in served]).tolist()
+        context = getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
+        pool = ThreadPoolExecutor(min(self.config.max_num_seqs, len(served)), "sglang")
+        asked = {}
+        for (index, request), seed in zip(served, seeds, strict=True):
+            limits = Stopping.of(request, sampling, context, self.decode_text)
+            body = _body(request, limits, sampling, seed)
+            asked[pool.submit(self.server.post, "/generate", body)] = (index, limits)
+        try:
+            for answer in as_completed(asked):
+                index, limits = asked[answer]
+                yield self._completion(index, requests[index], limits, answer.result(), sampling)
+        finally:
+            unfinished = not all(answer.done() for answer in asked)
+            pool.shutdown(wait=False, cancel_futures=True)
+            if unfinished and not self.server.process.has_ended:
+                self.server.post("/abort_request", {"rid": "", "abort_all": True})
+
+    def sleep(self) -> None:
+        if self._can_sleep and not self._is_asleep:
+            self.server.post("/release_memory_occupation", _CACHE)
+            self._is_asleep = True
+
+    def close(self) -> None:
+        self.server.close()
+
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self.server.post("/resume_memory_occupation", _CACHE)
+            self._is_asleep = False
+
+    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
+        if not isinstance(parcel, DiskParcel):
+            raise WeightSyncError(f"SGLang reads weights from files, it got a {type(parcel).__name__}: use weight_sync=disk")
+        with opened(parcel, device, receiver) as weights:
+            manifest = {name: parcel.manifest[name] for name, _ in weights}
+        for file in Path(self._folder).glob("*.json"):  # beside the weights SGLang looks for the model's config
+            if "index" not in file.name:
+                shutil.copy(file, parcel.folder)
+        self._wake()
+        answer = self.server.post("/update_weights_from_disk", {"model_path": parcel.folder})
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise WeightSyncError(f"SGLang did not load the weights of version {parcel.version}: {answer}")
+        self.server.post("/flush_cache", {})
+        return manifest
+
+    def _completion(self, index: int, request: Request, limits: Stopping, answer: Any, sampling: SamplingParams) -> Completion:
+        try:
+            meta = answer["meta_info"]
+            tokens = [(float(log_prob), int(token)) for log_prob, token, *_ in meta["output_token_logprobs"]]
+            if len(tokens) != meta["completion_tokens"]:
+                raise ValueError(f"{len(tokens)} log-probs for {meta['completion_tokens']} tokens")
+            aborted = meta["finish_reason"]["type"] == "abort"
+        except (KeyError, TypeError, ValueError) as error:
+            raise WorkerError(
+                self.server.process.label, f"POST /generate was answered in another form ({error!r}): {answer}"
+            ) from error
+        ids = [token for _, token in tokens]
+        length, reason = limits.end(ids) or (len(ids), "abort")
+        if reason == "abort" and not aborted:
+            return failed(
+                index, request, f"SGLang ended it at {length} tokens for the reason {meta['finish_reason']}", self.version
+            )
+        values = torch.tensor([log_prob for log_prob, _ in tokens[:length]], dtype=torch.float32)
+        if not torch.isfinite(values).all():
+            return failed(index, request, "its log-probs are not finite: neither are the model's logits", self.version)
+        if not self.config.gives_log_probs(sampling.temperature, sampling.truncates, sampling.repetition_penalty != 1.0):
+            values = torch.full_like(values, torch.nan)
+        return Completion(index, torch.tensor(ids[:length], dtype=torch.int64), values, reason, self.version)
+
+
+def _body(request: Request, limits: Stopping, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    return {
+        "input_ids": request.prompt_ids.tolist(),
+        "return_logprob": True,
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": max(sampling.top_p, 1e-9),  # SGLang refuses 0, which keeps the likeliest token alone
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "max_new_tokens": limits.max_tokens,
+            "stop_token_ids": sorted(limits.token_ids),
+            "ignore_eos": True,  # the tokens that end a response are those of the request
+            "sampling_seed": seed & _SEED_BITS,
+        },
+    }

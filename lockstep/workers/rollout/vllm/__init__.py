@@ -1,0 +1,1 @@
+"""vLLM, in a process of its own."""

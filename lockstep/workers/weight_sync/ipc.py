@@ -1,0 +1,128 @@
+"""ipc: to other processes of this machine, without a file. The parcel names memory; receivers map it.
+
+On the CPU it is one block of anonymous shared memory (memfd): it has no name that could be left behind, no limit of /dev/shm, and is gone
+when the last process that has it ends. Between processes that use the same GPU, `cuda=True` sends CUDA handles instead: tensors stay where
+they are, and the sender keeps them until it is closed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import WeightSyncError
+from lockstep.workers.weight_sync.base import Manifest, Parcel, Stream, TensorInfo, Weights, WeightSender, as_bytes, describe
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class MemoryParcel(Parcel):
+    """Tensors one after the other in the memory behind `path`."""
+
+    version: int
+    manifest: Manifest
+    offsets: dict[str, int]
+    path: str
+    size: int
+
+    @contextmanager
+    def open(self, device: torch.device, receiver: int) -> Iterator[Stream]:
+        try:
+            with open(self.path, "rb") as file:
+                found = os.fstat(file.fileno()).st_size
+                if found != self.size:
+                    raise WeightSyncError(f"the shared memory of version {self.version} has {found} bytes, {self.size} were sent")
+                # A private mapping: torch wants memory that it may write to, and nobody else shall see it if it does.
+                memory = torch.frombuffer(mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        except OSError as error:
+            raise WeightSyncError(
+                f"the shared memory {self.path} of version {self.version} cannot be opened ({error}): its sender is gone, or on another "
+                "machine; there actor_rollout_ref.rollout.weight_sync=broadcast or disk works"
+            ) from error
+        yield [(name, info, _slice(memory, self.offsets[name], info)) for name, info in self.manifest.items()]
+
+
+@dataclass(frozen=True)
+class CudaParcel(Parcel):
+    """Tensors in the memory of a GPU that both processes see under the same number. Not run: the machines of our tests have no GPU."""
+
+    version: int
+    manifest: Manifest
+    handles: bytes
+
+    @contextmanager
+    def open(self, device: torch.device, receiver: int) -> Iterator[Stream]:
+        rebuilt = {name: rebuild(*arguments) for name, (rebuild, arguments) in pickle.loads(self.handles).items()}
+        yield [(name, info, rebuilt[name]) for name, info in self.manifest.items()]
+
+
+class IPCSender(WeightSender):
+    """Puts the weights into shared memory; with `cuda`, makes handles of tensors on the GPU. Raises WeightSyncError outside Linux."""
+
+    def __init__(self, version: int, cuda: bool = False) -> None:
+        self._version, self._cuda = version, cuda
+        self._parcel: Parcel | None = None
+        self._descriptor: int | None = None
+        self._kept: list[Tensor] = []
+
+    def send(self, weights: Weights) -> Manifest:
+        return self._send_handles(weights) if self._cuda else self._send_bytes(weights)
+
+    def parcel(self) -> Parcel:
+        assert self._parcel is not None, "send() comes first"
+        return self._parcel
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._kept:
+            self._kept.clear()
+            torch.cuda.ipc_collect()
+
+    def _send_bytes(self, weights: Weights) -> Manifest:
+        if not hasattr(os, "memfd_create"):
+            raise WeightSyncError("weight_sync=ipc needs Linux; set actor_rollout_ref.rollout.weight_sync=disk")
+        self._descriptor = os.memfd_create("lockstep-weights")
+        manifest: Manifest = {}
+        offsets: dict[str, int] = {}
+        end = 0
+        with os.fdopen(os.dup(self._descriptor), "wb") as file:
+            for name, tensor in weights:
+                tensor = tensor.detach().cpu()
+                offsets[name] = end + -end % _ALIGNMENT
+                file.write(bytes(offsets[name] - end))
+                file.write(as_bytes(tensor).numpy().data)
+                end = offsets[name] + tensor.nbytes
+                manifest[name] = describe(tensor)
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._parcel = MemoryParcel(self._version, manifest, offsets, path, end)
+        return manifest
+
+    def _send_handles(self, weights: Weights) -> Manifest:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        manifest, handles = {}, {}
+        for name, tensor in weights:
+            tensor = tensor.detach().contiguous()
+            self._kept.append(tensor)
+            manifest[name], handles[name] = describe(tensor), reduce_tensor(tensor)
+        torch.cuda.synchronize()  # the other process reads without waiting for our stream
+        self._parcel = CudaParcel(self._version, manifest, pickle.dumps(handles))
+        return manifest
+
+
+def _slice(memory: Tensor, offset: int, info: TensorInfo) -> Tensor:
+    dtype = getattr(torch, info.dtype.removeprefix("torch."))
+    count = 1
+    for size in info.shape:
+        count *= size
+    return memory[offset : offset + count * dtype.itemsize].view(dtype).reshape(info.shape)
