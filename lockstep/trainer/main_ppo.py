@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.trainer.setup import reward_arguments, with_embedded_task
+from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.ray_trainer import FitResult
@@ -69,13 +69,12 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
-    from lockstep.utils.hf_config import read_model_config
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
     from lockstep.workers.reward_manager import RewardManager
 
     model = config.actor_rollout_ref.model
-    read_model_config(str(model.path), model.trust_remote_code)
+    check_engines(config)
     tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
     ray_worker_group_cls = RayWorkerGroup if uses_ray else LocalWorkerGroup

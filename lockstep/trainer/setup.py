@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
+from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.errors import ConfigError
 
 
@@ -30,6 +31,25 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
     train_files = str(task.train_file) if config.data.train_files == EMBEDDED else config.data.train_files
     data = dataclasses.replace(config.data, train_files=train_files, val_files=config.data.val_files or str(task.val_file))
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
+
+
+def check_engines(config: PPOConfig) -> None:
+    """Raise ConfigError, before any process is started, for a model that its training engine cannot hold on the ranks it gets."""
+    from lockstep.utils.hf_config import read_model_config
+    from lockstep.workers.engine.registry import check_engine
+
+    policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    choices: list[tuple[EngineChoice, ModelConfig, int, str]] = [(policy.actor, policy.model, ranks, "actor_rollout_ref.actor")]
+    if config.use_critic:
+        own = critic.n_gpus_per_node * critic.nnodes if critic.enable_resource_pool else ranks
+        choices.append((critic, critic.model if critic.model.path else policy.model, own, "critic"))
+    if judge.enable:
+        own = judge.n_gpus_per_node * judge.nnodes if judge.enable_resource_pool else ranks
+        choices.append((judge, judge.model, own, "reward_model"))
+    for choice, model, world_size, key in choices:
+        hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        check_engine(choice, hf_config, world_size, key)
 
 
 def reward_arguments(config: PPOConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from enum import Enum
 
 import pytest
-from helpers.run import CLASSES, make_trainer, read_metrics, roles, train
+from helpers.run import CLASSES, STEPS, assert_same_training, make_trainer, read_metrics, roles, train
 from helpers.tiny import save_tiny_model
 
 from lockstep.config.load import to_yaml
@@ -11,24 +11,6 @@ from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.ray_trainer import Role
-
-COMPARED = (
-    "actor/pg_loss",
-    "actor/grad_norm",
-    "critic/vf_loss",
-    "critic/grad_norm",
-    "critic/score/mean",
-    "actor/reward_kl_penalty",
-)
-STEPS = ("trainer.total_training_steps=3", "trainer.val_before_train=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
-
-
-def assert_same_training(metrics, expected):
-    """The responses are the same tokens, so scores are equal; sums are rounded in another order: 1e-4 of the value, or 1e-6."""
-    assert len(metrics) == len(expected) == 3
-    for row, reference in zip(metrics, expected, strict=True):
-        for name in COMPARED:
-            assert row[name] == pytest.approx(reference[name], rel=1e-4, abs=1e-6), (row["step"], name)
 
 
 @pytest.fixture(scope="module")

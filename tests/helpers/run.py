@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+import pytest
+
 from lockstep.config import PPOConfig
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
@@ -23,6 +25,25 @@ CLASSES: dict[str, type] = {
     "Critic": TrainingWorker,
     "RewardModel": TrainingWorker,
 }
+
+
+COMPARED = (
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "critic/score/mean",
+    "actor/reward_kl_penalty",
+)
+STEPS = ("trainer.total_training_steps=3", "trainer.val_before_train=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+
+
+def assert_same_training(metrics: list[dict[str, Any]], expected: list[dict[str, Any]], rel: float = 1e-4) -> None:
+    """The responses are the same tokens, so scores are equal; sums are rounded in another order: 1e-4 of the value, or 1e-6."""
+    assert len(metrics) == len(expected) == 3
+    for row, reference in zip(metrics, expected, strict=True):
+        for name in COMPARED:
+            assert row[name] == pytest.approx(reference[name], rel=rel, abs=1e-6), (row["step"], name)
 
 
 def make_trainer(

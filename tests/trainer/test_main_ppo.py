@@ -1,5 +1,6 @@
 """The program: bad input ends with one clear message and a non-zero exit, before a model is loaded."""
 
+import importlib.util
 import json
 import sys
 
@@ -65,6 +66,20 @@ CASES = {
     "a batch larger than the data": (lambda t: {"data.train_batch_size": 4096}, ["data.train_batch_size", "4096", "2048"]),
     "an unknown strategy": (lambda t: {"actor_rollout_ref.actor.strategy": "deepspeed"}, ["deepspeed", "fsdp2"]),
     "an unknown critic strategy": (lambda t: {"critic.strategy": "zero"}, ["critic.strategy", "zero", "fsdp"]),
+    "ranks that a layout does not divide": (
+        lambda t: {"actor_rollout_ref.actor.strategy": "megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2},
+        ["actor_rollout_ref.actor.megatron", "tensor_model_parallel_size=2", "1 ranks"],
+    ),
+    "heads that a layout does not divide": (
+        lambda t: {
+            "critic.strategy": "torchtitan", "critic.torchtitan.tensor_parallel_size": 8, "critic.enable_resource_pool": "true",
+            "critic.n_gpus_per_node": 8,
+        },
+        ["critic.torchtitan.tensor_parallel_size=8", "heads"],
+    ),
+    "a family that a strategy does not know": (
+        lambda t: {"critic.strategy": "veomni", "critic.model.path": save_tiny_model(t / "gpt2", "gpt2")}, ["veomni", "gpt2"],
+    ),
     "an unknown estimator": (lambda t: {"algorithm.adv_estimator": "gea"}, ["gea", "gae"]),
     "an unknown loss": (lambda t: {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanila"}, ["vanila", "vanilla"]),
     "an unknown key": (lambda t: {"data.train_batchsize": 4}, ["data.train_batchsize", "data.train_batch_size"]),
@@ -111,6 +126,24 @@ def test_bad_input_is_one_clear_error_before_any_model_is_loaded(case, good, tmp
 def test_a_gpu_that_is_not_there_is_an_error(good, capsys, no_model_is_loaded):
     assert main_ppo.main([f"{key}={value}" for key, value in (good | {"trainer.device": "cuda"}).items()]) == 1
     assert "trainer.device=cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("strategy", "package", "command"),
+    [("megatron", "megatron", "lockstep-rl[megatron]"), ("torchtitan", "torchtitan", "lockstep-rl[torchtitan]"), ("veomni", "veomni", "pip install")],
+)  # fmt: skip
+def test_a_strategy_whose_package_is_missing_names_it_and_the_command(
+    good, capsys, monkeypatch, no_model_is_loaded, strategy, package, command
+):
+    found = importlib.util.find_spec
+    hidden = lambda name, *args: None if name.split(".")[0] == package else found(name, *args)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    for module in ("megatron", "torchtitan", "veomni"):
+        monkeypatch.setattr(f"lockstep.workers.engine.{module}.check.find_spec", hidden, raising=False)
+    assert main_ppo.main([f"{key}={value}" for key, value in (good | {"actor_rollout_ref.actor.strategy": strategy}).items()]) == 1
+    error = capsys.readouterr().err
+    assert package in error
+    assert command in error
 
 
 def test_asking_for_ray_without_it_names_the_extra(good, capsys, monkeypatch, no_model_is_loaded):

@@ -111,6 +111,29 @@ def make_engine(
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
 
 
+def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, key: str) -> None:
+    """Raise ConfigError unless `world_size` ranks can hold a model of `hf_config` in the chosen engine; loads nothing.
+
+    `key` is where the choice stands in the configuration, such as actor_rollout_ref.actor.
+    """
+    if choice.strategy in ("fsdp", "fsdp2"):
+        from lockstep.workers.engine.fsdp.check import check
+
+        check(choice.fsdp_config, hf_config, world_size, f"{key}.fsdp_config", choice.strategy)
+    elif choice.strategy == "megatron":
+        from lockstep.workers.engine.megatron.check import check as check_megatron
+
+        check_megatron(choice.megatron, hf_config, world_size, f"{key}.megatron")
+    elif choice.strategy == "torchtitan":
+        from lockstep.workers.engine.torchtitan.check import check as check_torchtitan
+
+        check_torchtitan(choice.torchtitan, hf_config, world_size, f"{key}.torchtitan")
+    elif choice.strategy == "veomni":
+        from lockstep.workers.engine.veomni.check import check as check_veomni
+
+        check_veomni(choice.veomni, hf_config, world_size, f"{key}.veomni")
+
+
 def _recompute(
     model: ModelConfig, module: PreTrainedModel, section: EngineConfig, max_tokens: int | None, device: torch.device
 ) -> str:

@@ -1,0 +1,81 @@
+"""Every training engine in a whole PPO run: two ranks under Ray, in its own layout, train as fsdp2 in one process does."""
+
+from typing import Any
+
+import pytest
+from helpers.run import STEPS, assert_same_training, roles, train
+
+from lockstep.single_controller.ray import RayWorkerGroup
+from lockstep.trainer.ppo.ray_trainer import Role
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+
+class Policy(ActorRolloutRefWorker):
+    """megatron-core is written for CUDA."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if self._strategy(args[0]) == "megatron":
+            from helpers import cuda_to_cpu
+
+            cuda_to_cpu.install()
+        super().__init__(*args, **options)
+
+    @staticmethod
+    def _strategy(config: Any) -> str:
+        return config.actor.strategy
+
+
+class Critic(TrainingWorker):
+    """The same."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if args[0].strategy == "megatron":
+            from helpers import cuda_to_cpu
+
+            cuda_to_cpu.install()
+        super().__init__(*args, **options)
+
+
+LAYOUTS = {
+    "fsdp, tokens divided": ("fsdp", "fsdp_config.ulysses_sequence_parallel_size=2"),
+    "fsdp2, layers divided": ("fsdp2", "fsdp_config.tensor_parallel_size=2"),
+    "megatron, layers divided": ("megatron", "megatron.tensor_model_parallel_size=2"),
+    "megatron, stages": ("megatron", "megatron.pipeline_model_parallel_size=2"),
+    "torchtitan, layers divided": ("torchtitan", "torchtitan.tensor_parallel_size=2"),
+    "torchtitan, copies": ("torchtitan", "torchtitan.tensor_parallel_size=1"),
+    "veomni, tokens divided": ("veomni", "veomni.ulysses_parallel_size=2"),
+}
+
+
+def run(config: Any) -> list[dict[str, Any]]:
+    mapping = roles("ActorRolloutRef", "Critic")
+    return train(
+        config,
+        {"global_pool": [2]},
+        mapping,
+        RayWorkerGroup,
+        role_worker_mapping={Role.ActorRolloutRef: Policy, Role.Critic: Critic},
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(embedded_config_in, tmp_path_factory):
+    """fsdp2 on one rank in this process."""
+    config = embedded_config_in(tmp_path_factory.mktemp("expected"), *STEPS)
+    return train(config, {"global_pool": [1]}, roles("ActorRolloutRef", "Critic"))
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_run_is_that_of_fsdp2_in_one_process(ray_cluster, expected, embedded_config, layout):
+    """The responses are the same tokens. Sums are rounded in another order, and updates carry that on: 1e-3 of each metric."""
+    strategy, key = LAYOUTS[layout]
+    chosen = [f"{place}.{what}" for place in ("actor_rollout_ref.actor", "critic") for what in (f"strategy={strategy}", key)]
+    assert_same_training(run(embedded_config(*STEPS, *chosen)), expected, rel=1e-3)
+
+
+@pytest.mark.ray
+def test_an_actor_on_megatron_with_a_critic_on_fsdp2(ray_cluster, expected, embedded_config):
+    actor = "actor_rollout_ref.actor"
+    mixed = (f"{actor}.strategy=megatron", f"{actor}.megatron.tensor_model_parallel_size=2", "critic.strategy=fsdp2")
+    assert_same_training(run(embedded_config(*STEPS, *mixed)), expected, rel=1e-3)
