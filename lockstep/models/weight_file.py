@@ -5,6 +5,7 @@ The format: 8 bytes with the length of a JSON header, the header (name -> type, 
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,6 +51,11 @@ def write_weights(file: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple
             if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
                 raise ValueError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, not {specs[name][0]} of {specs[name][1]}")
             out.seek(start + places.pop(name))
-            out.write(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+            out.write(_memory(tensor.detach().contiguous().cpu()))
     if places:
         raise ValueError(f"{len(places)} tensors of {file} never came, first {sorted(places)[:3]}")
+
+
+def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The tensor's bytes where they are. A numpy view would forbid for good to resize that memory, which offloading does."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

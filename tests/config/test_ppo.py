@@ -69,6 +69,18 @@ def test_the_defaults_are_a_valid_configuration():
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path"],
         ),
         (["trainer.resume_from_path=x"], ["trainer.resume_from_path", "trainer.resume_mode=auto"]),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.strategy=megatron"],
+            ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.strategy=fsdp2 or fsdp, not megatron"],
+        ),
+        (
+            ["critic.model.lora_rank=8", "critic.fsdp_config.tensor_parallel_size=2"],
+            ["critic.model.lora_rank=8", "critic.fsdp_config.tensor_parallel_size=2"],
+        ),
+        (
+            ["actor_rollout_ref.ref.param_offload=true", f"{ACTOR}.strategy=megatron"],
+            ["actor_rollout_ref.ref.param_offload=true", f"{ACTOR}.strategy=fsdp2 or fsdp, not megatron"],
+        ),
     ],
 )
 def test_keys_that_cannot_work_together_are_an_error_that_names_them(overrides, named):

@@ -29,7 +29,7 @@ def make_tiny_engine(
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> TrainEngine:
-    """An engine on this CPU rank: keys of the strategy's `section`, of the `model` section, and `options` of make_engine."""
+    """An engine on this rank's CPU. `section` and `model` are keys of the strategy's and the model's; `options` go to make_engine."""
     choice = EngineChoice(strategy)
     for key, value in {"dtype": dtype, **(section or {})}.items():
         assert hasattr(choice.engine, key), f"{strategy} has no key {key}"

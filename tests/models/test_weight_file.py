@@ -53,6 +53,13 @@ def test_a_tensor_is_not_kept_once_the_next_is_written(tmp_path: Path) -> None:
     assert len(seen) == 3
 
 
+def test_the_memory_of_a_written_tensor_can_still_be_resized(tmp_path: Path) -> None:
+    """Weights that rest in host memory need it; a numpy view would forbid it for good."""
+    tensor = torch.zeros(4)
+    write_weights(tmp_path / "model.safetensors", {"a": (torch.float32, (4,))}, [("a", tensor)])
+    assert tensor.untyped_storage().resizable()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

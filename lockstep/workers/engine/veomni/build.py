@@ -118,6 +118,7 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype) -> nn.Module:
         )  # torch, of how VeOmni asks for its mesh
         return parallelize_model_fsdp2(
             model,
+            enable_reshard_after_forward=dist.get_world_size() > 1,  # one rank has every weight anyway
             mixed_precision=MixedPrecisionConfig(enable=dtype != torch.float32, param_dtype="bfloat16", reduce_dtype="float32"),
             should_skip_hf_weight_load=True,
             init_device="meta",

@@ -11,6 +11,7 @@ from lockstep.models.load import Head, check_packing, load_model, load_on_meta, 
 from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import choose_recompute, free_memory
 from lockstep.utils.hf_config import read_model_config
+from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.veomni.check import check
 from lockstep.workers.engine.veomni.engine import VeOmniEngine
@@ -49,6 +50,7 @@ def make_veomni_engine(
     )
     assert isinstance(engine.module, PreTrainedModel)
     check_packing(engine.module, engine.module, str(model.path), device, engine.dtype, engine.score_layer)
+    sharding.reshard(engine.module)
     engine.decoder = share_structure(plain, decoder_attention) if decoder_attention else None
     return engine
 
