@@ -51,11 +51,8 @@ def write_weights(file: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple
             if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
                 raise ValueError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, not {specs[name][0]} of {specs[name][1]}")
             out.seek(start + places.pop(name))
-            out.write(_memory(tensor.detach().contiguous().cpu()))
+            data = tensor.detach().contiguous().cpu()
+            # Its bytes where they are: a numpy view would forbid for good to resize that memory, which offloading does.
+            out.write((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
     if places:
         raise ValueError(f"{len(places)} tensors of {file} never came, first {sorted(places)[:3]}")
-
-
-def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The tensor's bytes where they are. A numpy view would forbid for good to resize that memory, which offloading does."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
