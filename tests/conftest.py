@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ray_cluster() -> Iterator[None]:
     """One Ray for all tests that need it; the CPUs are counted, not real."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200 * 1024**2)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 * 1024**2)
     yield
     ray.shutdown()
 
