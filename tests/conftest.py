@@ -36,7 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ray_cluster() -> Iterator[None]:
     """One Ray for all tests that need it; the CPUs are counted, not real."""
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 * 1024**2)
+    with pytest.MonkeyPatch.context() as patch:  # Ray's processes inherit it: they import the tests' own worker classes
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 * 1024**2)
     yield
     ray.shutdown()
 

@@ -51,12 +51,15 @@ def run(config: PPOConfig) -> None:
 
     resolve_device(config.trainer.device)
     check_installed(config.actor_rollout_ref.rollout.name)
+    embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
+    if not embedded:
+        check_engines(config)
     uses_ray = config.trainer.worker_group == "ray" or (config.trainer.worker_group == "auto" and config.needs_ray)
     started_ray = uses_ray and connect(**config.ray_kwargs.ray_init)
     try:
-        embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
         if embedded:
             config = with_embedded_task(config)
+            check_engines(config)
         result = _train(config, uses_ray)
     finally:
         if started_ray:
@@ -74,7 +77,6 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
     from lockstep.workers.reward_manager import RewardManager
 
     model = config.actor_rollout_ref.model
-    check_engines(config)
     tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
     ray_worker_group_cls = RayWorkerGroup if uses_ray else LocalWorkerGroup

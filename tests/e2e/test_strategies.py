@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from helpers import cuda_to_cpu
 from helpers.run import STEPS, assert_same_training, roles, train
 
 from lockstep.single_controller.ray import RayWorkerGroup
@@ -13,27 +14,19 @@ from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorke
 class Policy(ActorRolloutRefWorker):
     """megatron-core is written for CUDA."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if self._strategy(args[0]) == "megatron":
-            from helpers import cuda_to_cpu
-
+    def init_model(self) -> None:
+        if self.config.actor.strategy == "megatron":
             cuda_to_cpu.install()
-        super().__init__(*args, **options)
-
-    @staticmethod
-    def _strategy(config: Any) -> str:
-        return config.actor.strategy
+        super().init_model()
 
 
 class Critic(TrainingWorker):
     """The same."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if args[0].strategy == "megatron":
-            from helpers import cuda_to_cpu
-
+    def init_model(self) -> None:
+        if self.config.strategy == "megatron":
             cuda_to_cpu.install()
-        super().__init__(*args, **options)
+        super().init_model()
 
 
 LAYOUTS = {

@@ -14,10 +14,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_installed = False
 
 
 def install() -> None:
-    """Call it once in a process, before the library is used."""
+    """Call it in a process before the library is used; more calls change nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):

@@ -128,13 +128,12 @@ def test_a_gpu_that_is_not_there_is_an_error(good, capsys, no_model_is_loaded):
     assert "trainer.device=cuda" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("strategy", "package", "command"),
-    [("megatron", "megatron", "lockstep-rl[megatron]"), ("torchtitan", "torchtitan", "lockstep-rl[torchtitan]"), ("veomni", "veomni", "pip install")],
-)  # fmt: skip
-def test_a_strategy_whose_package_is_missing_names_it_and_the_command(
-    good, capsys, monkeypatch, no_model_is_loaded, strategy, package, command
-):
+PACKAGES = [("megatron", "lockstep-rl[megatron]"), ("torchtitan", "lockstep-rl[torchtitan]"), ("veomni", "pip install")]
+
+
+@pytest.mark.parametrize(("strategy", "command"), PACKAGES)
+def test_a_strategy_without_its_package_names_it_and_the_command(good, capsys, monkeypatch, no_model_is_loaded, strategy, command):
+    package = strategy
     found = importlib.util.find_spec
     hidden = lambda name, *args: None if name.split(".")[0] == package else found(name, *args)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,6 +38,8 @@ def connect(**ray_init_kwargs: Any) -> bool:
     address = ray_init_kwargs.get("address") or os.environ.get("RAY_ADDRESS")
     if address and address not in ("auto", "local"):
         _check_reachable(address)
+    if not address and _is_left_over(_last_cluster()):
+        ray_init_kwargs = ray_init_kwargs | {"address": "local"}
     try:
         ray.init(**{"include_dashboard": False, "log_to_driver": True} | ray_init_kwargs)
     except (OSError, TimeoutError, ray.exceptions.RayError) as error:
@@ -56,6 +59,24 @@ def disconnect() -> None:
     ray = import_ray()
     if ray.is_initialized():
         ray.shutdown()
+
+
+def _last_cluster() -> str | None:
+    """The address that Ray noted when it last started on this machine; `ray.init` without an address looks there first."""
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    return note.read_text().strip() if note.is_file() else None
+
+
+def _is_left_over(address: str | None) -> bool:
+    """Whether nothing listens there any more: a cluster that was killed leaves its note, and `ray.init` would wait for it for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal():
+        return False
+    try:
+        socket.create_connection((host, int(port)), timeout=_PORT_TIMEOUT_S).close()
+    except OSError:
+        return True
+    return False
 
 
 def _check_reachable(address: str) -> None:

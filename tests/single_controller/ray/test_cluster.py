@@ -65,3 +65,17 @@ def test_arguments_that_ray_refuses_are_a_config_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(ConfigError, match="num_cpus must not be given"):
         cluster.connect(num_cpus=1)
+
+
+def test_the_note_of_a_killed_cluster_is_not_waited_for(tmp_path, monkeypatch):
+    """`ray.init` looks for the last cluster of the machine, and would try to reach a dead one for minutes."""
+    (tmp_path / "ray").mkdir()
+    note = tmp_path / "ray" / "ray_current_cluster"
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert not cluster._is_left_over(cluster._last_cluster())
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        note.write_text(f"127.0.0.1:{listener.getsockname()[1]}")
+        assert not cluster._is_left_over(cluster._last_cluster())
+    assert cluster._is_left_over(cluster._last_cluster())
