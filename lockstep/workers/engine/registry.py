@@ -61,8 +61,7 @@ def make_engine(
         engine = FSDPEngine(
             module,
             head,
-            # FullyShardedDataParallel does not put tied weights back that do not learn, after a backward pass on one rank.
-            version=1 if choice.strategy == "fsdp" and lora is None else 2,
+            version=_fsdp_version(choice, lora is not None, device),
             config=fsdp,
             optim=optim,
             total_updates=total_updates,
@@ -109,6 +108,13 @@ def make_engine(
 
         return make_veomni_engine(choice.veomni, **options)
     raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
+
+
+def _fsdp_version(choice: EngineChoice, adapts: bool, device: torch.device) -> int:
+    """1 for strategy fsdp, but where FullyShardedDataParallel fails: with adapters it does not put tied weights back that do not learn, and
+    on one GPU in half precision it gives float32 parameters gradients of the other type (torch 2.11)."""
+    alone = dist.get_world_size() == 1 and device.type == "cuda" and compute_dtype(choice.engine.dtype, device) != torch.float32
+    return 1 if choice.strategy == "fsdp" and not adapts and not alone else 2
 
 
 def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, key: str) -> None:
