@@ -72,11 +72,9 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         out, lse = _forward(query, key, value, own, True, scale, window)
         if shared is not None:
-            from lockstep.models import flash_kernels  # Triton is there where flash attention is
-
             p = num_shared
             more, more_lse = _forward(query[p:], key[:p], value[:p], shared, False, scale, None)
-            flash_kernels.join(out[p:], lse[:, p:], more, more_lse)
+            _join(out[p:], lse[:, p:], more, more_lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.bounds, ctx.options = (own, shared, num_shared), (scale, window)
         return out
@@ -95,6 +93,19 @@ class _Attend(torch.autograd.Function):
             dk[:p] += dk_more
             dv[:p] += dv_more
         return dq, dk, dv, *(None,) * 5
+
+
+def _join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Make `out` [N, H, D] and `lse` [H, N] those over both sets of keys, in place; `more`, `more_lse` are of the second set."""
+    if out.is_cuda:
+        from lockstep.models import flash_kernels
+
+        flash_kernels.join(out, lse, more, more_lse)
+        return
+    joined = torch.logaddexp(lse, more_lse)
+    mine, theirs = (torch.exp(x - joined).t()[:, :, None] for x in (lse, more_lse))
+    out.copy_(mine * out + theirs * more)
+    lse.copy_(joined)
 
 
 def _forward(

@@ -35,6 +35,7 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
 
 def check_engines(config: PPOConfig) -> None:
     """Raise ConfigError, before any process is started, for a model that its training engine cannot hold on the ranks it gets."""
+    from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.registry import check_engine
 
@@ -49,7 +50,7 @@ def check_engines(config: PPOConfig) -> None:
         choices.append((judge, judge.model, own, "reward_model"))
     for choice, model, world_size, key in choices:
         hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-        check_engine(choice, hf_config, world_size, key)
+        check_engine(choice, hf_config, world_size, resolve_device(config.trainer.device), key)
 
 
 def reward_arguments(config: PPOConfig) -> dict[str, Any]:

@@ -31,11 +31,8 @@ class Critic(TrainingWorker):
 
 LAYOUTS = {
     "fsdp, tokens divided": ("fsdp", "fsdp_config.ulysses_sequence_parallel_size=2"),
-    "fsdp2, layers divided": ("fsdp2", "fsdp_config.tensor_parallel_size=2"),
-    "megatron, layers divided": ("megatron", "megatron.tensor_model_parallel_size=2"),
     "megatron, stages": ("megatron", "megatron.pipeline_model_parallel_size=2"),
     "torchtitan, layers divided": ("torchtitan", "torchtitan.tensor_parallel_size=2"),
-    "torchtitan, copies": ("torchtitan", "torchtitan.tensor_parallel_size=1"),
     "veomni, tokens divided": ("veomni", "veomni.ulysses_parallel_size=2"),
 }
 

@@ -7,6 +7,8 @@ not copied gives other tokens than `expected_response`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,9 @@ class FakeRunner(Runner):
         self.page_size, self.lookahead, self.mixed, self.bad_token = page_size, lookahead, mixed, bad_token
         self.num_tokens = 0
         self.most_rows = 0
+
+    def ready(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def most_pages(self) -> int:
         return 1 << 20

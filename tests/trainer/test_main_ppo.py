@@ -67,9 +67,10 @@ CASES = {
     "an unknown strategy": (lambda t: {"actor_rollout_ref.actor.strategy": "deepspeed"}, ["deepspeed", "fsdp2"]),
     "an unknown critic strategy": (lambda t: {"critic.strategy": "zero"}, ["critic.strategy", "zero", "fsdp"]),
     "ranks that a layout does not divide": (
-        lambda t: {"actor_rollout_ref.actor.strategy": "megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2},
-        ["actor_rollout_ref.actor.megatron", "tensor_model_parallel_size=2", "1 ranks"],
+        lambda t: {"actor_rollout_ref.actor.strategy": "torchtitan", "actor_rollout_ref.actor.torchtitan.pipeline_parallel_size": 2},
+        ["actor_rollout_ref.actor.torchtitan.pipeline_parallel_size=2", "1 ranks"],
     ),
+    "megatron without a GPU": (lambda t: {"critic.strategy": "megatron", "trainer.device": "cpu"}, ["critic.megatron", "GPU", "fsdp2"]),
     "heads that a layout does not divide": (
         lambda t: {
             "critic.strategy": "torchtitan", "critic.torchtitan.tensor_parallel_size": 8, "critic.enable_resource_pool": "true",

@@ -77,8 +77,10 @@ def make_engine(
         engine.decoder = decoder
         return engine
     if choice.strategy == "megatron":
+        from lockstep.workers.engine.megatron.check import check_device
         from lockstep.workers.engine.megatron.engine import MegatronEngine
 
+        check_device(device.type, "megatron")
         found = load_on_meta(model, head, seed, pad_token_id)
         module, source = found or (load_model(model, head, seed, pad_token_id), None)
         recomputes = optim is not None and model.enable_gradient_checkpointing
@@ -117,10 +119,10 @@ def _fsdp_version(choice: EngineChoice, adapts: bool, device: torch.device) -> i
     return 1 if choice.strategy == "fsdp" and not adapts and not alone else 2
 
 
-def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, key: str) -> None:
+def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, device_type: str, key: str) -> None:
     """Raise ConfigError unless `world_size` ranks can hold a model of `hf_config` in the chosen engine; loads nothing.
 
-    `key` is where the choice stands in the configuration, such as actor_rollout_ref.actor.
+    `device_type` is cpu or cuda, and `key` is where the choice stands in the configuration, such as actor_rollout_ref.actor.
     """
     if choice.strategy in ("fsdp", "fsdp2"):
         from lockstep.workers.engine.fsdp.check import check
@@ -128,8 +130,11 @@ def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, key: str
         check(choice.fsdp_config, hf_config, world_size, f"{key}.fsdp_config", choice.strategy)
     elif choice.strategy == "megatron":
         from lockstep.workers.engine.megatron.check import check as check_megatron
+        from lockstep.workers.engine.megatron.check import check_device
 
         check_megatron(choice.megatron, hf_config, world_size, f"{key}.megatron")
+        if device_type == "cpu":
+            check_device(device_type, f"{key}.megatron")
     elif choice.strategy == "torchtitan":
         from lockstep.workers.engine.torchtitan.check import check as check_torchtitan
 

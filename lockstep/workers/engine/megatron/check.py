@@ -15,6 +15,19 @@ PACKAGE = "megatron.core"
 INSTALL = "pip install 'lockstep-rl[megatron]'"
 
 
+def check_device(device_type: str, key: str) -> None:
+    """Raise ConfigError for a device that megatron-core cannot compute on: it asks for CUDA everywhere."""
+    import torch
+
+    try:
+        torch.cuda.current_device()
+    except (RuntimeError, AssertionError):
+        raise ConfigError(
+            f"{key}: strategy=megatron computes on NVIDIA GPUs only, and the device is {device_type}; set strategy=fsdp2, torchtitan or "
+            "veomni, which also compute on a CPU"
+        ) from None
+
+
 def check(section: MegatronConfig, hf_config: Any, world_size: int, key: str) -> None:
     """Raise ConfigError unless this model can be trained by megatron-core on `world_size` ranks.
 
