@@ -43,6 +43,13 @@ class VocabularyPart:
     sums_hidden_grad: bool = False
     """Whether every rank gets the whole gradient of the hidden states, as against what its part adds to it."""
 
+    @classmethod
+    def of(cls, weight: DTensor, *, sums_hidden_grad: bool = False) -> VocabularyPart:
+        """This rank's part of an output layer that is split by rows over the ranks of a mesh."""
+        mesh = weight.device_mesh
+        _, (start, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+        return cls(mesh.get_group(), start, len(weight.to_local()), -(-weight.shape[0] // mesh.size()), sums_hidden_grad)
+
     def log_normaliser(self, logits: Tensor) -> Tensor:
         """logsumexp [M] over the logits of all ranks."""
         own = torch.logsumexp(logits, dim=-1)
@@ -168,14 +175,11 @@ class TokenHead(nn.Linear):
         request, weight, bias = self._request, self.weight, self.bias
         part = None
         if isinstance(weight, DTensor):
-            group, start, most = (
-                weight.device_mesh.get_group(),
-                _first_row(weight),
-                -(-weight.shape[0] // weight.device_mesh.size()),
-            )
+            part = VocabularyPart.of(weight, sums_hidden_grad=True)
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
-            part = VocabularyPart(group, start, len(weight), most, sums_hidden_grad=True)
-        columns = target_log_probs(input[0], weight, bias, request.targets, request.temperature, request.entropy_grad, part=part)
+        columns = target_log_probs(
+            input.squeeze(0), weight, bias, request.targets, request.temperature, request.entropy_grad, part=part
+        )
         return torch.stack(columns, dim=-1)[None]
 
     def _logits(self, input: Tensor) -> Tensor:
@@ -216,11 +220,6 @@ def gives_logits_unchanged(model: nn.Module, head: TokenHead, device: torch.devi
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
-
-
-def _first_row(weight: DTensor) -> int:
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return offset[0]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -24,8 +24,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import packed_attention
-from lockstep.models.token_head import target_log_probs
-from lockstep.workers.engine.torchtitan.vocabulary import sharded_log_probs
+from lockstep.models.token_head import VocabularyPart, target_log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ class LanguageHead(Linear):
         if isinstance(self.weight, DTensor):  # each rank has a part of the vocabulary, and makes a part of the gradient
             assert isinstance(input, DTensor)
             hidden = input.to_local(grad_placements=[Partial()])[0, question.at]
-            group = self.weight.device_mesh.get_group()
-            columns = sharded_log_probs(hidden, self.weight.to_local(), *options, group, self.out_features)
+            columns = target_log_probs(hidden, self.weight.to_local(), None, *options, part=VocabularyPart.of(self.weight))
         else:
             columns = target_log_probs(input[0, question.at], self.weight, None, *options)
         return torch.stack(columns, dim=-1)
