@@ -41,6 +41,7 @@ from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine
 from lockstep.workers.engine.fsdp.sharding import own_gradients
 from lockstep.workers.engine.packing import Budget
+from lockstep.workers.engine.pending import Pending
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.losses import make_policy_loss
 
@@ -192,7 +193,7 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     log_probs = torch.zeros(len(rows), int(lengths.max()))
     pushes = torch.zeros_like(log_probs)
 
-    def watched(outputs: TokenOutputs, part: DataProto) -> tuple[Tensor, dict[str, Metric]]:
+    def watched(outputs: TokenOutputs, part: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
         assert outputs.log_probs is not None
         numbers, width = torch.tensor([int(row) for row in part.non_tensor_batch["row"]]), outputs.log_probs.shape[1]
 

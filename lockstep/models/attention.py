@@ -134,7 +134,8 @@ def _attend(
     window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
     plain = softcap is None and sinks is None and (window is None or layout.shared is None)
     if plain and flash.applies(query, value):
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        # (The gradient of x[0] would be a copy.)
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, scaling, window)[None]
     options = (scaling, window, softcap, None if sinks is None else sinks.view(1, -1, 1, 1))
     if layout.shared is None and layout.wastes_little:

@@ -12,11 +12,11 @@ from lockstep.algorithms.policy_losses import compute_policy_loss, get_policy_lo
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.errors import NumericalError
-from lockstep.observability.metrics import Max, Mean, Metric, Sum
+from lockstep.observability.metrics import Mean, Metric
 from lockstep.protocol import DataProto
 from lockstep.utils.files import load_reference
 from lockstep.workers.engine.base import LossFn, TokenOutputs
+from lockstep.workers.engine.pending import Pending, all_finite, pending_max, pending_mean, pending_sum
 
 
 def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale_factor: float) -> LossFn:
@@ -25,13 +25,13 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
     pg_loss is weighted by the column rollout_is_weights where the batch has it; the other terms are not.
 
     Reads the columns response_mask, old_log_probs, advantages, with use_kl_loss ref_log_prob, and those that the policy loss
-    names. The loss function raises NumericalError, naming dataset rows, when a log-prob or a token's loss is not finite.
+    names. Reading its metrics raises NumericalError, naming dataset rows, when a log-prob or a token's loss is not finite.
     """
     mode = config.policy_loss.loss_mode
     policy_loss = load_reference(mode) or get_policy_loss(mode)
     names = loss_inputs(policy_loss)
 
-    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric]]:
+    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
         assert outputs.log_probs is not None
         assert outputs.entropy is not None
         mask, old_log_probs = rows.batch["response_mask"].bool(), rows.batch["old_log_probs"]
@@ -39,31 +39,31 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         def aggregate(loss_mat: Tensor) -> Tensor:
             return agg_loss(loss_mat, mask, config.loss_agg_mode, denominators, loss_scale_factor)
 
-        _require_finite("log-probs", outputs.log_probs, mask, rows)
+        metrics: dict[str, Metric | Pending] = {"log-probs": _finite("log-probs", outputs.log_probs, mask, rows)}
         columns = {name: rows.batch[name] for name in names if name in rows.columns}
         own = {"old_log_prob": old_log_probs, "log_prob": outputs.log_probs, "response_mask": mask}
         loss_mat, token_metrics = compute_policy_loss(policy_loss, config.loss_parameters | columns | own)
         if "rollout_is_weights" in rows:
             loss_mat = loss_mat * zero_outside(rows.batch["rollout_is_weights"], mask)
-        _require_finite("policy loss", loss_mat, mask, rows)
+        metrics["policy loss"] = _finite("policy loss", loss_mat, mask, rows)
         loss = aggregate(loss_mat)
-        metrics: dict[str, Metric] = {"actor/pg_loss": Sum(loss.item())}
+        metrics["actor/pg_loss"] = pending_sum(loss)
         if config.entropy_coeff:
             entropy_loss = aggregate(outputs.entropy)
             loss = loss - config.entropy_coeff * entropy_loss
-            metrics["actor/entropy_loss"] = Sum(entropy_loss.item())
+            metrics["actor/entropy_loss"] = pending_sum(entropy_loss)
         if config.use_kl_loss:
             log_probs, ref_log_probs = (zero_outside(x, mask) for x in (outputs.log_probs, rows.batch["ref_log_prob"]))
             kl_loss = aggregate(kl_penalty(log_probs, ref_log_probs, config.kl_loss_type))
             loss = loss + config.kl_loss_coef * kl_loss
-            metrics["actor/kl_loss"] = Sum(kl_loss.item())
+            metrics["actor/kl_loss"] = pending_sum(kl_loss)
             metrics["actor/kl_coef"] = Mean(config.kl_loss_coef)
-        metrics["actor/loss"] = Sum(loss.item())
+        metrics["actor/loss"] = pending_sum(loss)
         metrics["actor/entropy"] = token_mean(outputs.entropy, mask)
         metrics |= {f"actor/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
         ratio = torch.exp(outputs.log_probs.detach() - old_log_probs)
         metrics |= {"actor/ratio_mean": token_mean(ratio, mask), "actor/ratio_square_mean": token_mean(ratio.square(), mask)}
-        metrics["actor/log_ratio_max"] = Max(_largest((outputs.log_probs - old_log_probs).abs(), mask))
+        metrics["actor/log_ratio_max"] = _largest((outputs.log_probs - old_log_probs).abs(), mask)
         return loss, metrics
 
     return loss_fn
@@ -72,10 +72,10 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
 def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
     """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
 
-    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric]]:
+    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
         assert outputs.values is not None
         mask = rows.batch["response_mask"].bool()
-        _require_finite("values", outputs.values, mask, rows)
+        metrics: dict[str, Metric | Pending] = {"values": _finite("values", outputs.values, mask, rows)}
         loss_mat, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
             values=rows.batch["values"],
@@ -84,7 +84,7 @@ def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
             cliprange_value=config.cliprange_value,
         )
         loss = agg_loss(loss_mat, mask, config.loss_agg_mode, denominators)
-        metrics: dict[str, Metric] = {"critic/vf_loss": Sum(loss.item())}
+        metrics["critic/vf_loss"] = pending_sum(loss)
         metrics["critic/vpred_mean"] = token_mean(outputs.values, mask)
         metrics |= {f"critic/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
         return loss, metrics
@@ -92,21 +92,15 @@ def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
     return loss_fn
 
 
-def token_mean(values: Tensor, mask: Tensor) -> Mean:
+def token_mean(values: Tensor, mask: Tensor) -> Pending:
     """The mean over unmasked tokens, as a metric that merges exactly."""
-    return Mean(masked_sum(values.detach(), mask).item(), float(mask.sum()))
+    return pending_mean(masked_sum(values.detach(), mask), mask.sum())
 
 
-def _require_finite(name: str, values: Tensor, mask: Tensor, rows: DataProto) -> None:
-    """NumericalError, with the dataset rows, unless the values [B, T] under the mask are finite."""
-    bad = (zero_outside(values.detach(), mask).isfinite().logical_not()).any(dim=1).nonzero().flatten().tolist()
-    if bad:
-        indices = rows.non_tensor_batch.get("index", range(len(rows)))
-        raise NumericalError(
-            f"{name}: not finite in the update for {len(bad)} rows; dataset rows {[indices[i] for i in bad[:10]]}. "
-            "Nothing was updated"
-        )
+def _finite(name: str, values: Tensor, mask: Tensor, rows: DataProto) -> Pending:
+    """A check of the values [B, T] under the mask."""
+    return all_finite(name, zero_outside(values, mask), list(rows.non_tensor_batch.get("index", range(len(rows)))))
 
 
-def _largest(values: Tensor, mask: Tensor) -> float:
-    return torch.where(mask, values.detach(), 0.0).max().item() if values.numel() else 0.0
+def _largest(values: Tensor, mask: Tensor) -> Pending:
+    return pending_max(torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(()))

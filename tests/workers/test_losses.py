@@ -21,6 +21,7 @@ from lockstep.errors import NumericalError
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import LossFn, TokenOutputs
+from lockstep.workers.engine.pending import read
 from lockstep.workers.losses import make_policy_loss, make_value_loss
 
 SCALE = 10.0
@@ -70,7 +71,7 @@ def evaluate(
         total += loss.item()
         metrics.append(found)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    return total, torch.cat(gradients, dim=1), values(merge_metrics(metrics))
+    return total, torch.cat(gradients, dim=1), values(merge_metrics(read(metrics)))
 
 
 def policy_token(row: dict[str, Tensor], t: int, output: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ The loop over micro-batches is here, once, for every backend. A loss is a sum ov
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +37,7 @@ from lockstep.workers.engine.packing import (
     placeholder_row,
     shared_prompt_tokens,
 )
+from lockstep.workers.engine.pending import Pending, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,9 @@ class TokenOutputs:
     """Value model: the value before each token."""
 
 
-LossFn = Callable[[TokenOutputs, DataProto], tuple[Tensor, dict[str, Metric]]]
+LossFn = Callable[[TokenOutputs, DataProto], tuple[Tensor, dict[str, Metric | Pending]]]
 """(outputs, rows) -> (loss, metrics). The loss of all micro-batches of all ranks adds up to the mini-batch's loss. `rows` is on the
-device of the outputs."""
+device of the outputs; metrics may be pending there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +193,11 @@ class TrainEngine(ABC):
     ) -> dict[str, Metric]:
         """Add the gradient of `loss_fn` over these rows to the gradients; returns the loss function's metrics, merged.
 
-        Raises NumericalError when the loss of a micro-batch is not finite.
+        Raises NumericalError, after the last pass, when the loss of a micro-batch is not finite.
         """
         self.module.train()
         data, _ = join_rows(data, self.model_group)
-        metrics: list[dict[str, Metric]] = []
+        metrics: list[dict[str, Metric | Pending]] = []
         batches = list(self._micro_batches(data, budget))
         packs = self._pack(batches)
         # Before the first pass: a copy to the device in the middle would wait for what runs there.
@@ -206,12 +208,12 @@ class TrainEngine(ABC):
             if rows is None:
                 return sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
             loss, batch_metrics = loss_fn(_token_outputs(columns, packs[number].response_lengths), rows)
-            metrics.append(batch_metrics)
-            self._check_finite(loss, rows)
+            metrics.append(batch_metrics | {"loss": _finite_loss(loss, rows)})
             return loss * self.gradient_ranks
 
         self.backward(packs, loss_of, temperature, entropy_grad)
-        return merge_metrics(metrics) if self.reports else {}
+        found = read(metrics)
+        return merge_metrics(found) if self.reports else {}
 
     # -- what a backend replaces when its ranks take turns (pipelines) or its model is not transformers' -----------------------
 
@@ -269,13 +271,19 @@ class TrainEngine(ABC):
             dist.all_reduce(count, dist.ReduceOp.MAX)
         return batches + [[]] * (int(count) - len(batches))
 
-    def _check_finite(self, loss: Tensor, rows: DataProto) -> None:
-        if not torch.isfinite(loss):
+
+def _finite_loss(loss: Tensor, rows: DataProto) -> Pending:
+    """A check that the loss of a micro-batch is finite."""
+
+    def check(numbers: list[float]) -> None:
+        if not math.isfinite(numbers[0]):
             indices = list(rows.non_tensor_batch.get("index", range(len(rows))))
             raise NumericalError(
-                f"the loss is {float(loss)} in a micro-batch with dataset rows {indices}; nothing was updated. "
+                f"the loss is {numbers[0]} in a micro-batch with dataset rows {indices}; nothing was updated. "
                 "Look at these rows' log-probs, advantages and rewards"
             )
+
+    return Pending(loss.detach(), check)
 
 
 def _token_outputs(columns: dict[str, Tensor], lengths: Tensor) -> TokenOutputs:

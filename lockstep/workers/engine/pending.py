@@ -1,0 +1,72 @@
+"""Numbers that are still on the device. Reading one waits for all that was asked of the device before, so an update reads them together,
+after its last micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import NumericalError
+from lockstep.observability.metrics import Max, Mean, Metric, Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A metric, or a check that gives none, which is made from `numbers` [any shape] once they are read."""
+
+    numbers: Tensor
+    make: Callable[[list[float]], Metric | None]
+
+
+def pending_sum(value: Tensor) -> Pending:
+    """Sum of a tensor with one number."""
+    return Pending(value.detach(), lambda numbers: Sum(*numbers))
+
+
+def pending_mean(total: Tensor, weight: Tensor) -> Pending:
+    """Mean of two tensors with one number each."""
+    return Pending(torch.stack([total.detach().double(), weight.double()]), lambda numbers: Mean(*numbers))
+
+
+def pending_max(value: Tensor) -> Pending:
+    """Max of a tensor with one number."""
+    return Pending(value.detach(), lambda numbers: Max(*numbers))
+
+
+def all_finite(name: str, values: Tensor, indices: Sequence[int]) -> Pending:
+    """A check of values [B, T]: reading it raises NumericalError, with the dataset rows `indices` [B], unless all of them are finite."""
+
+    def check(bad: list[float]) -> None:
+        rows = [index for index, is_bad in zip(indices, bad, strict=True) if is_bad]
+        if rows:
+            raise NumericalError(
+                f"{name}: not finite in the update for {len(rows)} rows; dataset rows {rows[:10]}. Nothing was updated"
+            )
+
+    return Pending(values.detach().isfinite().all(dim=1).logical_not(), check)
+
+
+def read(parts: Sequence[Mapping[str, Metric | Pending]]) -> list[dict[str, Metric]]:
+    """The metrics with their numbers, which come in one copy. Raises what a check raises, the first part's first."""
+    pending = [metric for part in parts for metric in part.values() if isinstance(metric, Pending)]
+    if not pending:
+        numbers: list[float] = []
+    else:
+        numbers = torch.cat([metric.numbers.flatten().double() for metric in pending]).tolist()
+    found: list[dict[str, Metric]] = []
+    start = 0
+    for part in parts:
+        found.append({})
+        for name, metric in part.items():
+            made: Metric | None
+            if isinstance(metric, Pending):
+                stop = start + metric.numbers.numel()
+                made, start = metric.make(numbers[start:stop]), stop
+            else:
+                made = metric
+            if made is not None:
+                found[-1][name] = made
+    return found
