@@ -32,6 +32,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import PACKED
+from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
@@ -182,6 +183,7 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
     with model.device:
         module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32, attn_implementation=PACKED)
     module.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    install_fast_layers(module)
     backend = "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     engine = FSDPEngine(

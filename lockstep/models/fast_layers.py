@@ -2,6 +2,9 @@
 
 Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP. It is written out here once, over
 the Hugging Face modules' own parameters. Other families, and these where something is unusual, keep transformers' code.
+
+The residual stream is float32 from layer to layer, also where everything else is half precision, and results are rounded at the same
+places as in generation (workers/rollout/native/gpu/fused.py): the log-probs of the two then differ less.
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ def install_fast_layers(model: PreTrainedModel) -> bool:
     return found
 
 
+def takes_float_residual(layer: nn.Module) -> bool:
+    """Whether a layer is one whose input may be float32 where its weights are half precision."""
+    return type(layer) in _LAYERS
+
+
 def has_fast_layers(model: PreTrainedModel) -> bool:
     """Whether the model's layers are of a family that has them."""
     return any(type(part) in _LAYERS for part in model.modules())
@@ -62,12 +70,13 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
         and kwargs.get("past_key_values") is None and attention.config._attn_implementation == PACKED
         and _plain(linears) and linears[3].bias is None
     )  # fmt: skip
-    if not (usual and _fits(hidden_states)):
-        return original(hidden_states, *args, **kwargs)
-    from lockstep.models.layer_kernels import Project, Rotate, SplitNormalise
+    weight = layer.input_layernorm.weight
+    if not (usual and _fits(weight)):
+        return original(hidden_states.to(weight.dtype) if hidden_states.is_cuda else hidden_states, *args, **kwargs)
+    from lockstep.models.layer_kernels import AddProduct, Project, Rotate, SplitNormalise
 
     norm, second = layer.input_layernorm, layer.post_attention_layernorm
-    h, x = SplitNormalise.apply(hidden_states[0], norm.weight, norm.variance_epsilon)
+    h, x = SplitNormalise.apply(hidden_states.squeeze(0).float(), norm.weight, norm.variance_epsilon)
     projected = Project.apply(x, *(p for linear in linears[:3] for p in (linear.weight, linear.bias)))
     q, k, v = (y.view(1, len(x), -1, size) for y in projected)
     if isinstance(layer, Qwen3DecoderLayer):
@@ -79,26 +88,26 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
     out, _ = packed_attention(
         attention, q, k, v.transpose(1, 2), None, layout=kwargs["layout"], scaling=attention.scaling, sliding_window=window
     )
-    h = torch.addmm(h, out[0].flatten(1), linears[3].weight.t())
+    h = AddProduct.apply(h, out.squeeze(0).flatten(1), linears[3].weight)
     h, x = SplitNormalise.apply(h, second.weight, second.variance_epsilon)
-    return (h + layer.mlp(x[None])[0])[None]
+    return layer.mlp(x, residual=h)[None]
 
 
 def _normalise(norm: Any, original: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    if not _fits(hidden_states) or hidden_states.shape[-1] > _LARGEST_NORM:
+    if not _fits(norm.weight) or hidden_states.shape[-1] > _LARGEST_NORM:
         return original(hidden_states)
     from lockstep.models.layer_kernels import SplitNormalise
 
     return SplitNormalise.apply(hidden_states, norm.weight, norm.variance_epsilon)[1]
 
 
-def _gated(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _gated(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if not (_fits(x) and _plain(linears) and all(linear.bias is None for linear in linears)):
-        return original(x)
+    if not (_fits(mlp.down_proj.weight) and _plain(linears) and all(linear.bias is None for linear in linears)):
+        return original(x) if residual is None else residual + original(x)
     from lockstep.models.layer_kernels import GatedMLP
 
-    return GatedMLP.apply(x.flatten(0, -2), *(linear.weight for linear in linears)).view_as(x)
+    return GatedMLP.apply(residual, x.flatten(0, -2), *(linear.weight for linear in linears)).view_as(x)
 
 
 def _plain(linears: Any) -> bool:
@@ -106,5 +115,5 @@ def _plain(linears: Any) -> bool:
     return all(type(linear) is nn.Linear and not isinstance(linear.weight, DTensor) for linear in linears)
 
 
-def _fits(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in _TYPES and not torch.compiler.is_compiling()
+def _fits(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.dtype in _TYPES and not torch.compiler.is_compiling()

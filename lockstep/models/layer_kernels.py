@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 # (Triton kernels take no Python types.)
 """The parts of a decoder layer that are no matrix product, each in one pass over memory, forward and backward: RMS norm, rotary position
-embedding, the gate of an MLP. Sums are float32, and results are rounded once."""
+embedding, the gate of an MLP, and the sums of the residual stream. Sums are float32, and results are rounded once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PROGRAMS = 132 * 8
 
 
 class SplitNormalise(torch.autograd.Function):
-    """(x, x / sqrt(mean(x^2) + eps) * weight) over the last dimension of x [..., N]: a residual stream and what its norm gives.
+    """(x, x / sqrt(mean(x^2) + eps) * weight) over the last dimension of x [..., N]: a residual stream and what its norm gives, the latter
+    in the weight's type.
 
     The two gradients that come back to x are added in the pass that computes the second.
     """
@@ -29,7 +30,7 @@ class SplitNormalise(torch.autograd.Function):
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         block = triton.next_power_of_2(size)
         tile = max(1, 2048 // block)
-        out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+        out, scale = torch.empty_like(x, dtype=weight.dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
         _normalise[(triton.cdiv(rows, tile),)](x, weight, out, scale, eps, rows, size, TILE=tile, BLOCK=block, num_warps=4)
         ctx.save_for_backward(x, weight, scale)
         ctx.set_materialize_grads(False)
@@ -74,9 +75,25 @@ class Project(torch.autograd.Function):
         for number, grad in enumerate(grads):
             weight = parameters[2 * number]
             if needs_x:
-                dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
+                dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
             out += [grad.t() @ x if needs[2 * number] else None, grad.sum(0) if needs[2 * number + 1] else None]
         return dx, *out
+
+
+class AddProduct(torch.autograd.Function):
+    """h + x w^T for h [N, H] float32, x [N, I] and w [H, I]."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.addmm(h, x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, needs_x, needs_weight = ctx.needs_input_grad
+        grad = grads[0].to(x.dtype)
+        return grads[0], grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None
 
 
 class Rotate(torch.autograd.Function):
@@ -94,30 +111,31 @@ class Rotate(torch.autograd.Function):
 
 
 class GatedMLP(torch.autograd.Function):
-    """(silu(x gate^T) * (x up^T)) down^T for x [N, H] and weights [I, H], [I, H], [H, I].
+    """h + (silu(x gate^T) * (x up^T)) down^T for h [N, H] float32 or None, x [N, H] and weights [I, H], [I, H], [H, I].
 
     What enters `down` is as wide as the two products it comes from, and is made again from them in the backward pass, where they are read
     anyway: a third less to keep.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, h: Tensor | None, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         g, u = x @ gate.t(), x @ up.t()
         ctx.save_for_backward(x, gate, up, down, g, u)
         y = torch.empty_like(g)
         _gate[(triton.cdiv(g.numel(), 4096),)](g, u, y, g.numel(), BLOCK=4096, num_warps=8)
-        return y @ down.t()
+        return y @ down.t() if h is None else torch.addmm(h, y, down.t(), out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, g, u = ctx.saved_tensors
-        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
-        grad = grads[0].contiguous()
+        needs_h, needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        grad = grads[0].to(x.dtype).contiguous()
         y = grad @ down
         dg, du = torch.empty_like(g), torch.empty_like(u)
         _gate_backward[(triton.cdiv(g.numel(), 4096),)](y, g, u, dg, du, g.numel(), BLOCK=4096, num_warps=8)
         return (
-            torch.addmm(dg @ gate, du, up) if needs_x else None,
+            grads[0] if needs_h else None,
+            (dg @ gate).addmm_(du, up) if needs_x else None,
             dg.t() @ x if needs_gate else None,
             du.t() @ x if needs_up else None,
             grad.t() @ y if needs_down else None,

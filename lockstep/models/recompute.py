@@ -31,10 +31,12 @@ def activation_bytes(kind: str, tokens: int, layers: int, hidden: int, intermedi
 
     Numbers a token and layer: 16 hidden + 3 intermediate when everything is kept (inputs of norms, projections, rotary embedding and
     attention; gate, up and their product); 10 hidden without the MLP; 1 hidden, and one whole layer, with full recomputation. `fast`
-    layers (models/fast_layers.py) keep 8 hidden + 2 intermediate, and 7 hidden without the MLP.
+    layers (models/fast_layers.py) keep 10 hidden + 2 intermediate, 9 hidden without the MLP, and 2 hidden of a layer's input: their
+    residual stream is float32.
     """
-    whole, without_mlp = (8 * hidden + 2 * intermediate, 7 * hidden) if fast else (16 * hidden + 3 * intermediate, 10 * hidden)
-    per_token = {"none": layers * whole, "selective": layers * without_mlp + whole, "full": layers * hidden + whole}[kind]
+    whole = 10 * hidden + 2 * intermediate if fast else 16 * hidden + 3 * intermediate
+    without_mlp, before = (9 * hidden, 2 * hidden) if fast else (10 * hidden, hidden)
+    per_token = {"none": layers * whole, "selective": layers * without_mlp + whole, "full": layers * before + whole}[kind]
     return tokens * per_token * element
 
 

@@ -9,6 +9,7 @@ outputs and warns about one that is a view, which a head with a bias returns (`o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections import Counter
@@ -35,6 +36,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
+from lockstep.models.fast_layers import takes_float_residual
 from lockstep.models.meta import WeightSource
 from lockstep.workers.engine.fsdp.tensor_parallel import split_layers
 
@@ -101,7 +103,8 @@ def shard(
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     for module in model.modules():
         if type(module) in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            own = dataclasses.replace(policy, cast_forward_inputs=not takes_float_residual(module))
+            fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=reshard_after_forward)
     model.register_forward_hook(own_logits)  # before FSDP's own hook, which looks at the output
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if source is not None:

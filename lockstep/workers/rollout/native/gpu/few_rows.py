@@ -68,9 +68,8 @@ def _product(
             up = tl.load(w_place + outputs * inputs + start, mask=(n < outputs)[:, None] & inside, other=0.0)
             acc_up = tl.dot(up, tl.trans(x), acc_up)
     if GATED:
-        # Rounded where the module rounds: after each projection and after the activation.
+        # Rounded where training rounds (models/layer_kernels.py): after each projection, and once after the gate.
         gate = acc.to(OUT.dtype.element_ty).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(OUT.dtype.element_ty).to(tl.float32)
-        acc = silu * acc_up.to(OUT.dtype.element_ty).to(tl.float32)
+        acc = gate * tl.sigmoid(gate) * acc_up.to(OUT.dtype.element_ty).to(tl.float32)
     place = OUT + (part * rows + m)[:, None] * outputs + n[None, :]
     tl.store(place, tl.trans(acc).to(OUT.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])

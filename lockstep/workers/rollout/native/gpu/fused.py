@@ -3,7 +3,8 @@
 """FusedDecoder: the common families with one matrix product for q, k, v and one for gate, up, and a few small Triton kernels.
 
 Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP. The parameters are the Hugging
-Face module's own; only the order of the arithmetic is written here. Every other family goes through `hf_layers.py`.
+Face module's own; only the order of the arithmetic is written here. Results are rounded where training rounds them
+(models/fast_layers.py), and the residual stream is float32. Every other family goes through `hf_layers.py`.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ class FusedDecoder:
 
     def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Any) -> Tensor:
         """[N, hidden] after the last norm."""
-        hidden = F.embedding(tokens, self._model.embed_tokens.weight)
-        few = len(tokens) <= MOST_ROWS and hidden.is_cuda and hidden.dtype != torch.float32
+        embedded = F.embedding(tokens, self._model.embed_tokens.weight)
+        few = len(tokens) <= MOST_ROWS and embedded.is_cuda and embedded.dtype != torch.float32
+        hidden = embedded.float()
         update = None
         for number, layer in enumerate(self._model.layers):
             attention, mlp = layer.self_attn, layer.mlp
@@ -123,9 +125,9 @@ class FusedDecoder:
             qkv, bias = _project(x, [attention.q_proj, attention.k_proj, attention.v_proj], few)
             query, key, value = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             out = attend(number, attention, query, key, value).flatten(1)
-            update = _linear(out, attention.o_proj, few)
+            update = _add_linear(hidden, out, attention.o_proj, few)
             x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight)
-            update = _linear(_gated(x, mlp, few), mlp.down_proj, few)
+            update = _add_linear(hidden, _gated(x, mlp, few), mlp.down_proj, few)
         return self._add_norm(hidden, update, self._model.norm.weight)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -135,8 +137,9 @@ class FusedDecoder:
         return F.linear(hidden, weight).float()
 
     def _add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> Tensor:
-        """hidden += update, in place; returns RMSNorm(hidden) * weight. `update` [N, hidden], or [parts, N, hidden] that add up to it."""
-        out = torch.empty_like(hidden)
+        """hidden (float32) += update, in place; returns RMSNorm(hidden) * weight in the weight's type. `update` [N, hidden], or
+        [parts, N, hidden] that add up to it."""
+        out = torch.empty_like(hidden, dtype=weight.dtype)
         size = hidden.shape[1]
         parts = 0 if update is None else update.shape[0] if update.dim() == 3 else 1
         _add_norm_kernel[(len(hidden),)](
@@ -179,11 +182,17 @@ def _project(x: Tensor, linears: Sequence[Any], few: bool) -> tuple[Tensor, Tens
     return (partial_products(x, weight), bias) if few else (F.linear(x, weight, bias), None)
 
 
-def _linear(x: Tensor, linear: Any, few: bool) -> Tensor:
-    """The linear map; with few rows in parts that add up to it."""
-    if few and linear.bias is None:
+def _add_linear(hidden: Tensor, x: Tensor, linear: Any, few: bool) -> Tensor | None:
+    """Add the linear map of x to `hidden`; or return it, in parts that add up to it with few rows, for the next kernel to add."""
+    if linear.bias is not None:
+        return F.linear(x, linear.weight, linear.bias)
+    if few:
         return partial_products(x, linear.weight)
-    return F.linear(x, linear.weight, linear.bias)
+    if x.dtype == hidden.dtype:
+        hidden.addmm_(x, linear.weight.t())
+    else:
+        torch.addmm(hidden, x, linear.weight.t(), out_dtype=hidden.dtype, out=hidden)
+    return None
 
 
 def _gated(x: Tensor, mlp: Any, few: bool) -> Tensor:
@@ -203,19 +212,16 @@ def _add_norm_kernel(H, U, W, OUT, eps, stride_part, N: tl.constexpr, BLOCK: tl.
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < N
-    h = tl.load(H + row * N + i, mask=inside, other=0.0).to(tl.float32)
+    h = tl.load(H + row * N + i, mask=inside, other=0.0)
     if PARTS > 0:
         update = tl.load(U + row * N + i, mask=inside, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
             update += tl.load(U + part * stride_part + row * N + i, mask=inside, other=0.0)
-        # Rounded as the module rounds its residual stream, before the norm reads it.
-        total = (h + update).to(H.dtype.element_ty)
-        tl.store(H + row * N + i, total, mask=inside)
-        h = total.to(tl.float32)
+        h += update
+        tl.store(H + row * N + i, h, mask=inside)
     scale = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
-    x = (h * scale).to(OUT.dtype.element_ty).to(tl.float32)
     w = tl.load(W + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * N + i, (x * w).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(OUT + row * N + i, (h * scale * w).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -225,8 +231,7 @@ def _gate_kernel(GU, OUT, N: tl.constexpr, BLOCK: tl.constexpr):
     inside = i < N
     gate = tl.load(GU + row * 2 * N + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(GU + row * 2 * N + N + i, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(OUT.dtype.element_ty).to(tl.float32)
-    tl.store(OUT + row * N + i, (silu * up).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(OUT + row * N + i, (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -271,8 +276,8 @@ def _rotate_and_store_kernel(
         k1 = tl.load(K_NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
         k2 = tl.load(K_NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
         is_query = (h < HEADS)[:, None]
-        x1 = (x1 * scale).to(TYPE).to(tl.float32) * tl.where(is_query, q1, k1)
-        x2 = (x2 * scale).to(TYPE).to(tl.float32) * tl.where(is_query, q2, k2)
+        x1 = x1 * scale * tl.where(is_query, q1, k1)
+        x2 = x2 * scale * tl.where(is_query, q2, k2)
         x1 = x1.to(TYPE).to(tl.float32)
         x2 = x2.to(TYPE).to(tl.float32)
     y1 = (x1 * cos - x2 * sin).to(TYPE)
