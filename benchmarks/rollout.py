@@ -35,6 +35,7 @@ from lockstep.models.attention import PACKED
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
 from lockstep.protocol import DataProto, Ragged
+from lockstep.utils.model_source import model_folder
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.rollout.base import Completion, Request
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=("native", "hf", "vllm"), default=["native"])
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--model", help="a Hugging Face folder, instead of random weights")
+    parser.add_argument("--model", help="a Hugging Face folder, a .gguf file or smollm2-135m, instead of random weights")
     parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--prompts", type=int, help="prompts of a load, instead of its own number")
     parser.add_argument("--n", type=int, help="samples of a prompt, instead of the load's own number")
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     if options.model:
-        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(model_folder(options.model), dtype=dtype).to(device).eval()
     rope = {"rope_type": "default", "rope_theta": 1e6}
     config = Qwen2Config(**SHAPES[options.shape], max_position_embeddings=32_768, rope_parameters=rope)
     torch.manual_seed(SEED)
