@@ -41,9 +41,10 @@ from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine import packing, registry
+from lockstep.workers.engine import packing
 from lockstep.workers.engine.base import TokenOutputs
 from lockstep.workers.engine.fsdp import engine as fsdp_engine
+from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.optim import move_state
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.losses import make_policy_loss
@@ -161,7 +162,7 @@ def test_offloaded_moments_are_on_the_device_for_the_step_and_on_the_host_after_
 
 def test_compiled_layers_update_like_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and sharded, but run by torch without its code generator, which would take a minute."""
-    monkeypatch.setattr(registry, "compile_layers", functools.partial(compile_layers, backend="eager"))
+    monkeypatch.setattr(fsdp_make, "compile_layers", functools.partial(compile_layers, backend="eager"))
     path = save_tiny_model(tmp_path, num_hidden_layers=1)
     model, _ = reference_run(path, Head.LANGUAGE_MODEL, STEPS[:1])
 

@@ -21,17 +21,16 @@ from helpers.conformance import (
     reference_run,
 )
 from helpers.distributed import run_distributed
-from helpers.engines import make_tiny_engine
+from helpers.engines import engine_choice, make_tiny_engine
 from helpers.tiny import save_tiny_model, tiny_config
 from torch import Tensor
 
-from lockstep.config.engine import FSDPConfig
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine import packing, registry
-from lockstep.workers.engine.fsdp.check import check
+from lockstep.workers.engine import order, packing
 from lockstep.workers.engine.packing import Budget
+from lockstep.workers.engine.registry import check_engine
 from lockstep.workers.engine.sequence import check_sequence_ranks
 from lockstep.workers.weight_sync.shared import SharedWeights
 
@@ -141,11 +140,11 @@ def test_a_layout_that_cannot_be_is_refused_before_the_model_is_loaded(tmp_path:
     with pytest.raises(ConfigError, match=r"a\.b=4 must divide the model's 6 attention heads.*choose one of \[1, 2\]"):
         check_sequence_ranks(4, config, 4, "a.b")
     check_sequence_ranks(6, config, 12, "a.b")
-    both = FSDPConfig(ulysses_sequence_parallel_size=2, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2 does not go with a\.tensor_parallel_size=2"):
-        check(both, tiny_config(), 4, "a")
+    both = engine_choice(ulysses_sequence_parallel_size=2, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2 does not go with fsdp_config\.tensor_parallel_size=2"):
+        check_engine(both, tiny_config(), 4, "cpu")
     path = save_tiny_model(tmp_path, num_attention_heads=1, num_key_value_heads=1)
-    monkeypatch.setattr(registry, "load_on_meta", None)
+    monkeypatch.setattr(order, "load_on_meta", None)
 
     def make() -> None:
         with pytest.raises(ConfigError, match=r"fsdp_config.ulysses_sequence_parallel_size=2 must divide the model's 1 attention"):

@@ -46,10 +46,9 @@ from lockstep.errors import ConfigError, DataError, NumericalError
 from lockstep.models.load import Head, load_model
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine import packing
+from lockstep.workers.engine import order, packing
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine
 from lockstep.workers.engine.packing import Budget
-from lockstep.workers.engine.torchtitan import make
 from lockstep.workers.engine.torchtitan.compat import prepare_import
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.weight_sync.shared import SharedWeights
@@ -385,7 +384,7 @@ def test_a_value_head_that_the_folder_lacks_is_drawn_from_the_seed(tmp_path: Pat
 def test_weights_that_cannot_be_read_in_parts_are_taken_from_the_loaded_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make, "load_on_meta", lambda *args: None)
+    monkeypatch.setattr(order, "load_on_meta", lambda *args: None)
     path = save_tiny_model(tmp_path, **TIED)
     model = reference_model(path, LM)
 

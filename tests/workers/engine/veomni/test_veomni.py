@@ -27,20 +27,18 @@ from helpers.conformance import (
     weights_of,
 )
 from helpers.distributed import run_distributed
-from helpers.engines import make_tiny_engine
+from helpers.engines import engine_choice, make_tiny_engine
 from helpers.tiny import save_tiny_model, tiny_config
 from torch import Tensor
 
-from lockstep.config.engine import VeOmniConfig
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine import packing
+from lockstep.workers.engine import order, packing
 from lockstep.workers.engine.packing import Budget
+from lockstep.workers.engine.registry import check_engine
 from lockstep.workers.engine.veomni import check as veomni_check
-from lockstep.workers.engine.veomni import make as veomni_make
 from lockstep.workers.engine.veomni.build import quiet_veomni
-from lockstep.workers.engine.veomni.check import check
 from lockstep.workers.weight_sync.shared import SharedWeights
 
 with quiet_veomni():  # here once, and not in every rank
@@ -218,17 +216,22 @@ def test_weights_that_are_not_safetensors_are_loaded_whole(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("section", "family", "world", "words"),
     [
-        ({"ulysses_parallel_size": 2}, "llama", 3, r"a\.ulysses_parallel_size=2 must divide the 3 ranks"),
-        ({"ulysses_parallel_size": 8}, "llama", 8, r"a\.ulysses_parallel_size=8 must divide the model's 4 attention heads"),
-        ({"fsdp_size": 3}, "llama", 4, r"a\.fsdp_size=3 must divide the 4 ranks"),
-        ({"fsdp_size": 1, "ulysses_parallel_size": 2}, "qwen3", 4, r"fsdp_size=1 .* multiple of a\.ulysses_parallel_size=2"),
+        ({"ulysses_parallel_size": 2}, "llama", 3, r"a\.veomni\.ulysses_parallel_size=2 must divide the 3 ranks"),
+        ({"ulysses_parallel_size": 8}, "llama", 8, r"a\.veomni\.ulysses_parallel_size=8 must divide the model's 4 attention heads"),
+        ({"fsdp_size": 3}, "llama", 4, r"a\.veomni\.fsdp_size=3 must divide the 4 ranks"),
+        (
+            {"fsdp_size": 1, "ulysses_parallel_size": 2},
+            "qwen3",
+            4,
+            r"fsdp_size=1 .* multiple of a\.veomni\.ulysses_parallel_size=2",
+        ),
         ({}, "mistral", 1, r"llama, qwen2, qwen3, and the model is a mistral; set strategy=fsdp2"),
     ],
 )
 def test_what_cannot_be_is_refused(section: dict[str, Any], family: str, world: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(VeOmniConfig(**section), tiny_config(family), world, "a")
-    check(VeOmniConfig(fsdp_size=2, ulysses_parallel_size=2), tiny_config(), 4, "a")
+        check_engine(engine_choice("veomni", **section), tiny_config(family), world, "cpu", "a")
+    check_engine(engine_choice("veomni", fsdp_size=2, ulysses_parallel_size=2), tiny_config(), 4, "cpu")
 
 
 def test_a_missing_package_is_named_with_its_command_before_the_model_is_loaded(
@@ -236,7 +239,7 @@ def test_a_missing_package_is_named_with_its_command_before_the_model_is_loaded(
 ) -> None:
     path = save_tiny_model(tmp_path)
     monkeypatch.setattr(veomni_check, "find_spec", lambda name: None)
-    monkeypatch.setattr(veomni_make, "load_on_meta", None)
+    monkeypatch.setattr(order, "load_on_meta", None)
 
     def make() -> None:
         with pytest.raises(ConfigError, match=r"needs the package veomni.*pip install --no-deps veomni"):
@@ -248,7 +251,7 @@ def test_a_missing_package_is_named_with_its_command_before_the_model_is_loaded(
 def test_nothing_reaches_the_terminal(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     program = f"""
-from helpers.engines import make_tiny_engine
+from helpers.engines import engine_choice, make_tiny_engine
 import torch.distributed as dist
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 make_tiny_engine({path!r}, "veomni")
