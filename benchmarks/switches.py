@@ -113,7 +113,7 @@ def _train(options: argparse.Namespace, folder: str, switches: Switches) -> list
                               recompute=switches.recompute or "auto"),
             head=Head.LANGUAGE_MODEL, optim=OptimConfig(lr=1e-4), total_updates=options.updates, device=device, seed=0,
         )  # fmt: skip
-        vocabulary = engine.hf_config.vocab_size
+        vocabulary = engine.folder.hf_config.vocab_size
         curve = []
         for update in range(options.updates):
             rows = _rows(vocabulary, update % 5)

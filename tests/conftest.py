@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from lockstep.config import PPOConfig, load_config
 from lockstep.embedded import EmbeddedTask, prepare
 
+pytest.register_assert_rewrite("helpers.conformance", "helpers.engine_properties")
 torch.set_num_threads(1)
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 settings.load_profile("lockstep")

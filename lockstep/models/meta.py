@@ -62,6 +62,17 @@ class WeightSource:
         return self._files.read(name, start, stop)
 
 
+def take_weights(model: PreTrainedModel) -> WeightSource:
+    """Move the parameters of a model that is in memory to the meta device; returns their values as what fills it, or a shard of it."""
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    on_meta = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = on_meta[id(parameter)]
+    return WeightSource(None, given)
+
+
 def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedModel:
     """The model of a config with parameters on the meta device, which take no memory, and buffers as they are.
 

@@ -1,9 +1,9 @@
 """A configuration field that nothing reads fails here.
 
 The scan follows types, not names. An expression has the type of a section when it is a parameter annotated with it, a name or `self.x`
-that such an expression was assigned to, a field of an expression that has one, `dataclasses.replace` of one, either branch of a
-conditional, or a call of a function whose return annotation names one. `X.field` is a read when X has the type of the section that
-has the field, or of several (a union) of which some have it.
+that such an expression was assigned to, `self.x` of a class that declares x with it, a field of an expression that has one,
+`dataclasses.replace` of one, either branch of a conditional, or a call of a function whose return annotation names one. `X.field` is a
+read when X has the type of the section that has the field, or of several (a union) of which some have it.
 
 Not counted: the configuration's own checks (lockstep/config, trainer/ppo/checks.py). A property of a section counts for the fields that
 it uses, as soon as the property itself is read. A field belongs to the section that defines it, whoever inherits it.
@@ -67,6 +67,10 @@ def reads_in(trees, sections, returns, untyped):
                 attributes = attributes_of[cls.name]
                 for base in (node.id for node in cls.bases if isinstance(node, ast.Name)):
                     attributes.update({name: kind for name, kind in attributes_of[base].items() if name not in attributes})
+                for member in cls.body:
+                    if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                        known = attributes.get(member.target.id, NOTHING)
+                        attributes[member.target.id] = known | _annotated(member.annotation, sections)
                 own = {"self": frozenset({cls.name})} if cls.name in sections else {}
                 for _ in range(3):  # until attributes that are made from other attributes are known
                     for owner, function in _functions(tree):
@@ -195,6 +199,9 @@ def test_the_scan_follows_parameters_names_attributes_and_calls():
     check_scan("def f(x: Root) -> int:\n    return x.inner.a", ["Inner.b", *OTHER, "Root.other"])
     check_scan(
         "def f(x: Root):\n    inner, n = x.inner, 1\n    def g():\n        return inner.b\n", ["Inner.a", *OTHER, "Root.other"]
+    )
+    check_scan(
+        "class C:\n    x: Inner | None\n    def f(self):\n        return self.x.a", ["Inner.b", *OTHER, "Root.inner", "Root.other"]
     )
     source = "def f(x: 'Inner | None', n=1):\n    y = dataclasses.replace(x, a=1)\n    return y.b"
     check_scan(source, ["Inner.a", *OTHER, "Root.inner", "Root.other"])

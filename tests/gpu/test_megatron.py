@@ -37,4 +37,4 @@ def test_bfloat16_runs_saves_and_says_how_far_the_sampler_is(embedded_config):
     print(f"sampler against trainer in bfloat16, megatron: {drift:.2g}")
     assert drift < 0.1
     assert all(row["actor/grad_norm"] > 0 for row in metrics[1:])
-    assert (config.trainer.run_dir / "global_step_4" / "actor" / "optimizer" / "exp_avg-00001.safetensors").is_file()
+    assert (config.trainer.run_dir / "global_step_4" / "actor" / "optimizer" / "exp_avg.safetensors").is_file()

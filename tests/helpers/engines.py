@@ -17,6 +17,15 @@ OPTIM = OptimConfig(lr=1e-3, clip_grad=0.5, lr_scheduler_type="cosine", lr_warmu
 TOTAL_UPDATES = 4
 
 
+def engine_choice(strategy: str = "fsdp2", **section: Any) -> EngineChoice:
+    """The strategy with these keys in its section."""
+    choice = EngineChoice(strategy)
+    for key, value in section.items():
+        assert hasattr(choice.engine, key), f"{strategy} has no key {key}"
+        setattr(choice.engine, key, value)
+    return choice
+
+
 def make_tiny_engine(
     path: str,
     strategy: str = "fsdp2",
@@ -30,12 +39,8 @@ def make_tiny_engine(
     **options: Any,
 ) -> TrainEngine:
     """An engine on this rank's CPU. `section` and `model` are keys of the strategy's and the model's; `options` go to make_engine."""
-    choice = EngineChoice(strategy)
-    for key, value in {"dtype": dtype, **(section or {})}.items():
-        assert hasattr(choice.engine, key), f"{strategy} has no key {key}"
-        setattr(choice.engine, key, value)
     return make_engine(
-        choice,
+        engine_choice(strategy, **{"dtype": dtype, **(section or {})}),
         model=ModelConfig(
             path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto", **(model or {})
         ),

@@ -35,8 +35,8 @@ def no_model_is_loaded(monkeypatch):
     def loaded(*args, **kwargs):
         pytest.fail("a model was loaded before the input was checked")
 
-    monkeypatch.setattr("lockstep.workers.engine.registry.load_model", loaded)
-    monkeypatch.setattr("lockstep.workers.engine_workers.load_model", loaded)
+    for name in ("engine.order.load_model", "engine.order.load_on_meta", "engine_workers.load_model"):
+        monkeypatch.setattr(f"lockstep.workers.{name}", loaded)
 
 
 def write_rows(path, rows):

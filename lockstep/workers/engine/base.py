@@ -27,6 +27,7 @@ from lockstep.models.outputs import sequence_scores, token_log_probs, token_valu
 from lockstep.models.token_head import TokenHead
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.checkpoint import ModelFolder
 from lockstep.workers.engine.model_group import join_rows
 from lockstep.workers.engine.packing import (
     Budget,
@@ -101,6 +102,8 @@ class TrainEngine(ABC):
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
     token_head: TokenHead | None = None
     """The model's output layer, where it can give log-probs without logits."""
+    folder: ModelFolder
+    """The model as a checkpoint has it."""
     cost: ModelCost
     """What a token costs, for rates."""
     dtype: torch.dtype

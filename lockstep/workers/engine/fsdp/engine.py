@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -33,16 +30,13 @@ from lockstep.models.token_head import gives_logits_unchanged, install_token_hea
 from lockstep.models.weight_file import write_weights
 from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import OptimResult, TrainEngine, uses_weights
+from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.offload import Offload
 from lockstep.workers.engine.optim import learning_rate, move_state
 from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.sequence import compute_divided, sequence_group
-
-WEIGHTS = "model.safetensors"
-OPTIMIZER = "optimizer"
-PROGRESS = "optimizer_progress.json"
 
 
 class FSDPEngine(TrainEngine):
@@ -77,18 +71,16 @@ class FSDPEngine(TrainEngine):
         if meshes.tensor is not None:
             self.model_group = meshes.tensor.get_group()
         self.reports = self.model_group is None or self.model_group.rank() == 0
-        self.hf_config = module.config
-        self.hf_config.architectures = [type(module).__name__]
-        self.generation_config = module.generation_config if module.can_generate() else None
         if optim is None:
             module.requires_grad_(False)
         self._lora = lora
         self.exports_copies = lora is not None or config.param_offload
-        self._specs = {
+        specs = {
             base_name(name): (tensor.dtype, tuple(tensor.shape))
             for name, tensor in (*module.named_parameters(), *sharding.saved_buffers(module))
             if not is_adapter(name)
         }
+        self.folder = ModelFolder.of(module, specs)
         if lora is not None:
             for name, value in lora.values.items() if source is None else ():
                 module.get_parameter(name).data.copy_(value)
@@ -190,29 +182,16 @@ class FSDPEngine(TrainEngine):
 
     @uses_weights
     def save(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        tensors = self.export_weights()  # one at a time: gathering is for all ranks, writing for the first
-        if self.rank == 0:
-            self.hf_config.save_pretrained(path)
-            if self.generation_config is not None:  # the stop tokens of chat models are listed there
-                self.generation_config.save_pretrained(path)
-            write_weights(path / WEIGHTS, self._specs, tensors)
-            (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
-        else:
-            deque(tensors, maxlen=0)
+        self.folder.write(path, self.export_weights(), self._updates, writes=self.rank == 0)
         if self._lora is not None:
             self._save_adapter(self._lora, path / ADAPTER)
         if self._optimizer is not None:
-            # Without the optimizer's groups: which parameters are in one depends on the layout, their settings on the config.
-            moments = get_optimizer_state_dict(self.module, self._optimizer)["state"]
-            dcp.save({"optim": {"state": moments}}, checkpoint_id=path / OPTIMIZER)
+            state: dict[str, Any] = get_optimizer_state_dict(self.module, self._optimizer)
+            write_moments(path, state["state"])
 
     @uses_weights
     def load(self, path: Path) -> None:
-        if not (path / WEIGHTS).is_file():
-            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
-        files = WeightFiles(path)
-        self._check_architecture(path, files.shapes)
+        files = self.folder.open(path)
         self._mark_changed()
         if self._lora is None:
             if self._optimizer is not None and (path / ADAPTER).is_dir():
@@ -222,27 +201,14 @@ class FSDPEngine(TrainEngine):
             self._load_adapter(self._lora, path, files)
         if self._optimizer is None:
             return
-        state = get_optimizer_state_dict(self.module, self._optimizer)
-        # Flattening sharded tensors (the planner's default, for FSDP over tensor parallelism) drops, on the ranks that hold nothing of
-        # it, a tensor with fewer rows than there are ranks: FSDP1 could not load a value head.
-        planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-        dcp.load({"optim": {"state": state["state"]}}, checkpoint_id=path / OPTIMIZER, planner=planner)
+        state: dict[str, Any] = get_optimizer_state_dict(self.module, self._optimizer)
+        read_moments(path, state["state"])
         set_optimizer_state_dict(self.module, self._optimizer, state)
-        self._updates = json.loads((path / PROGRESS).read_text())["updates"]
+        self._updates = read_updates(path)
 
     def _mark_changed(self) -> None:
         if self._rest is not None:
             self._rest.changed = True
-
-    def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
-        other = [name for name, (_, shape) in self._specs.items() if found.get(name) != shape]
-        if other:
-            name = other[0]
-            raise DataError(
-                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._specs)} weights differ, first {name} with "
-                f"shape {found.get(name, 'none')} instead of {self._specs[name][1]}; resume with the model that wrote it, or set "
-                "trainer.resume_mode=disable"
-            )
 
     def _save_adapter(self, lora: Lora, folder: Path) -> None:
         """A folder that peft loads beside the model that training started from. Adapters are small: the first rank holds them all."""
@@ -266,7 +232,7 @@ class FSDPEngine(TrainEngine):
                     f"{path} has other adapters: {name} has shape {found or 'none'} instead of {tuple(value.shape)}; resume with the "
                     "model.lora_rank and model.target_modules that wrote it"
                 )
-        vectors = {name for name, (_, shape) in self._specs.items() if len(shape) == 1} - set(lora.trained)
+        vectors = {name for name, shape in self.folder.shapes.items() if len(shape) == 1} - set(lora.trained)
         for name, tensor in sharding.whole_tensors(self.module, lambda name: base_name(name) in vectors):
             if not torch.equal(tensor.cpu(), merged.read(base_name(name), 0, len(tensor))):
                 raise DataError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from lockstep.config.engine import MegatronConfig
+from lockstep.config.engine import EngineChoice
 from lockstep.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -15,24 +15,10 @@ PACKAGE = "megatron.core"
 INSTALL = "pip install 'lockstep-rl[megatron]'"
 
 
-def check_device(device_type: str, key: str) -> None:
-    """Raise ConfigError for a device that megatron-core cannot compute on: it asks for CUDA everywhere."""
-    import torch
-
-    try:
-        torch.cuda.current_device()
-    except (RuntimeError, AssertionError):
-        raise ConfigError(
-            f"{key}: strategy=megatron computes on NVIDIA GPUs only, and the device is {device_type}; set strategy=fsdp2, torchtitan or "
-            "veomni, which also compute on a CPU"
-        ) from None
-
-
-def check(section: MegatronConfig, hf_config: Any, world_size: int, key: str) -> None:
-    """Raise ConfigError unless this model can be trained by megatron-core on `world_size` ranks.
-
-    `key` is where `section` stands in the config, for messages. `hf_config` is the model's own config.
-    """
+def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: str, key: str) -> None:
+    """Raise ConfigError unless a model of `hf_config` can be trained by megatron-core on `world_size` ranks as `choice.megatron` says;
+    `key` is where that section stands in the configuration."""
+    section = choice.megatron
     if not _installed(PACKAGE):
         raise ConfigError(f"{key}: strategy=megatron needs the package megatron-core, which is not installed: {INSTALL}")
     _check_model(hf_config)
@@ -64,6 +50,21 @@ def check(section: MegatronConfig, hf_config: Any, world_size: int, key: str) ->
             f"{key}.pipeline_model_parallel_size={pp} does not divide the model's num_hidden_layers={layers}; set one that does, such "
             f"as {_largest_divisor((layers,), pp)}"
         )
+    if device_type != "cuda":
+        _check_device(device_type, key)
+
+
+def _check_device(device_type: str, key: str) -> None:
+    """megatron-core asks for CUDA everywhere."""
+    import torch
+
+    try:
+        torch.cuda.current_device()
+    except (RuntimeError, AssertionError):
+        raise ConfigError(
+            f"{key}: strategy=megatron computes on NVIDIA GPUs only, and the device is {device_type}; set strategy=fsdp2, torchtitan or "
+            "veomni, which also compute on a CPU"
+        ) from None
 
 
 def _check_model(hf_config: Any) -> None:

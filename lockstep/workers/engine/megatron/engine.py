@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,8 +20,7 @@ from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
 from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
-from lockstep.workers.engine.megatron.check import check
-from lockstep.workers.engine.megatron.checkpoint import clear_folder, tensor_reader, write_tensors
+from lockstep.workers.engine.checkpoint import OPTIMIZER, ModelFolder, read_updates, write_gathered
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
 from lockstep.workers.engine.megatron.layout import join_layout
 from lockstep.workers.engine.megatron.library import (
@@ -41,16 +38,12 @@ from lockstep.workers.engine.optim import learning_rate
 from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
 
-WEIGHTS = "model.safetensors"
-OPTIMIZER = "optimizer"
-PROGRESS = "optimizer_progress.json"
-
 Consume = Callable[[int, Tensor], Tensor]
 """(number of the micro-batch, the columns side by side) -> its loss. Called on ranks of the last stage."""
 
 
 class MegatronEngine(TrainEngine):
-    """See TrainEngine. `module` is the Hugging Face model, on the meta device where `source` has its weights; it is not kept.
+    """See TrainEngine. `module` is the Hugging Face model, which may be on the meta device and is not kept; `source` has its weights.
 
     `recompute` is one of lockstep.models.recompute's kinds.
     """
@@ -60,47 +53,44 @@ class MegatronEngine(TrainEngine):
     def __init__(
         self,
         module: PreTrainedModel,
+        source: WeightSource,
         head: Head,
         *,
         config: MegatronConfig,
+        recompute: str,
         optim: OptimConfig | None,
         total_updates: int,
         device: torch.device,
         seed: int,
-        recompute: str = "none",
-        source: WeightSource | None = None,
     ) -> None:
         self.head, self.device = head, device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # megatron-core makes its buffers on the current device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.hf_config = module.config
-        check(config, self.hf_config, self.world_size, "megatron")
-        self.hf_config.architectures = [type(module).__name__]
-        self.generation_config = module.generation_config if module.can_generate() else None
+        self.folder = ModelFolder.of(module)
+        hf_config, shapes = self.folder.hf_config, self.folder.shapes
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
         self._layout = layout = join_layout(config, seed)
         self.model_group = layout.model if layout.model.size() > 1 else None
         self.gradient_ranks = layout.data.size()
         self.reports = layout.is_last_stage and layout.tensor.rank() == 0
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         stage = Stage(
-            transformer_config(self.hf_config, config, self.dtype, recompute),
+            transformer_config(hf_config, config, self.dtype, recompute),
             head,
             layout,
-            vocabulary=self.hf_config.vocab_size,
-            tied=head is Head.LANGUAGE_MODEL and "lm_head.weight" not in self._shapes,
-            head_bias="score.bias" in self._shapes,
+            vocabulary=hf_config.vocab_size,
+            tied=head is Head.LANGUAGE_MODEL and "lm_head.weight" not in shapes,
+            head_bias="score.bias" in shapes,
             inverse_frequencies=module.base_model.get_buffer("rotary_emb.inv_freq"),
             windows=self.cost.windows,
         ).to(device)
-        placed = place_parameters(self._shapes, self.hf_config.num_hidden_layers, head_size(self.hf_config), layout.pipeline.size())
-        self._weights = Weights(stage, placed, self._shapes, layout, device)
+        placed = place_parameters(shapes, hf_config.num_hidden_layers, head_size(hf_config), layout.pipeline.size())
+        self._weights = Weights(stage, placed, shapes, layout, device)
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
         self._optimizer: AdamW | None = None
         self.module: nn.Module = stage.requires_grad_(False) if optim is None else self._trained(stage, optim, config)
-        self._read_weights(_reader(module) if source is None else source.read)
+        self._read_weights(source.read)
 
     def _trained(self, stage: Stage, optim: OptimConfig, config: MegatronConfig) -> DistributedDataParallel:
         with quiet():
@@ -213,37 +203,24 @@ class MegatronEngine(TrainEngine):
         return self._weights.export(lambda parameter: parameter, self.dtype)
 
     def save(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for name, tensor in self._export(MASTER):  # gathering is for all ranks, keeping for the one that writes
-            if self.rank == 0:
-                tensors[name] = tensor.contiguous().cpu()
-        if self.rank == 0:
-            self.hf_config.save_pretrained(path)
-            if self.generation_config is not None:  # the stop tokens of chat models are listed there
-                self.generation_config.save_pretrained(path)
-            save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-            (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
-        del tensors
+        """See TrainEngine. Moments are whole tensors under Hugging Face names, so that they fit any layout of this engine."""
+        writes = self.rank == 0
+        self.folder.write(path, self._export(MASTER), self._updates, writes=writes)
         if self._optimizer is not None:
-            if self.rank == 0:
-                clear_folder(path / OPTIMIZER)
+            (path / OPTIMIZER).mkdir(exist_ok=True)
             for kind in MOMENTS:
-                write_tensors(path / OPTIMIZER, kind, self._export(kind), keep=self.rank == 0)
+                write_gathered(_moments_file(path, kind), self.folder.specs, self._export(kind), writes=writes)
         dist.barrier()  # no rank goes on before the files are there
 
     def load(self, path: Path) -> None:
-        if not (path / WEIGHTS).is_file():
-            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
-        files = WeightFiles(path)
-        self._check_architecture(path, files.shapes)
-        moments = {kind: tensor_reader(path / OPTIMIZER, kind) for kind in MOMENTS} if self._optimizer is not None else {}
-        self._read_weights(files.read)
+        weights = self.folder.open(path)
+        moments = [_open_moments(path, kind) for kind in MOMENTS] if self._optimizer is not None else []
+        self._read_weights(weights.read)
         if self._optimizer is None:
             return
-        for kind, read in moments.items():
-            self._weights.read_into(read, partial(self._optimizer.write, kind))
-        self._updates = json.loads((path / PROGRESS).read_text())["updates"]
+        for kind, files in zip(MOMENTS, moments, strict=True):
+            self._weights.read_into(files.read, partial(self._optimizer.write, kind))
+        self._updates = read_updates(path)
         self._optimizer.set_steps(self._updates)
 
     def _export(self, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -262,18 +239,16 @@ class MegatronEngine(TrainEngine):
 
         self._weights.read_into(read, put)
 
-    def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
-        other = [name for name, shape in self._shapes.items() if found.get(name) != shape]
-        if other:
-            name = other[0]
-            raise DataError(
-                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._shapes)} weights differ, first {name} with "
-                f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
-                "trainer.resume_mode=disable"
-            )
+
+def _moments_file(path: Path, kind: str) -> Path:
+    return path / OPTIMIZER / f"{kind}.safetensors"
 
 
-def _reader(module: PreTrainedModel) -> Read:
-    """Reads rows of a model that is in memory."""
-    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    return lambda name, start, stop: parameters[name][start:stop]
+def _open_moments(path: Path, kind: str) -> WeightFiles:
+    file = _moments_file(path, kind)
+    if not file.is_file():
+        raise DataError(
+            f"{file.parent} has no {kind} of a megatron engine; a checkpoint of another strategy gives its weights (as model.path), not "
+            "its optimizer"
+        )
+    return WeightFiles(file.parent, file.name)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from lockstep.config.engine import TorchtitanConfig
+from lockstep.config.engine import EngineChoice
 from lockstep.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _OTHER = "choose strategy fsdp2"
 
 
-def check(section: TorchtitanConfig, hf_config: Any, world_size: int, key: str) -> None:
-    """Raise ConfigError unless `world_size` ranks can compute this model as `section` says. `key` is the section's place."""
+def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: str, key: str) -> None:
+    """Raise ConfigError unless `world_size` ranks of any device can compute a model of `hf_config` as `choice.torchtitan` says; `key` is
+    where that section stands in the configuration."""
+    section = choice.torchtitan
     if find_spec("torchtitan") is None:
         raise ConfigError(f"{key} needs the package torchtitan, which is not installed: pip install 'lockstep-rl[torchtitan]'")
     tensor, pipeline = section.tensor_parallel_size, section.pipeline_parallel_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,22 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import OptimConfig, TorchtitanConfig
-from lockstep.errors import DataError, NumericalError
+from lockstep.errors import NumericalError
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightFiles
+from lockstep.models.meta import WeightSource
 from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
-from lockstep.workers.engine.fsdp.engine import OPTIMIZER, PROGRESS, WEIGHTS
+from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
 from lockstep.workers.engine.optim import learning_rate
 from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
@@ -41,7 +37,6 @@ from lockstep.workers.engine.torchtitan.parallel import (
     whole_tensors,
 )
 from lockstep.workers.engine.torchtitan.pipeline import Inputs, Pipeline
-from lockstep.workers.engine.torchtitan.source import Source
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -54,7 +49,7 @@ class TorchtitanEngine(TrainEngine):
     def __init__(
         self,
         model: PreTrainedModel,
-        source: Source,
+        source: WeightSource,
         head: Head,
         *,
         config: TorchtitanConfig,
@@ -65,15 +60,12 @@ class TorchtitanEngine(TrainEngine):
     ) -> None:
         self.head, self.device = head, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.hf_config = model.config
-        self.hf_config.architectures = [type(model).__name__]
-        self.generation_config = model.generation_config if model.can_generate() else None
+        self.folder = ModelFolder.of(model)
         self.cost = model_cost(model)
         self.dtype = compute_dtype(config.dtype, device)
         self._layout = make_layout(config.tensor_parallel_size, config.pipeline_parallel_size)
         self.model_group, self.reports = self._layout.model_group, self._layout.reports
-        tied = head is Head.LANGUAGE_MODEL and bool(self.hf_config.tie_word_embeddings)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        tied = head is Head.LANGUAGE_MODEL and bool(model.config.tie_word_embeddings)
         # In a pipeline the first and the last stage have a copy each of a tied embedding; see _sum_tied.
         self._has_copies = tied and self._layout.stages is not None
         titan = decoder_config(model, tied and not self._has_copies)
@@ -197,59 +189,32 @@ class TorchtitanEngine(TrainEngine):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.world_size == 1:
-            for name in self._shapes:
+            for name in self.folder.specs:
                 parameter = self._parameters[name]
                 assert isinstance(parameter, DTensor)
                 yield name, parameter.to_local().detach()
             return
-        yield from whole_tensors(self._parameters, self._shapes, self._owners, self._layout)
+        yield from whole_tensors(self._parameters, self.folder.shapes, self._owners, self._layout)
 
     def save(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for name, tensor in self.export_weights():  # gathering is for all ranks, keeping for the one that writes
-            if self.rank == 0:
-                tensors[name] = tensor.contiguous().cpu()
-        if self.rank == 0:
-            self.hf_config.save_pretrained(path)
-            if self.generation_config is not None:  # the stop tokens of chat models are listed there
-                self.generation_config.save_pretrained(path)
-            save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-            (path / PROGRESS).write_text(json.dumps({"updates": self._updates}))
-        del tensors
+        self.folder.write(path, self.export_weights(), self._updates, writes=self.rank == 0)
         if self._optimizer is not None:
-            dcp.save(self._moments(), checkpoint_id=path / OPTIMIZER)
+            write_moments(path, self._moments())
 
     def load(self, path: Path) -> None:
-        if not (path / WEIGHTS).is_file():
-            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
-        files = WeightFiles(path)
-        self._check_architecture(path, files.shapes)
-        read_shards(self._parameters, files.read)
+        read_shards(self._parameters, self.folder.open(path).read)
         if self._optimizer is None:
             return
-        state = self._moments()
-        # Without flattening, as in the fsdp engine: it would drop a tensor with fewer rows than there are ranks (a value head).
-        dcp.load(state, checkpoint_id=path / OPTIMIZER, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
+        moments = self._moments()
+        read_moments(path, moments)
         for name, parameter in self._parameters.items():
-            self._optimizer.state[parameter] = state["optim"]["state"][name]
-        self._updates = json.loads((path / PROGRESS).read_text())["updates"]
+            self._optimizer.state[parameter] = moments[name]
+        self._updates = read_updates(path)
 
     def _moments(self) -> dict[str, Any]:
         """AdamW's state by Hugging Face names, as the fsdp engines write it; zeros where there was no update yet."""
         assert self._optimizer is not None
-        moments = {name: self._optimizer.state.get(p) or _no_moments(p) for name, p in self._parameters.items()}
-        return {"optim": {"state": moments}}
-
-    def _check_architecture(self, path: Path, found: dict[str, tuple[int, ...]]) -> None:
-        other = [name for name, shape in self._shapes.items() if found.get(name) != shape]
-        if other:
-            name = other[0]
-            raise DataError(
-                f"{path} is a checkpoint of another architecture: {len(other)} of {len(self._shapes)} weights differ, first {name} with "
-                f"shape {found.get(name, 'none')} instead of {self._shapes[name]}; resume with the model that wrote it, or set "
-                "trainer.resume_mode=disable"
-            )
+        return {name: self._optimizer.state.get(p) or _no_moments(p) for name, p in self._parameters.items()}
 
 
 def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from lockstep.config.engine import VeOmniConfig
+from lockstep.config.engine import EngineChoice, VeOmniConfig
 from lockstep.errors import ConfigError
 from lockstep.workers.engine.sequence import check_sequence_ranks
 
@@ -14,8 +14,10 @@ INSTALL = "pip install --no-deps veomni==0.1.12 && pip install einops"
 """Without its own dependencies, which pin other versions of packages that are there already."""
 
 
-def check(section: VeOmniConfig, hf_config: Any, world_size: int, key: str) -> None:
-    """Raise ConfigError for a layout, a model or an installation that cannot be. `key` is where the section lies in the configuration."""
+def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: str, key: str) -> None:
+    """Raise ConfigError unless `world_size` ranks of any device can hold a model of `hf_config` as `choice.veomni` says; `key` is where
+    that section stands in the configuration."""
+    section = choice.veomni
     for package in ("veomni", "einops"):
         if find_spec(package) is None:
             raise ConfigError(f"strategy=veomni needs the package {package}, which is not installed: {INSTALL}")

@@ -10,6 +10,7 @@ from lockstep.config.engine import FSDPConfig, OptimConfig, VeOmniConfig
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import apply_recompute
+from lockstep.workers.engine.checkpoint import ModelFolder
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.fsdp.engine import FSDPEngine, pack_score_head
 from lockstep.workers.engine.veomni.build import build_model, lay_out, shard_model
@@ -25,6 +26,7 @@ class VeOmniEngine(FSDPEngine):
     def __init__(
         self,
         plain: PreTrainedModel,
+        source: WeightSource,
         head: Head,
         *,
         config: VeOmniConfig,
@@ -32,7 +34,6 @@ class VeOmniEngine(FSDPEngine):
         optim: OptimConfig | None,
         total_updates: int,
         device: torch.device,
-        source: WeightSource,
     ) -> None:
         lay_out(config, device)
         module = build_model(plain, device)
@@ -43,9 +44,7 @@ class VeOmniEngine(FSDPEngine):
         super().__init__(
             module, head, version=2, config=fsdp, optim=optim, total_updates=total_updates, device=device, source=source
         )
-        self.hf_config = plain.config
-        self.hf_config.architectures = [type(plain).__name__]
-        self.generation_config = plain.generation_config if plain.can_generate() else None
+        self.folder = ModelFolder.of(plain)
 
     def _shard(
         self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None

@@ -8,7 +8,6 @@ speak that API with a server of their own.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,13 +16,10 @@ from typing import Any
 
 import torch
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError, WorkerError
-from lockstep.utils.hf_config import read_model_config
-from lockstep.utils.model_source import model_folder
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.base import Completion, ProcessRollout, Request, failed
 from lockstep.workers.rollout.sampling import request_keys
 from lockstep.workers.rollout.sglang.server import SGLangServer
 from lockstep.workers.rollout.stopping import Stopping
@@ -34,31 +30,17 @@ _SEED_BITS = (1 << 31) - 1
 _CACHE = {"tags": ["kv_cache"]}
 
 
-class SGLangRollout(RolloutEngine):
-    """See RolloutEngine. A response with stop strings is cut where one is complete, after it was generated to its limit.
+class SGLangRollout(ProcessRollout):
+    """See ProcessRollout. A response with stop strings is cut where one is complete, after it was generated to its limit.
 
     SGLang uses a request's seed, which is made from (seed, step, prompt, sample), only where it runs deterministically
     (--enable-deterministic-inference); otherwise a rerun draws other tokens.
     """
 
-    has_own_process = True
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: RolloutConfig,
-        pad_token_id: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode_text: DecodeText | None = None,
-        *,
-        silence_s: float = 600.0,
-    ) -> None:
-        super().__init__(config, pad_token_id, decode_text)
-        self.hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-        self._folder = os.path.abspath(model_folder(str(model.path)))
+    def _start(self, model: ModelConfig, device: torch.device, dtype: str, silence_s: float) -> None:
+        config = self.config
         self._can_sleep, self._is_asleep = device.type == "cuda", False
-        arguments = ["--model-path", self._folder, "--device", device.type, "--dtype", str(dtype).removeprefix("torch.")]
+        arguments = ["--model-path", self.folder, "--device", device.type, "--dtype", dtype]
         arguments += ["--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"]
         arguments += ["--max-running-requests", str(config.max_num_seqs)]
         arguments += ["--chunked-prefill-size", str(config.max_num_batched_tokens)]
@@ -87,7 +69,7 @@ class SGLangRollout(RolloutEngine):
         try:
             for answer in as_completed(asked):
                 index, limits = asked[answer]
-                yield self._completion(index, requests[index], limits, answer.result(), sampling)
+                yield self._answered(index, requests[index], limits, answer.result(), sampling)
         finally:
             unfinished = not all(answer.done() for answer in asked)
             pool.shutdown(wait=False, cancel_futures=True)
@@ -112,7 +94,7 @@ class SGLangRollout(RolloutEngine):
             raise WeightSyncError(f"SGLang reads weights from files, it got a {type(parcel).__name__}: use weight_sync=disk")
         with opened(parcel, device, receiver) as weights:
             manifest = {name: parcel.manifest[name] for name, _ in weights}
-        for file in Path(self._folder).glob("*.json"):  # beside the weights SGLang looks for the model's config
+        for file in Path(self.folder).glob("*.json"):  # beside the weights SGLang looks for the model's config
             if "index" not in file.name:
                 shutil.copy(file, parcel.folder)
         self._wake()
@@ -122,7 +104,7 @@ class SGLangRollout(RolloutEngine):
         self.server.post("/flush_cache", {})
         return manifest
 
-    def _completion(self, index: int, request: Request, limits: Stopping, answer: Any, sampling: SamplingParams) -> Completion:
+    def _answered(self, index: int, request: Request, limits: Stopping, answer: Any, sampling: SamplingParams) -> Completion:
         try:
             meta = answer["meta_info"]
             tokens = [(float(log_prob), int(token)) for log_prob, token, *_ in meta["output_token_logprobs"]]
@@ -139,12 +121,8 @@ class SGLangRollout(RolloutEngine):
             return failed(
                 index, request, f"SGLang ended it at {length} tokens for the reason {meta['finish_reason']}", self.version
             )
-        values = torch.tensor([log_prob for log_prob, _ in tokens[:length]], dtype=torch.float32)
-        if not torch.isfinite(values).all():
-            return failed(index, request, "its log-probs are not finite: neither are the model's logits", self.version)
-        if not self.config.gives_log_probs(sampling.temperature, sampling.truncates, sampling.repetition_penalty != 1.0):
-            values = torch.full_like(values, torch.nan)
-        return Completion(index, torch.tensor(ids[:length], dtype=torch.int64), values, reason, self.version)
+        log_probs = [log_prob for log_prob, _ in tokens[:length]]
+        return self._completion(index, request, ids[:length], log_probs, reason, sampling)
 
 
 def _body(request: Request, limits: Stopping, sampling: SamplingParams, seed: int) -> dict[str, Any]:

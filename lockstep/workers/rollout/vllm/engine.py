@@ -21,10 +21,8 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
-from lockstep.utils.hf_config import read_model_config
-from lockstep.utils.model_source import model_folder
 from lockstep.utils.quiet import quiet_transformers
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, failed
+from lockstep.workers.rollout.base import Completion, ProcessRollout, Request
 from lockstep.workers.rollout.process import EngineProcess
 from lockstep.workers.weight_sync.base import Manifest, Parcel, opened
 from lockstep.workers.weight_sync.ipc import IPCSender
@@ -33,40 +31,27 @@ _COLDEST = 0.01
 """vLLM takes a lower temperature for this one, without an error."""
 
 
-class VLLMRollout(RolloutEngine):
-    """See RolloutEngine. The samples of a prompt share its computation: vLLM's prefix cache, dropped with each weight update.
+class VLLMRollout(ProcessRollout):
+    """See ProcessRollout. The samples of a prompt share its computation: vLLM's prefix cache, dropped with each weight update.
 
-    A request's random numbers are seeded by (seed, step, prompt, sample). `silence_s` is how long vLLM may be silent while it works.
+    A request's random numbers are seeded by (seed, step, prompt, sample).
     """
 
-    has_own_process = True
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: RolloutConfig,
-        pad_token_id: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode_text: DecodeText | None = None,
-        *,
-        silence_s: float = 600.0,
-    ) -> None:
-        super().__init__(config, pad_token_id, decode_text)
-        self.hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-        folder = os.path.abspath(model_folder(str(model.path)))
-        self._names = _parameter_names(self.hf_config, folder, model.trust_remote_code)
+    def _start(self, model: ModelConfig, device: torch.device, dtype: str, silence_s: float) -> None:
+        """Raises ConfigError for a model whose weights vLLM knows by other names."""
+        config, text_config = self.config, self.hf_config.get_text_config()
+        self._names = _parameter_names(self.hf_config, self.folder, model.trust_remote_code)
         cuda = device.type == "cuda"
         self.process = EngineProcess(
             "vLLM",
             "lockstep.workers.rollout.vllm.child:VLLMChild",
             {
-                "folder": folder,
+                "folder": self.folder,
                 "model": model,
                 "config": config,
-                "dtype": str(dtype).removeprefix("torch."),
-                "context": getattr(self.hf_config.get_text_config(), "max_position_embeddings", None),
-                "cache_bytes": None if cuda else _cache_bytes(self.hf_config.get_text_config(), config, dtype),
+                "dtype": dtype,
+                "context": getattr(text_config, "max_position_embeddings", None),
+                "cache_bytes": None if cuda else _cache_bytes(text_config, config, getattr(torch, dtype)),
             },
             _environment(config, cuda),
             silence_s=silence_s,
@@ -82,16 +67,8 @@ class VLLMRollout(RolloutEngine):
         served = [(index, request) for index, request in enumerate(requests) if index not in faults]
         if not served:
             return
-        known = self.config.gives_log_probs(sampling.temperature, sampling.truncates, sampling.repetition_penalty != 1.0)
         for index, ids, log_probs, reason in self.process.stream("generate", served, sampling):
-            values = torch.tensor(log_probs, dtype=torch.float32)
-            if not torch.isfinite(values).all():
-                bad = int((~torch.isfinite(values)).nonzero()[0])
-                why = f"the model's logits are not finite at token {bad} of the response"
-                yield failed(index, requests[index], why, self.version)
-                continue
-            values = values if known else torch.full_like(values, torch.nan)
-            yield Completion(index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version)
+            yield self._completion(index, requests[index], ids, log_probs, reason, sampling)
 
     def sleep(self) -> None:
         self.process.call("sleep")

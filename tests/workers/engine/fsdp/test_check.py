@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from helpers.engines import engine_choice
 from helpers.tiny import tiny_config
 
-from lockstep.config.engine import FSDPConfig
 from lockstep.errors import ConfigError
-from lockstep.workers.engine.fsdp.check import check
+from lockstep.workers.engine.registry import check_engine
 
 GOOD = [
     ("fsdp", {}, 3),
@@ -29,16 +29,16 @@ BAD = [
 
 @pytest.mark.parametrize(("strategy", "keys", "world"), GOOD)
 def test_a_layout_that_can_be_passes(strategy: str, keys: dict[str, int], world: int) -> None:
-    check(FSDPConfig(**keys), tiny_config(), world, "critic.fsdp_config", strategy)
+    check_engine(engine_choice(strategy, **keys), tiny_config(), world, "cpu", "critic")
 
 
 @pytest.mark.parametrize(("strategy", "keys", "world", "words"), BAD)
 def test_a_layout_that_cannot_be_is_refused_by_its_key(strategy: str, keys: dict[str, int], world: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(FSDPConfig(**keys), tiny_config(), world, "critic.fsdp_config", strategy)
+        check_engine(engine_choice(strategy, **keys), tiny_config(), world, "cpu", "critic")
 
 
 @pytest.mark.parametrize(("family", "words"), [("gpt2", "transformers has no plan"), ("deepseek_v3", "its plan has")])
 def test_a_family_that_cannot_be_split_is_refused(family: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(FSDPConfig(tensor_parallel_size=2), tiny_config(family), 2, "critic.fsdp_config")
+        check_engine(engine_choice(tensor_parallel_size=2), tiny_config(family), 2, "cpu", "critic")

@@ -10,15 +10,12 @@ import pytest
 import torch
 from helpers.conformance import (
     COLUMN_ATOL,
-    GRAD_NORM_RTOL,
-    METRIC_ATOL,
     STEPS,
     TEMPERATURE,
     TWO_MICRO_BATCHES,
     WEIGHT_ATOL,
     assert_weights_close,
     batch_of,
-    engine_run,
     engine_step,
     make_rows,
     reference_columns,
@@ -27,6 +24,7 @@ from helpers.conformance import (
     weights_of,
 )
 from helpers.distributed import run_distributed
+from helpers.engine_properties import Layout, assert_metrics_equal
 from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch import Tensor
@@ -35,16 +33,15 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import DataError
 from lockstep.models.load import Head
 from lockstep.models.lora import Lora
-from lockstep.observability.metrics import merge_metrics, values
 
 peft = pytest.importorskip("peft")
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
-    "llama, 2 ranks": ("llama", Head.LANGUAGE_MODEL, "fsdp2", 2, {"recompute": "full"}, {}),
-    "qwen3 tied, 1 rank": ("qwen3", Head.LANGUAGE_MODEL, "fsdp", 1, {}, {"tie_word_embeddings": True}),
-    "qwen2 value, 2 ranks": ("qwen2", Head.VALUE, "fsdp", 2, {}, {}),
+    "llama, 2 ranks": ("llama", Head.LANGUAGE_MODEL, "fsdp2", 2, "full", {}),
+    "qwen3 tied, 1 rank": ("qwen3", Head.LANGUAGE_MODEL, "fsdp", 1, None, {"tie_word_embeddings": True}),
+    "qwen2 value, 2 ranks": ("qwen2", Head.VALUE, "fsdp", 2, None, {}),
 }
 
 
@@ -65,18 +62,12 @@ def peft_run(path: str, head: Head, steps: list[list[dict[str, Tensor]]]) -> tup
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_updates_equal_peft_in_one_process(tmp_path: Path, case: str) -> None:
-    model_type, head, strategy, world, options, changes = CASES[case]
+    model_type, head, strategy, world, recompute, changes = CASES[case]
     path = save_tiny_model(tmp_path, model_type, value_head=head is Head.VALUE, **changes)
     start = reference_model(path, head)
     model, expected = peft_run(path, head, STEPS)
-    ranks = run_distributed(engine_run, world, path, strategy, head, STEPS, TWO_MICRO_BATCHES, options | {"model": LORA})
-    for update, want in enumerate(expected):
-        metrics = values(merge_metrics([results[update][0] for _, results, _ in ranks]))
-        for name, number in want.items():
-            if name not in ("grad_norm", "lr"):
-                assert metrics[name] == pytest.approx(number, abs=METRIC_ATOL), name
-        for _, results, _ in ranks:
-            assert results[update][1]["grad_norm"] == pytest.approx(want["grad_norm"], rel=GRAD_NORM_RTOL)
+    ranks = Layout(strategy, world).train(path, head, recompute=recompute, model=LORA)
+    assert_metrics_equal(ranks, expected)
     for _, _, weights in ranks:
         assert_weights_close(weights, model)
     moved = max((a - b).abs().max().item() for a, b in zip(model.parameters(), start.parameters(), strict=True))

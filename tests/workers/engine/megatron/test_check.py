@@ -6,13 +6,17 @@ import importlib.util
 from typing import Any
 
 import pytest
+from helpers.engines import engine_choice
 from helpers.tiny import tiny_config
 
-from lockstep.config.engine import MegatronConfig
 from lockstep.errors import ConfigError
-from lockstep.workers.engine.megatron.check import check
+from lockstep.workers.engine.registry import check_engine
 
-KEY = "actor_rollout_ref.actor.megatron"
+KEY = "actor_rollout_ref.actor"
+
+
+def check_megatron(keys: dict[str, Any], hf_config: Any, world: int) -> None:
+    check_engine(engine_choice("megatron", **keys), hf_config, world, "cuda", KEY)
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +27,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("tp", "pp", "world"), [(1, 1, 1), (2, 1, 2), (2, 2, 8), (1, 2, 4)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_layouts_that_work_are_let_through(family: str, tp: int, pp: int, world: int) -> None:
-    section = MegatronConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=tp > 1)
-    check(section, tiny_config(family, vocab_size=33), world, KEY)
+    keys = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": tp > 1}
+    check_megatron(keys, tiny_config(family, vocab_size=33), world)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +43,8 @@ def test_layouts_that_work_are_let_through(family: str, tp: int, pp: int, world:
 )
 def test_layouts_that_cannot_be_name_the_key_and_a_way_out(keys: dict[str, Any], world: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        check(MegatronConfig(**keys), tiny_config(), world, KEY)
-    assert KEY in str(error.value)
+        check_megatron(keys, tiny_config(), world)
+    assert f"{KEY}.megatron" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +62,11 @@ def test_layouts_that_cannot_be_name_the_key_and_a_way_out(keys: dict[str, Any],
 )
 def test_models_that_it_would_compute_wrongly_are_refused(family: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(MegatronConfig(), tiny_config(family, **changes), 1, KEY)
+        check_megatron({}, tiny_config(family, **changes), 1)
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.workers.engine.megatron.check.find_spec", importlib.util.find_spec)
     monkeypatch.setattr("lockstep.workers.engine.megatron.check.PACKAGE", "no_such_package.core")
     with pytest.raises(ConfigError, match=r"pip install 'lockstep-rl\[megatron\]'"):
-        check(MegatronConfig(), tiny_config(), 1, KEY)
+        check_megatron({}, tiny_config(), 1)

@@ -6,14 +6,16 @@ from importlib import util
 from typing import Any
 
 import pytest
+from helpers.engines import engine_choice
 from helpers.tiny import tiny_config
 
-from lockstep.config.engine import TorchtitanConfig
 from lockstep.errors import ConfigError
+from lockstep.workers.engine.registry import check_engine
 from lockstep.workers.engine.torchtitan import check as check_module
-from lockstep.workers.engine.torchtitan.check import check
 
-KEY = "critic.torchtitan"
+
+def check_titan(keys: dict[str, Any], hf_config: Any, world: int) -> None:
+    check_engine(engine_choice("torchtitan", **keys), hf_config, world, "cpu", "critic")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("tensor", "pipeline", "world"), [(1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 2, 4), (2, 2, 8)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_layouts_that_work_are_let_through(family: str, tensor: int, pipeline: int, world: int) -> None:
-    check(TorchtitanConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline), tiny_config(family), world, KEY)
+    check_titan({"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}, tiny_config(family), world)
 
 
 REFUSED: list[tuple[dict[str, Any], Any, int, str]] = [
@@ -51,7 +53,7 @@ REFUSED: list[tuple[dict[str, Any], Any, int, str]] = [
 @pytest.mark.parametrize(("section", "hf_config", "world", "words"), REFUSED)
 def test_what_cannot_be_is_refused_with_its_key(section: dict[str, Any], hf_config: Any, world: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(TorchtitanConfig(**section), hf_config, world, KEY)
+        check_titan(section, hf_config, world)
 
 
 def test_without_the_package_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,4 +61,4 @@ def test_without_the_package_the_install_command_is_named(monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigError, match=r"critic.torchtitan needs the package torchtitan.*pip install 'lockstep-rl\[torchtitan\]'"
     ):
-        check(TorchtitanConfig(), tiny_config(), 1, KEY)
+        check_titan({}, tiny_config(), 1)

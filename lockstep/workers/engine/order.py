@@ -1,0 +1,68 @@
+"""EngineOrder: what is asked of a training engine, and what every backend makes of it in the same way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lockstep.config.engine import ModelConfig, OptimConfig
+from lockstep.models.load import Head, load_model, load_on_meta, share_structure
+from lockstep.models.meta import WeightSource, take_weights
+from lockstep.models.recompute import choose_recompute, free_memory
+from lockstep.utils.hf_config import read_model_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOrder:
+    """One model for one engine. The backend and its own section are said apart from it (config/engine.py: EngineChoice)."""
+
+    model: ModelConfig
+    head: Head
+    optim: OptimConfig | None
+    """None makes a frozen engine, which cannot learn."""
+    total_updates: int
+    device: torch.device
+    seed: int
+    """Draws a value head that the model's folder does not have, and adapters."""
+    pad_token_id: int | None = None
+    decoder_attention: str | None = None
+    """The attention function of the module for generation; None where nothing generates."""
+    max_tokens: int | None = None
+    """Tokens of the largest micro-batch, where that is known."""
+
+    def hf_config(self) -> PretrainedConfig:
+        """What the model's folder says of itself. Raises DataError and ConfigError; see read_model_config."""
+        return read_model_config(str(self.model.path), self.model.trust_remote_code, **self.model.override_config)
+
+    def load(self) -> tuple[PreTrainedModel, WeightSource]:
+        """The model on the meta device, and what fills it: its files, of which a rank reads what it keeps.
+
+        Weights that cannot be read part by part are loaded whole, and given from memory. Raises DataError; see load_model.
+        """
+        found = load_on_meta(self.model, self.head, self.seed, self.pad_token_id)
+        if found is not None:
+            return found
+        module = self.load_whole()
+        return module, take_weights(module)
+
+    def load_whole(self) -> PreTrainedModel:
+        """The model with its weights, in float32 on the CPU. Raises DataError; see load_model."""
+        return load_model(self.model, self.head, self.seed, self.pad_token_id)
+
+    def recompute(self, module: PreTrainedModel, dtype: torch.dtype, fast: bool = False) -> str:
+        """What of the activations is computed again, one of models/recompute.py's kinds: nothing in a model that does not learn.
+
+        `dtype` is the type of the computation; `fast` says that the layers run as models/fast_layers.py.
+        """
+        if self.optim is None or not self.model.enable_gradient_checkpointing:
+            return "none"
+        if self.model.recompute != "auto":
+            return self.model.recompute
+        return choose_recompute(module, self.max_tokens, free_memory(self.device), dist.get_world_size(), dtype.itemsize, fast)
+
+    def decoder(self, module: PreTrainedModel) -> PreTrainedModel | None:
+        """A second tree of modules over the parameters of `module` for generation, where one was asked for."""
+        return share_structure(module, self.decoder_attention) if self.decoder_attention else None
