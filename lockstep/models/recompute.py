@@ -52,13 +52,17 @@ def choose_recompute(
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     state = _TRAINED * sum(p.numel() for p in model.parameters()) // world_size
     room = _SHARE * (free - state)
-    kinds = [kind for kind in KINDS if kind != "selective" or _mlps(model)]
     fitting = (
         kind
-        for kind in kinds
+        for kind in possible_kinds(model)
         if activation_bytes(kind, tokens, config.num_hidden_layers, hidden, intermediate, element, fast) <= room
     )
     return next(fitting, "full")
+
+
+def possible_kinds(model: PreTrainedModel) -> list[str]:
+    """The kinds that the model can do, from the least recomputation to the most."""
+    return [kind for kind in KINDS if kind != "selective" or _mlps(model)]
 
 
 def apply_recompute(model: PreTrainedModel, kind: str) -> None:

@@ -32,6 +32,7 @@ from lockstep.single_controller.base.partition import share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
+from lockstep.trainer.ppo.memory import place_models
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored
@@ -181,9 +182,19 @@ class RayPPOTrainer:
             self._groups.append(group)
             for name, view in group.spawn().items():
                 self.worker_groups[roles[name]] = view
+        self._place_models(by_pool)
         for view in self.worker_groups.values():
             if hasattr(view, "init_model"):
                 view.init_model()
+
+    def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]]) -> None:
+        """Decide, for each device, which models rest in host memory while others work, and say so."""
+        if self.ray_worker_group_cls.in_driver:  # one process, one device
+            by_pool = {", ".join(by_pool): {name: role for roles in by_pool.values() for name, role in roles.items()}}
+        for pool, roles in by_pool.items():
+            line = place_models(pool, {role: self.worker_groups[role] for role in roles.values()}, self.config)
+            if line is not None:
+                self.display.message(line)
 
     def close(self) -> None:
         """End the worker processes, and those of the rewards."""
