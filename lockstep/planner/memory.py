@@ -289,8 +289,9 @@ def _remedy(
                 return f"set {key}=auto"
         if stage == model.update and model.keys.recompute and "full" not in model.activations:
             return f"set {model.keys.recompute}"
-    without = _total([(what, size) for what, size in parts if not what.endswith(("activations", "cache"))])
-    if without <= LIMIT * free:
+    lighter = [replace(model, forward=0, activations=dict.fromkeys(model.activations, 0)) for model in models]
+    without_cache = replace(rollout, cache=0) if rollout is not None else None
+    if stage_bytes(lighter, without_cache, placements)[stage] <= LIMIT * free:
         if stage == GENERATION and rollout is not None:
             return rollout.remedy
         for model in models:
