@@ -133,16 +133,18 @@ def stage_bytes(models: Sequence[Model], rollout: Rollout | None, placements: Se
 
 
 def describe_plan(models: Sequence[Model], rollout: Rollout | None, placements: Sequence[Placement], free: int) -> str | None:
-    """One line that says what rests in host memory and why; None when nothing does."""
-    resting = []
+    """One line that says what a plan has put to rest in host memory, and why; None when that is nothing."""
+    resting, without = [], []
     for model, placement in zip(models, placements, strict=True):
-        sizes = {"weights": placement.rest_weights * model.weights, "moments": placement.rest_moments * model.moments}
-        found = [f"{part} {_gb(size)}" for part, size in sizes.items() if size]
-        resting += [f"{model.name} ({', '.join(found)})"] if found else []
+        weights = placement.rest_weights and model.param_offload == "auto"
+        moments = placement.rest_moments and model.optimizer_offload == "auto"
+        sizes = [f"weights {_gb(model.weights)}"] * weights + [f"moments {_gb(model.moments)}"] * moments
+        resting += [f"{model.name} ({', '.join(sizes)})"] if sizes else []
+        kept = replace(placement, rest_weights=placement.rest_weights and not weights)
+        without.append(replace(kept, rest_moments=placement.rest_moments and not moments))
     if not resting:
         return None
-    kept = [replace(placement, rest_weights=False, rest_moments=False) for placement in placements]
-    stage, most = max(stage_bytes(models, rollout, kept).items(), key=lambda item: item[1])
+    stage, most = max(stage_bytes(models, rollout, without).items(), key=lambda item: item[1])
     recomputed = [
         f"{model.name} {placement.recompute}" for model, placement in zip(models, placements, strict=True) if model.update
     ]

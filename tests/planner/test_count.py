@@ -35,7 +35,13 @@ KEYS = Keys("tokens", "weights", "moments", "recompute")
 
 def count(path: str, choice: EngineChoice | None = None, update: str | None = "update", **changes: Any) -> Any:
     model = ModelConfig(path=path, **changes.pop("model", {}))
-    options = {"head": Head.LANGUAGE_MODEL, "world_size": 1, "element": 4, "load": Load(16, 8, 4), "budget": (16384, None)} | changes
+    options = {
+        "head": Head.LANGUAGE_MODEL,
+        "world_size": 1,
+        "element": 4,
+        "load": Load(16, 8, 4),
+        "budget": (16384, None),
+    } | changes
     return count_model("actor", KEYS, ("pass",), update, choice=choice or EngineChoice(), model=model, **options)
 
 

@@ -165,7 +165,9 @@ def test_a_plan_is_refused_only_where_no_choice_at_all_fits(found: list[Model], 
 
 def ppo() -> list[Model]:
     """Actor, critic, reference and reward model of 1 GB of weights each; updates keep 6, 3 or 1 GB."""
-    keys = {name: Keys(f"{name}.tokens", f"{name}.param_offload", f"{name}.optimizer_offload", f"{name}.recompute") for name in NAMES}
+    keys = {
+        name: Keys(f"{name}.tokens", f"{name}.param_offload", f"{name}.optimizer_offload", f"{name}.recompute") for name in NAMES
+    }
     trained = {"gradients": GB, "moments": 2 * GB, "activations": {"none": 6 * GB, "selective": 3 * GB, "full": GB}}
     auto = {"weights": GB, "gathered": GB // 2, "forward": GB // 4, "param_offload": "auto"}
     return [
