@@ -132,6 +132,14 @@ def stage_bytes(models: Sequence[Model], rollout: Rollout | None, placements: Se
     return {stage: _total(parts) for stage, parts in _stage_parts(models, rollout, placements).items()}
 
 
+def host_bytes(models: Sequence[Model], placements: Sequence[Placement]) -> int:
+    """What one rank's resting weights and moments take of the host's memory."""
+    return sum(
+        placement.rest_weights * model.weights + placement.rest_moments * model.moments
+        for model, placement in zip(models, placements, strict=True)
+    )
+
+
 def describe_plan(models: Sequence[Model], rollout: Rollout | None, placements: Sequence[Placement], free: int) -> str | None:
     """One line that says what a plan has put to rest in host memory, and why; None when that is nothing."""
     resting, without = [], []

@@ -21,10 +21,14 @@ T = TypeVar("T", bound=CriticConfig | RewardModelConfig)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the models of one worker need, and what its device has."""
+    """What the models of one worker need, and what its device and its machine have before anything is loaded."""
 
     free: int
-    """Bytes that are free on the device before anything is loaded."""
+    """Bytes that are free on the device."""
+    host: int
+    """Bytes of host memory that are free on the machine."""
+    machine: str
+    """Its name: workers of one machine share that."""
     models: list[Model]
     rollout: Rollout | None = None
 

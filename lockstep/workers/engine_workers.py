@@ -32,6 +32,7 @@ from lockstep.planner.memory import Placement
 from lockstep.planner.needs import Needs, place_policy, place_training, policy_needs, training_needs
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, Worker, register
+from lockstep.utils.memory import available_ram
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import LossFn, TrainEngine
 from lockstep.workers.engine.packing import Budget
@@ -87,7 +88,8 @@ class ActorRolloutRefWorker(Worker):
         if free is None:
             return None
         element = self._dtype.itemsize
-        return Needs(free, *policy_needs(self.config, self.role, load=load, world_size=self.world_size, element=element))
+        models, rollout = policy_needs(self.config, self.role, load=load, world_size=self.world_size, element=element)
+        return Needs(free, available_ram(), socket.gethostname(), models, rollout)
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, placements: Mapping[str, Placement]) -> None:
@@ -349,7 +351,8 @@ class ActorRolloutRefWorker(Worker):
 
 
 class TrainingWorker(Worker):
-    """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout."""
+    """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout; one that loads
+    something else than `config.model` also replaces `memory_needs` (None: it is left out of the plan)."""
 
     def __init__(self, config: CriticConfig | RewardModelConfig, role: str, *, seed: int, total_updates: int = 0) -> None:
         super().__init__()
@@ -367,7 +370,8 @@ class TrainingWorker(Worker):
         if free is None:
             return None
         element = compute_dtype(self.config.engine.dtype, self.device).itemsize
-        return Needs(free, [training_needs(self.config, load=load, world_size=self.world_size, element=element)])
+        model = training_needs(self.config, load=load, world_size=self.world_size, element=element)
+        return Needs(free, available_ram(), socket.gethostname(), [model])
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, placements: Mapping[str, Placement]) -> None:

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ResourceError
 from lockstep.planner.count import Load
-from lockstep.planner.memory import describe_plan, plan_memory
+from lockstep.planner.memory import describe_plan, host_bytes, plan_memory
 from lockstep.planner.needs import Needs
 from lockstep.single_controller.base import RoleGroup
+
+_GB = 2**30
 
 
 def place_models(pool: str, groups: Mapping[Enum, RoleGroup], config: PPOConfig) -> str | None:
     """Plan the memory of one device for the roles whose workers share it, and tell them.
 
-    Returns a line about what rests in host memory, None where nothing does. Workers that have no `memory_needs`, or none to tell
-    (on a CPU), are left as they are. Raises ResourceError when the models do not fit.
+    Returns a line about what rests in host memory, None where nothing does. Workers that have no `memory_needs`, or nothing to say
+    (on a CPU), are left as they are. Raises ResourceError when the models do not fit on the devices, or what rests into host memory.
     """
-    needs = {
-        role: need for role, group in groups.items() if (need := _ask(group, _load(config, role, group.world_size))) is not None
-    }
+    needs = {role: need for role, group in groups.items() if (need := _ask(group, _load(config, role, group.world_size)))}
     if not needs:
         return None
-    models = [model for need in needs.values() for model in need.models]
-    rollout = next((need.rollout for need in needs.values() if need.rollout is not None), None)
-    free = min(need.free for need in needs.values())
+    # Ranks differ in what is free, not in their models.
+    models = [model for ranks in needs.values() for model in ranks[0].models]
+    rollout = next((ranks[0].rollout for ranks in needs.values() if ranks[0].rollout is not None), None)
+    everyone = [rank for ranks in needs.values() for rank in ranks]
+    free = min(rank.free for rank in everyone)
     try:
         placements = plan_memory(models, rollout, free)
     except ResourceError as error:
         raise ResourceError(f"pool {pool}: {error}") from None
-    rest = iter(placements)
-    for role, need in needs.items():
-        groups[role].place_models({model.name: next(rest) for model in need.models})
+    _check_hosts(pool, next(iter(needs.values())), host_bytes(models, placements))
+    placement = iter(placements)
+    for role, ranks in needs.items():
+        groups[role].place_models({model.name: next(placement) for model in ranks[0].models})
     line = describe_plan(models, rollout, placements, free)
     return None if line is None else f"pool {pool}: {line}"
 
@@ -49,11 +53,19 @@ def _load(config: PPOConfig, role: Enum, ranks: int) -> Load:
     )
 
 
-def _ask(group: RoleGroup, load: Load) -> Needs | None:
-    """What the role's workers need, with what the fullest of their devices has; None where they do not say."""
-    if not hasattr(group, "memory_needs"):
-        return None
-    answers = group.memory_needs(load)
-    if any(answer is None for answer in answers):
-        return None
-    return Needs(min(answer.free for answer in answers), answers[0].models, answers[0].rollout)
+def _ask(group: RoleGroup, load: Load) -> list[Needs]:
+    """What the role needs, rank by rank; empty where its workers do not say."""
+    answers = group.memory_needs(load) if hasattr(group, "memory_needs") else []
+    return [] if None in answers else answers
+
+
+def _check_hosts(pool: str, ranks: list[Needs], each: int) -> None:
+    """Raise ResourceError unless `each` bytes for every rank fit into the host memory of its machine."""
+    for machine, count in Counter(rank.machine for rank in ranks).items():
+        host = min(rank.host for rank in ranks if rank.machine == machine)
+        if each * count > host:
+            raise ResourceError(
+                f"pool {pool}: weights and moments that would rest in the host memory of {machine} take {each * count / _GB:.3g} GB, "
+                f"{count} times {each / _GB:.3g}, and {host / _GB:.3g} GB are free; raise trainer.n_gpus_per_node or trainer.nnodes, so "
+                "that more devices share the models, or set model.lora_rank to train adapters"
+            )

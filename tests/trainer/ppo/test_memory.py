@@ -139,6 +139,18 @@ def test_models_that_cannot_fit_are_refused_before_any_is_loaded(
         trainer.init_workers()
 
 
+def test_what_cannot_rest_in_host_memory_is_refused_too(
+    embedded_config: Callable[..., PPOConfig], device_with: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = embedded_config(*STEPS)
+    device_with(smallest_that_fits(config))
+    monkeypatch.setattr(engine_workers, "available_ram", lambda: 1 << 16)
+    with pytest.raises(
+        ResourceError, match=r"rest in the host memory of .*, 1 times .*6\.1e-05 GB are free; raise trainer\.n_gpus"
+    ):
+        make_trainer(config, POOL, roles(*NAMES)).init_workers()
+
+
 def test_pools_in_one_process_are_one_device(embedded_config: Callable[..., PPOConfig], device_with: Callable[[int], None]) -> None:
     device_with(1 << 16)
     pools = {"global_pool": [1], "critic_pool": [1]}
