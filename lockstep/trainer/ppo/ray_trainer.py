@@ -33,7 +33,7 @@ from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
 from lockstep.trainer.ppo.memory import place_models
-from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
+from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored
 from lockstep.trainer.ppo.role import Role
@@ -290,7 +290,7 @@ class RayPPOTrainer:
                     self._sync_weights()
         self.global_steps = step
         self._dump(self.config.trainer.rollout_data_dir, batch, scored.extra)
-        return metrics | self._record(batch)
+        return metrics | peak_metrics(metrics) | self._record(batch)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------------
 
