@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
+from lockstep.utils.memory import free_device_memory
 
 KINDS = ("none", "selective", "full")
 _SHARE = 0.6
@@ -82,9 +83,8 @@ def apply_recompute(model: PreTrainedModel, kind: str) -> None:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on the device (on a CPU: in the machine)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    free = free_device_memory(device)
+    return psutil.virtual_memory().available if free is None else free
 
 
 def _mlps(model: PreTrainedModel) -> list[nn.Module]:

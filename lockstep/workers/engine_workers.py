@@ -32,7 +32,7 @@ from lockstep.planner.memory import Placement
 from lockstep.planner.needs import Needs, place_policy, place_training, policy_needs, training_needs
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, Worker, register
-from lockstep.utils.memory import available_ram
+from lockstep.utils.memory import available_ram, free_device_memory
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import LossFn, TrainEngine
 from lockstep.workers.engine.packing import Budget
@@ -454,11 +454,6 @@ class TrainingWorker(Worker):
     def _critic_budget(self) -> Budget:
         assert isinstance(self.config, CriticConfig)
         return Budget(self.config.ppo_max_token_len_per_gpu, self.config.ppo_micro_batch_size_per_gpu)
-
-
-def free_device_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU; None for a CPU: what is offloaded from it would lie in the same memory."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def on_last_token(scores: Tensor, responses: Ragged) -> Ragged:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from enum import Enum
+from typing import TypeVar
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ResourceError
@@ -15,14 +16,16 @@ from lockstep.single_controller.base import RoleGroup
 
 _GB = 2**30
 
+R = TypeVar("R", bound=Hashable)
 
-def place_models(pool: str, groups: Mapping[Enum, RoleGroup], config: PPOConfig) -> str | None:
-    """Plan the memory of one device for the roles whose workers share it, and tell them.
+
+def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Load]) -> str | None:
+    """Plan the memory of one device for the roles whose workers share it, and tell them. `loads` says what a rank of each role computes.
 
     Returns a line about what rests in host memory, None where nothing does. Workers that have no `memory_needs`, or nothing to say
     (on a CPU), are left as they are. Raises ResourceError when the models do not fit on the devices, or what rests into host memory.
     """
-    needs = {role: need for role, group in groups.items() if (need := _ask(group, _load(config, role, group.world_size)))}
+    needs = {role: need for role, group in groups.items() if (need := _ask(group, loads[role]))}
     if not needs:
         return None
     # Ranks differ in what is free, not in their models.
@@ -42,7 +45,7 @@ def place_models(pool: str, groups: Mapping[Enum, RoleGroup], config: PPOConfig)
     return None if line is None else f"pool {pool}: {line}"
 
 
-def _load(config: PPOConfig, role: Enum, ranks: int) -> Load:
+def load_of(config: PPOConfig, role: Enum, ranks: int) -> Load:
     """What one of `ranks` ranks of this role computes at once."""
     data, n = config.data, config.actor_rollout_ref.rollout.n
     mini_batch = config.critic_mini_batch_prompts if role.name == "Critic" else config.actor_mini_batch_prompts

@@ -32,7 +32,7 @@ from lockstep.single_controller.base.partition import share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
-from lockstep.trainer.ppo.memory import place_models
+from lockstep.trainer.ppo.memory import load_of, place_models
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored
@@ -192,8 +192,9 @@ class RayPPOTrainer:
         if self.ray_worker_group_cls.in_driver:  # one process, one device
             by_pool = {", ".join(by_pool): {name: role for roles in by_pool.values() for name, role in roles.items()}}
         for pool, roles in by_pool.items():
-            line = place_models(pool, {role: self.worker_groups[role] for role in roles.values()}, self.config)
-            if line is not None:
+            groups = {role: self.worker_groups[role] for role in roles.values()}
+            loads = {role: load_of(self.config, role, group.world_size) for role, group in groups.items()}
+            if (line := place_models(pool, groups, loads)) is not None:
                 self.display.message(line)
 
     def close(self) -> None:

@@ -17,10 +17,9 @@ from lockstep.errors import ResourceError
 from lockstep.planner.memory import plan_memory
 from lockstep.planner.needs import policy_needs, training_needs
 from lockstep.single_controller.base import Dispatch, Worker, register
-from lockstep.trainer.ppo.memory import _load
+from lockstep.trainer.ppo.memory import load_of
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, Role
 from lockstep.workers import engine_workers
-from lockstep.workers.engine_workers import free_device_memory
 
 POOL = {"global_pool": [1]}
 NAMES = ("ActorRollout", "Critic", "RefPolicy")
@@ -86,7 +85,7 @@ def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def smallest_that_fits(config: PPOConfig) -> int:
     """The least memory, to the byte, with which the models of NAMES can be planned."""
-    load = _load(config, Role.Critic, ranks=1)
+    load = load_of(config, Role.Critic, ranks=1)
     options = {"load": load, "world_size": 1, "element": 4}
     models, rollout = policy_needs(config.actor_rollout_ref, "actor_rollout", **options)
     models += policy_needs(config.actor_rollout_ref, "ref", **options)[0]
@@ -184,7 +183,3 @@ def test_a_worker_that_says_nothing_of_its_memory_is_started_as_ever(
         assert trainer._groups[0]._host._workers["rm"].loaded
     finally:
         trainer.close()
-
-
-def test_a_cpu_has_nothing_to_plan() -> None:
-    assert free_device_memory(torch.device("cpu")) is None
