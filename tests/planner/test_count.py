@@ -23,7 +23,7 @@ from lockstep.errors import DataError
 from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
 from lockstep.planner.count import LEAST_SEQUENCES, Load, count_model, count_rollout
-from lockstep.planner.memory import Keys, plan_memory, stage_bytes
+from lockstep.planner.memory import Keys, Model, Rollout, describe_plan, plan_memory, stage_bytes
 from lockstep.planner.needs import policy_needs, training_needs
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.rollout.native.probe import cache_shape
@@ -169,6 +169,22 @@ def test_a_folder_that_transformers_cannot_build_is_an_error(tmp_path: Path) -> 
         count(path, head=Head.VALUE)
 
 
+def large(folder: Path, role: str, tokens: int, load: Load) -> tuple[list[Model], Rollout]:
+    """The models of a PPO run of the 1.5B shape on one GPU, with this role for the policy; the critic is the last."""
+    Qwen2Config(**SHAPES["1.5b"], max_position_embeddings=4096).save_pretrained(folder)
+    model = ModelConfig(path=str(folder))
+    policy = ActorRolloutRefConfig(model=model, actor=ActorConfig(ppo_max_token_len_per_gpu=tokens))
+    models, rollout = policy_needs(policy, role, load=load, world_size=1, element=2)
+    critic = CriticConfig(model=model, ppo_max_token_len_per_gpu=tokens)
+    return [*models, training_needs(critic, load=load, world_size=1, element=2)], rollout
+
+
+def test_the_line_in_the_docs_is_what_is_said(tmp_path: Path) -> None:
+    models, rollout = large(tmp_path, "actor_rollout_ref", 16384, Load(730, 1024, 1024))
+    line = describe_plan(models, rollout, plan_memory(models, rollout, 40 * GIB), 40 * GIB)
+    assert f"\npool global_pool: {line}\n" in (RESULTS.parents[1] / "docs" / "training.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("file", "algorithm", "stages"),
     [
@@ -180,15 +196,9 @@ def test_stages_were_measured_to_take_what_is_counted(tmp_path: Path, file: str,
     """Peaks on an H200 are at most what is counted, and at least 0.93 of it."""
     run = json.loads((RESULTS / file).read_text())
     given, metrics = run["arguments"], run["steps"][algorithm]["metrics"]
-    Qwen2Config(**SHAPES[given["shape"]], max_position_embeddings=given["prompt"] + given["response"]).save_pretrained(tmp_path)
-    model, tokens = ModelConfig(path=str(tmp_path)), given["max_tokens"]
     rows = given["prompts"] * given["n"]
-    load = Load(given["prompt"] + given["response"], rows, rows)
-    policy = ActorRolloutRefConfig(model=model, actor=ActorConfig(ppo_max_token_len_per_gpu=tokens), rollout=RolloutConfig(n=8))
-    models, rollout = policy_needs(policy, "actor_rollout", load=load, world_size=1, element=2)
-    if algorithm == "ppo":
-        critic = CriticConfig(model=model, ppo_max_token_len_per_gpu=tokens)
-        models.append(training_needs(critic, load=load, world_size=1, element=2))
+    models, rollout = large(tmp_path, "actor_rollout", given["max_tokens"], Load(given["prompt"] + given["response"], rows, rows))
+    models = models if algorithm == "ppo" else models[:1]
     placements = plan_memory(models, rollout, 139 * GIB)
     assert [placement.recompute for placement in placements] == ["none"] * len(models)
     counted = stage_bytes(models, rollout, placements)
