@@ -5,7 +5,8 @@
 
 Random weights of a real shape, forced response lengths, random rewards: what is measured is the work, not the learning. The first step
 compiles, captures and warms up, and is shown apart; the others are averaged. --old-log-prob adds the pass that a sampler whose
-log-probs are the trainer's own makes unnecessary. One table for each algorithm, and benchmarks/results/step_*.json.
+log-probs are the trainer's own makes unnecessary. What rests in host memory is planned as in training; --memory-gb makes the GPU smaller.
+One table for each algorithm, and benchmarks/results/step_*.json.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.observability.spans import StageTimer
+from lockstep.planner.count import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo.memory import place_models
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, on_last_token
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,6 +49,8 @@ SEED = 0
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     results = {}
+    if options.memory_gb is not None:
+        torch.cuda.set_per_process_memory_fraction(options.memory_gb * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     with tempfile.TemporaryDirectory() as folder:
         _save_model(options, Path(folder))
         for algorithm in options.algorithm:
@@ -70,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
     parser.add_argument("--old-log-prob", action="store_true", help="recompute the old log-probs")
+    parser.add_argument("--reference", action="store_true", help="ppo: a reference policy too")
+    parser.add_argument("--memory-gb", type=float, help="as if the GPU had no more: torch refuses what goes beyond")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="of the results file, instead of the shape's")
     return parser
@@ -104,9 +111,16 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
     if algorithm == "ppo":
         value = CriticConfig(model=model, ppo_max_token_len_per_gpu=options.max_tokens, fsdp_config=fsdp)
         classes["critic"] = ClassWithInitArgs(TrainingWorker, value, "critic", seed=SEED, total_updates=100)
+    if algorithm == "ppo" and options.reference:
+        classes["ref"] = ClassWithInitArgs(
+            ActorRolloutRefWorker, policy, "ref", seed=SEED, pad_token_id=0, total_updates=0, max_response_length=options.response
+        )
     started = time.perf_counter()
     with LocalWorkerGroup(ResourcePool([1]), classes, device=options.device) as group:
         roles = group.spawn()
+        rows = options.prompts * options.n
+        line = place_models("global_pool", roles, dict.fromkeys(roles, Load(options.prompt + options.response, rows, rows)))
+        print(line or "nothing rests in host memory", flush=True)
         for role in roles.values():
             role.init_model()
         start_up = time.perf_counter() - started
@@ -128,7 +142,7 @@ def _step(
     dataset = [{"prompt_ids": ids, "index": i} for i, ids in enumerate(load.prompts)]
     config = AlgorithmConfig(adv_estimator="gae" if algorithm == "ppo" else "grpo")
     rows = [torch.arange(options.prompts * options.n)]
-    actor, critic, timer = roles["actor_rollout"], roles.get("critic"), StageTimer()
+    actor, critic, ref, timer = roles["actor_rollout"], roles.get("critic"), roles.get("ref"), StageTimer()
     metrics: dict[str, float] = {}
     sampling = SamplingParams(
         temperature=1.0, top_k=-1, top_p=1.0, max_tokens=options.response, stop_token_ids=(), seed=SEED
@@ -143,6 +157,9 @@ def _step(
                 stages.old_log_prob(actor, batch)
         else:
             stages.use_sampler_log_probs(batch)
+        if ref is not None:
+            with timer.stage("ref"):
+                stages.ref_log_prob(ref, batch)
         if critic is not None:
             with timer.stage("values"):
                 stages.values(critic, batch)

@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "embedded": {"utils"},
     "data_preprocess": {"utils"},
     "models": {"config", "utils"},
+    "planner": {"models", "config"},
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "single_controller/ray": {"single_controller/base", "protocol"},
@@ -32,14 +33,14 @@ ARROWS: dict[str, set[str]] = {
     "reward_check": {"workers/reward_manager", "utils"},
     "workers/engine_workers": {
         "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",
-        "models", "algorithms", "protocol", "config", "observability", "utils",
+        "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "check": {"algorithms", "config", "utils"},
     "compare": {
         "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
         "observability", "utils",
     },
-    "trainer/ppo": {"single_controller", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
+    "trainer/ppo": {"single_controller", "planner", "algorithms", "protocol", "config", "checkpoint", "observability", "utils"},
     "trainer/summary": {"trainer/ppo"},
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""

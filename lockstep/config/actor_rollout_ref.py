@@ -1,9 +1,9 @@
 """`actor_rollout_ref.*`: the policy that is trained, how it generates, and its frozen reference."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.config.check import absolute_reference, at_least, in_range, one_of
+from lockstep.config.check import absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
 from lockstep.config.sampling import check_sampling
@@ -119,12 +119,13 @@ class RefConfig:
     """Rows computed at once; null cuts by log_prob_max_token_len_per_gpu."""
     log_prob_max_token_len_per_gpu: int | None = None
     """Tokens computed at once; null means the actor's budget."""
-    param_offload: bool | None = None
-    """Keep the reference's weights in host memory while it is idle (fsdp and fsdp2); null means the actor's fsdp_config.param_offload."""
+    param_offload: bool | str = "auto"
+    """Keep the reference's weights in host memory while it is idle (fsdp, fsdp2). auto: when the models on a GPU do not fit otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"):
             at_least(f"actor_rollout_ref.ref.{name}", getattr(self, name), 1)
+        auto_or_bool("actor_rollout_ref.ref.param_offload", self.param_offload)
 
 
 @dataclass
@@ -236,11 +237,20 @@ class ActorRolloutRefConfig:
 
     def __post_init__(self) -> None:
         check_lora(self.model, self.actor, "actor_rollout_ref.actor", "actor_rollout_ref.model")
-        if self.ref.param_offload and self.actor.strategy not in ("fsdp", "fsdp2"):
+        if self.ref.param_offload is True and self.actor.strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(
                 "actor_rollout_ref.ref.param_offload=true needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not "
-                f"{self.actor.strategy}; set it to null"
+                f"{self.actor.strategy}; set it to auto"
             )
+
+    @property
+    def reference_engine(self) -> EngineChoice:
+        """The reference's engine: the actor's, with what is its own."""
+        return replace(self.actor, fsdp_config=replace(self.actor.fsdp_config, param_offload=self.ref.param_offload))
+
+    def makes_reference(self, role: str) -> bool:
+        """Whether a worker of this role loads a reference; an actor with adapters is one without them."""
+        return role == "ref" or (role == "actor_rollout_ref" and not self.model.lora_rank)
 
 
 def _check_drawing(prefix: str, section: SamplingConfig | RolloutConfig) -> None:

@@ -12,6 +12,12 @@ def one_of(key: str, value: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{key}={value} is not known; choose one of: {', '.join(allowed)}")
 
 
+def auto_or_bool(key: str, value: object) -> None:
+    """`value` must be "auto", true or false."""
+    if value != "auto" and not isinstance(value, bool):
+        raise ConfigError(f"{key}={value} is not known; choose one of: auto, true, false")
+
+
 def at_least(key: str, value: float | None, least: float) -> None:
     """`value` must be `least` or more; None passes (the key is unset)."""
     if value is not None and not value >= least:

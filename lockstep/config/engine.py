@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import at_least, in_range, one_of
+from lockstep.config.check import at_least, auto_or_bool, in_range, one_of
 from lockstep.errors import ConfigError
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "torchtitan", "veomni")
@@ -50,15 +50,19 @@ class FSDPConfig:
     """Ranks that share every layer (fsdp2): attention heads, MLP columns and the vocabulary are divided among them."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that divide the tokens of one micro-batch; attention exchanges heads for tokens (Ulysses). Divides the attention heads."""
-    param_offload: bool = False
-    """Keep the weights (and gradients that wait) in host memory while the model is idle: 4 bytes a parameter, moved for each stage."""
-    optimizer_offload: bool = False
-    """Keep AdamW's moments in host memory between updates: 8 bytes of GPU memory a parameter for the time of two copies."""
+    param_offload: bool | str = "auto"
+    """Keep the weights (and gradients that wait) in host memory while the model is idle: 4 bytes a parameter, moved for each stage. auto:
+    when the models on a GPU do not fit otherwise (docs/training.md)."""
+    optimizer_offload: bool | str = "auto"
+    """Keep AdamW's moments in host memory between updates: 8 bytes of GPU memory a parameter for the time of two copies. auto: when the
+    models on a GPU do not fit otherwise."""
     use_torch_compile: bool = False
     """Compile each layer (seconds at the first update and pass). Not for llama, mistral, qwen2 and qwen3, whose own kernels are faster."""
 
     def __post_init__(self) -> None:
         one_of("fsdp_config.dtype", self.dtype, DTYPES)
+        auto_or_bool("fsdp_config.param_offload", self.param_offload)
+        auto_or_bool("fsdp_config.optimizer_offload", self.optimizer_offload)
         if self.fsdp_size != -1:
             at_least("fsdp_config.fsdp_size", self.fsdp_size, 1)
         at_least("fsdp_config.tensor_parallel_size", self.tensor_parallel_size, 1)

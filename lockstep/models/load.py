@@ -85,18 +85,10 @@ def load_on_meta(
     assert config.path is not None, "the composition root fills in a path"
     folder = model_folder(config.path)
     files = WeightFiles(Path(folder))
-    hf_config = _hf_config(config, head, pad_token_id)
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
-        try:
-            model = build_on_meta(
-                head.value,
-                hf_config,
-                dtype=torch.float32,
-                attn_implementation=_attention(head),
-                trust_remote_code=config.trust_remote_code,
-            )
-        except ValueError:
-            return None
+    try:
+        model = model_on_meta(config, head, pad_token_id)
+    except ValueError:
+        return None
     missing = missing_weights(model, files)
     if missing is None or any(head is not Head.VALUE or n.startswith(f"{model.base_model_prefix}.") for n in missing):
         return None
@@ -104,6 +96,19 @@ def load_on_meta(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     disable_dropout(model)
     return model.train(), WeightSource(files, {name: draw_weights(model, name, seed) for name in missing})
+
+
+def model_on_meta(config: ModelConfig, head: Head, pad_token_id: int | None = None) -> PreTrainedModel:
+    """The model without weights, from its config alone. ValueError where transformers has no such head for it."""
+    hf_config = _hf_config(config, head, pad_token_id)
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        return build_on_meta(
+            head.value,
+            hf_config,
+            dtype=torch.float32,
+            attn_implementation=_attention(head),
+            trust_remote_code=config.trust_remote_code,
+        )
 
 
 def _hf_config(config: ModelConfig, head: Head, pad_token_id: int | None) -> Any:

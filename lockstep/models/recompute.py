@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
+from lockstep.utils.memory import free_device_memory
 
 KINDS = ("none", "selective", "full")
 _SHARE = 0.6
@@ -32,12 +33,12 @@ def activation_bytes(kind: str, tokens: int, layers: int, hidden: int, intermedi
     Numbers a token and layer: 16 hidden + 3 intermediate when everything is kept (inputs of norms, projections, rotary embedding and
     attention; gate, up and their product); 10 hidden without the MLP; 1 hidden, and one whole layer, with full recomputation. `fast`
     layers (models/fast_layers.py) keep 10 hidden + 2 intermediate, 9 hidden without the MLP, and 2 hidden of a layer's input: their
-    residual stream is float32.
+    residual stream is float32; 4 hidden once are its gradient before and after a layer.
     """
     whole = 10 * hidden + 2 * intermediate if fast else 16 * hidden + 3 * intermediate
-    without_mlp, before = (9 * hidden, 2 * hidden) if fast else (10 * hidden, hidden)
+    without_mlp, before, gradient = (9 * hidden, 2 * hidden, 4 * hidden) if fast else (10 * hidden, hidden, 0)
     per_token = {"none": layers * whole, "selective": layers * without_mlp + whole, "full": layers * before + whole}[kind]
-    return tokens * per_token * element
+    return tokens * (per_token + gradient) * element
 
 
 def choose_recompute(
@@ -54,13 +55,17 @@ def choose_recompute(
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     state = _TRAINED * sum(p.numel() for p in model.parameters()) // world_size
     room = _SHARE * (free - state)
-    kinds = [kind for kind in KINDS if kind != "selective" or _mlps(model)]
     fitting = (
         kind
-        for kind in kinds
+        for kind in possible_kinds(model)
         if activation_bytes(kind, tokens, config.num_hidden_layers, hidden, intermediate, element, fast) <= room
     )
     return next(fitting, "full")
+
+
+def possible_kinds(model: PreTrainedModel) -> list[str]:
+    """The kinds that the model can do, from the least recomputation to the most."""
+    return [kind for kind in KINDS if kind != "selective" or _mlps(model)]
 
 
 def apply_recompute(model: PreTrainedModel, kind: str) -> None:
@@ -80,9 +85,8 @@ def apply_recompute(model: PreTrainedModel, kind: str) -> None:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on the device (on a CPU: in the machine)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    free = free_device_memory(device)
+    return psutil.virtual_memory().available if free is None else free
 
 
 def _mlps(model: PreTrainedModel) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from lockstep.models.attention import PackedLayout
 
-_MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
+MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 """Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
 
 
@@ -81,7 +81,7 @@ def target_log_probs(
     With `part` the weight (and bias) are that part of the vocabulary, and every rank of its group has to call this with the same hidden
     states and targets. Each gets the same results; for the gradient of `hidden` see `VocabularyPart`.
     """
-    max_logits = max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cpu"])
+    max_logits = max_logits or MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
     chunk = max(1, max_logits // (weight.shape[0] if part is None else part.most))
     return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -18,3 +19,15 @@ def available_ram(cgroup: Path = _CGROUP) -> int:
     except (OSError, ValueError):  # no container, or another kind
         return free
     return free if limit == "max" else min(free, max(0, int(limit) - used))
+
+
+def free_device_memory(device: torch.device) -> int | None:
+    """Bytes that this process can still take on a GPU: what is free, or what torch's limit for the process leaves if that is less.
+
+    None for a CPU, where this is `available_ram`. What the allocator holds without using it counts as taken.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free, max(0, allowed - torch.cuda.memory_reserved(device)))

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.config.engine import OptimConfig
+from lockstep.config.engine import EngineChoice, OptimConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.config.weight_sync import choose_weight_sync
@@ -28,8 +27,12 @@ from lockstep.errors import NumericalError
 from lockstep.models.flops import peak_flops
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.observability.metrics import Mean, Metric
+from lockstep.planner.count import Load
+from lockstep.planner.memory import Placement
+from lockstep.planner.needs import Needs, place_policy, place_training, policy_needs, training_needs
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, Worker, register
+from lockstep.utils.memory import available_ram, free_device_memory
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import LossFn, TrainEngine
 from lockstep.workers.engine.packing import Budget
@@ -79,6 +82,21 @@ class ActorRolloutRefWorker(Worker):
         self.stages = Stages(self.device)
 
     @register(Dispatch.ONE_TO_ALL)
+    def memory_needs(self, load: Load) -> Needs | None:
+        """What `init_model` and the stages will take on the device, and what is free; None on a CPU, whose memory is the host's already."""
+        free = free_device_memory(self.device)
+        if free is None:
+            return None
+        element = self._dtype.itemsize
+        models, rollout = policy_needs(self.config, self.role, load=load, world_size=self.world_size, element=element)
+        return Needs(free, available_ram(), socket.gethostname(), models, rollout)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place_models(self, placements: Mapping[str, Placement]) -> None:
+        """Make `init_model` do what was decided for the models that `memory_needs` named."""
+        self.config = place_policy(self.config, placements)
+
+    @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model once for each part of the role; an actor that also generates shares its weights with the rollout."""
         rollout = get_rollout(self.config.rollout.name) if "rollout" in self.role else None
@@ -88,9 +106,9 @@ class ActorRolloutRefWorker(Worker):
         method = self._weight_sync_method() if rollout is not None and "actor" in self.role else None
         attention = rollout.attention if rollout is not None and issubclass(rollout, ModuleRollout) else None
         if "actor" in self.role:
-            self.actor = self._make_engine(self.config.actor.optim, attention)
-        if self.role == "ref" or (self.role == "actor_rollout_ref" and not self.config.model.lora_rank):
-            self.ref = self._make_engine(None, None, self.config.ref.param_offload)
+            self.actor = self._make_engine(self.config.actor, self.config.actor.optim, attention)
+        if self.config.makes_reference(self.role):
+            self.ref = self._make_engine(self.config.reference_engine, None, None)
         if attention is not None:
             self._init_module_rollout(attention)
         elif rollout is not None:
@@ -302,14 +320,9 @@ class ActorRolloutRefWorker(Worker):
             pass
         return None
 
-    def _make_engine(
-        self, optim: OptimConfig | None, decoder_attention: str | None, param_offload: bool | None = None
-    ) -> TrainEngine:
-        actor = self.config.actor
-        if param_offload is not None:
-            actor = dataclasses.replace(actor, fsdp_config=dataclasses.replace(actor.fsdp_config, param_offload=param_offload))
+    def _make_engine(self, choice: EngineChoice, optim: OptimConfig | None, decoder_attention: str | None) -> TrainEngine:
         return make_engine(
-            actor,
+            choice,
             model=self.config.model,
             head=Head.LANGUAGE_MODEL,
             optim=optim,
@@ -338,7 +351,8 @@ class ActorRolloutRefWorker(Worker):
 
 
 class TrainingWorker(Worker):
-    """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout."""
+    """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout; one that loads
+    something else than `config.model` also replaces `memory_needs` (None: it is left out of the plan)."""
 
     def __init__(self, config: CriticConfig | RewardModelConfig, role: str, *, seed: int, total_updates: int = 0) -> None:
         super().__init__()
@@ -348,6 +362,22 @@ class TrainingWorker(Worker):
         self.engine: TrainEngine | None = None
         self.tokenizer: Any = None
         self.stages = Stages(self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def memory_needs(self, load: Load) -> Needs | None:
+        """What `init_model` and the stages will take on the device, and what is free; None on a CPU, whose memory is the host's already."""
+        free = free_device_memory(self.device)
+        if free is None:
+            return None
+        element = compute_dtype(self.config.engine.dtype, self.device).itemsize
+        model = training_needs(self.config, load=load, world_size=self.world_size, element=element)
+        return Needs(free, available_ram(), socket.gethostname(), [model])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place_models(self, placements: Mapping[str, Placement]) -> None:
+        """Make `init_model` do what was decided for the model that `memory_needs` named."""
+        (placement,) = placements.values()
+        self.config = place_training(self.config, placement)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -141,6 +141,18 @@ def test_free_form_sections_take_any_key_but_only_in_themselves(tmp_path):
     assert isinstance(config.actor_rollout_ref.model.override_config, dict)
 
 
+def test_offloading_is_auto_true_or_false():
+    critic, ref = "critic.fsdp_config.optimizer_offload", "actor_rollout_ref.ref.param_offload"
+    config = load_config([*NAMED, f"{critic}=true", f"{ref}=False", "critic.fsdp_config.param_offload=auto"])
+    assert config.critic.fsdp_config.optimizer_offload is True
+    assert config.actor_rollout_ref.ref.param_offload is False
+    assert config.critic.fsdp_config.param_offload == config.actor_rollout_ref.actor.fsdp_config.param_offload == "auto"
+    for key in (critic, ref, "reward_model.fsdp_config.param_offload"):
+        for wrong in ("perhaps", "true", 1, None):
+            with pytest.raises(ConfigError, match=r"\.".join(key.split(".")[-2:])):
+                with_changes(config, {key: wrong})
+
+
 # -- what lies over what ---------------------------------------------------------------------------------------------------
 
 

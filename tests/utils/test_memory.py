@@ -1,8 +1,10 @@
 from pathlib import Path
 
 import psutil
+import pytest
+import torch
 
-from lockstep.utils.memory import available_ram
+from lockstep.utils.memory import available_ram, free_device_memory
 
 
 def test_a_containers_limit_counts_when_it_is_the_smaller_one(tmp_path: Path) -> None:
@@ -19,3 +21,17 @@ def test_without_a_limit_it_is_what_the_machine_has_free(tmp_path: Path) -> None
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1000000\n")
     assert 0 < available_ram(tmp_path) <= total
+
+
+@pytest.mark.parametrize(("fraction", "reserved", "expected"), [(1.0, 0, 70), (0.5, 0, 50), (0.5, 20, 30), (0.5, 60, 0)])
+def test_a_limit_of_the_process_counts_when_it_is_the_smaller_one(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, reserved: int, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    assert free_device_memory(torch.device("cuda", 0)) == expected
+
+
+def test_a_cpu_has_no_device_memory_of_its_own() -> None:
+    assert free_device_memory(torch.device("cpu")) is None

@@ -75,6 +75,13 @@ def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: 
     return metrics
 
 
+def peak_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """perf/max_memory_{allocated,reserved}_gb: the largest of the stages' own; nothing where these have none."""
+    names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
+    stages = {name: [value for key, value in metrics.items() if key.startswith(f"{name}/")] for name in names}
+    return {name: max(values) for name, values in stages.items() if values}
+
+
 def _row_sums(batch: DataProto, name: str) -> Tensor:
     return batch.batch[name].sum(1)
 

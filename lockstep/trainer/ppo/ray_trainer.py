@@ -32,7 +32,8 @@ from lockstep.single_controller.base.partition import share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
-from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
+from lockstep.trainer.ppo.memory import load_of, place_models
+from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored
 from lockstep.trainer.ppo.role import Role
@@ -181,9 +182,20 @@ class RayPPOTrainer:
             self._groups.append(group)
             for name, view in group.spawn().items():
                 self.worker_groups[roles[name]] = view
+        self._place_models(by_pool)
         for view in self.worker_groups.values():
             if hasattr(view, "init_model"):
                 view.init_model()
+
+    def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]]) -> None:
+        """Decide, for each device, which models rest in host memory while others work, and say so."""
+        if self.ray_worker_group_cls.in_driver:  # one process, one device
+            by_pool = {", ".join(by_pool): {name: role for roles in by_pool.values() for name, role in roles.items()}}
+        for pool, roles in by_pool.items():
+            groups = {role: self.worker_groups[role] for role in roles.values()}
+            loads = {role: load_of(self.config, role, group.world_size) for role, group in groups.items()}
+            if (line := place_models(pool, groups, loads)) is not None:
+                self.display.message(line)
 
     def close(self) -> None:
         """End the worker processes, and those of the rewards."""
@@ -279,7 +291,7 @@ class RayPPOTrainer:
                     self._sync_weights()
         self.global_steps = step
         self._dump(self.config.trainer.rollout_data_dir, batch, scored.extra)
-        return metrics | self._record(batch)
+        return metrics | peak_metrics(metrics) | self._record(batch)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------------
 

@@ -13,13 +13,15 @@ from lockstep.workers.engine.packing import Budget
 
 _GIB = 2**30
 
+_peaks: dict[torch.device, dict[str, Metric]] = {}
+"""Peaks of this process that nobody has taken. All its workers share them: some (a reference, a reward model) return no metrics."""
+
 
 class Stages:
-    """Runs stages on `device` and remembers the peaks of GPU memory until they are taken."""
+    """Runs stages on `device` and remembers the peaks of GPU memory until a worker of this process takes them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._peaks: dict[str, Metric] = {}
 
     @contextmanager
     def run(self, name: str, token_counts: Sequence[int], budget: Budget | None, key: str) -> Iterator[None]:
@@ -36,22 +38,17 @@ class Stages:
                 raise
             raise ResourceError(_advice(name, token_counts, budget, key, str(error))) from error
         if self._device.type == "cuda":
+            peaks = _peaks.setdefault(self._device, {})
             for kind, peak in (
                 ("allocated", torch.cuda.max_memory_allocated(self._device)),
                 ("reserved", torch.cuda.max_memory_reserved(self._device)),
             ):
-                self._peaks = self._merged(f"perf/max_memory_{kind}_gb", peak / _GIB, name)
+                metric = f"perf/max_memory_{kind}_gb/{name}"
+                peaks[metric] = Max(peak / _GIB).merge(peaks[metric]) if metric in peaks else Max(peak / _GIB)
 
     def take_peaks(self) -> dict[str, Metric]:
-        """perf/max_memory_{allocated,reserved}_gb of every stage (under /name) and of all, since the last call. Empty on a CPU."""
-        peaks, self._peaks = self._peaks, {}
-        return peaks
-
-    def _merged(self, metric: str, peak: float, stage: str) -> dict[str, Metric]:
-        peaks = dict(self._peaks)
-        for name in (metric, f"{metric}/{stage}"):
-            peaks[name] = Max(peak).merge(peaks[name]) if name in peaks else Max(peak)
-        return peaks
+        """perf/max_memory_{allocated,reserved}_gb/NAME of every stage of this process since the last call. Empty on a CPU."""
+        return _peaks.pop(self._device, {})
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.protocol import DataProto, Ragged
-from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, timing_metrics
+from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, timing_metrics
 
 COLUMNS = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
 
@@ -103,3 +103,10 @@ def test_no_metric_is_nan_when_every_response_is_empty():
     batch = make_batch([(1, 0), (2, 0)])
     metrics = data_metrics(batch, 3, 3) | timing_metrics(batch, {"step": 1.0, "gen": 1.0}, 1)
     assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
+
+
+def test_the_peak_of_a_step_is_that_of_its_fullest_stage():
+    name = "perf/max_memory_allocated_gb"
+    stages = {f"{name}/gen": 3.0, f"{name}/update_critic": 5.0, f"{name}/update_actor": 4.0}
+    assert peak_metrics({**stages, "perf/mfu/actor": 9.0}) == {name: 5.0}
+    assert peak_metrics({"actor/lr": 1.0}) == {}

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lockstep.errors import ResourceError
+from lockstep.observability.metrics import values
 from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.stage import Stages
 
@@ -23,3 +24,23 @@ def test_other_errors_pass_and_a_cpu_has_no_peaks() -> None:
     with stages.run("x", [], None, "a.b"):
         pass
     assert stages.take_peaks() == {}
+
+
+def test_the_workers_of_a_process_share_their_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference and a reward model return no metrics; who does takes theirs along, once, and the larger of two runs of a stage."""
+    peaks = iter([3, 5, 2])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks) << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 8 << 30)
+    device = torch.device("cuda", 0)
+    actor, ref = Stages(device), Stages(device)
+    for stages, name in ((ref, "ref"), (actor, "update_actor"), (actor, "update_actor")):
+        with stages.run(name, [], None, "a.b"):
+            pass
+    taken = values(actor.take_peaks())
+    assert {name: peak for name, peak in taken.items() if "allocated" in name} == {
+        "perf/max_memory_allocated_gb/ref": 3,
+        "perf/max_memory_allocated_gb/update_actor": 5,
+    }
+    assert set(taken.values()) == {3, 5, 8}
+    assert actor.take_peaks() == ref.take_peaks() == {}

@@ -74,7 +74,7 @@ class FSDPEngine(TrainEngine):
         if optim is None:
             module.requires_grad_(False)
         self._lora = lora
-        self.exports_copies = lora is not None or config.param_offload
+        self.exports_copies = lora is not None or config.param_offload is True
         specs = {
             base_name(name): (tensor.dtype, tuple(tensor.shape))
             for name, tensor in (*module.named_parameters(), *sharding.saved_buffers(module))
@@ -96,7 +96,7 @@ class FSDPEngine(TrainEngine):
         sharding.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
-        self._offload = config.optimizer_offload
+        self._offload = config.optimizer_offload is True  # auto is for a plan to decide; without one it is no
         trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         self._optimizer = (
             torch.optim.AdamW(
@@ -110,7 +110,7 @@ class FSDPEngine(TrainEngine):
             else None
         )
         self._rest: Offload | None = None
-        if config.param_offload:
+        if config.param_offload is True:
             self._rest = Offload(lambda: sharding.shards(self.module), lambda: sharding.gradient_shards(self.module))
             self._rest.to_host()
 

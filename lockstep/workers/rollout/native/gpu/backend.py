@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.utils.memory import free_device_memory
 from lockstep.workers.rollout.native.gpu.draw import num_chunks
 from lockstep.workers.rollout.native.gpu.filters import make_filter
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
@@ -64,7 +65,8 @@ class GPUBackend:
     def most_pages(self) -> int:
         """How many pages the free memory of the device has room for now."""
         torch.cuda.empty_cache()  # what the allocator holds and nobody uses is free too
-        free = torch.cuda.mem_get_info(self._device)[0]
+        free = free_device_memory(self._device)
+        assert free is not None
         return int(free * self._gpu_memory_utilization) // self._shape.page_bytes
 
     def open(self, num_pages: int) -> None:

@@ -1,0 +1,195 @@
+"""What a model and a rollout take on one device, from their configuration. Nothing is loaded: shapes come from a model on the meta device.
+
+Legend: P parameters, T those that learn, R ranks that share one copy of the state, C ranks that share every layer, e bytes of a number in
+the computation.
+
+```text
+            weights           gradients            moments   gathered
+fsdp        4 P / R           4 T / R              8 T / R   e P / C, or e (two layers and what is outside layers) / C
+megatron    e P / C + 4 T/R   with the weights     8 T / R   with the weights
+```
+
+Gradients of several micro-batches are added up whole before they are divided: 4 T / C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
+from lockstep.errors import DataError
+from lockstep.models.fast_layers import has_fast_layers
+from lockstep.models.load import Head, model_on_meta
+from lockstep.models.lora import Lora
+from lockstep.models.recompute import activation_bytes, possible_kinds
+from lockstep.models.token_head import MAX_LOGITS
+from lockstep.planner.memory import Keys, Model, Rollout
+
+LEAST_SEQUENCES = 64
+"""Sequences of the longest kind that a key-value cache should hold at once, where so many are generated."""
+_FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one rank computes at once. A row is a prompt with its response."""
+
+    longest: int
+    """Tokens of the longest row."""
+    step_rows: int
+    """Rows of a step."""
+    update_rows: int
+    """Rows of an update."""
+
+    def tokens(self, max_tokens: int, max_rows: int | None, rows: int) -> int:
+        """Tokens of the largest micro-batch that `rows` rows are cut into: by rows, or else by tokens."""
+        return min(rows * self.longest, max_tokens if max_rows is None else max_rows * self.longest)
+
+
+def count_model(
+    name: str,
+    keys: Keys,
+    passes: tuple[str, ...],
+    update: str | None,
+    *,
+    choice: EngineChoice,
+    model: ModelConfig,
+    head: Head,
+    world_size: int,
+    element: int,
+    load: Load,
+    budget: tuple[int, int | None],
+) -> Model:
+    """A model that computes in numbers of `element` bytes on `world_size` ranks, frozen where `update` is None.
+
+    `budget` is the tokens, or the rows, of a micro-batch. Raises DataError where transformers cannot build it with this head.
+    """
+    module = _build(model, head)
+    adapters = bool(model.lora_rank) and update is not None
+    if adapters:
+        Lora(module, model, head, seed=0)
+    parameters = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad) if update is not None else 0
+    tokens = {stage: load.tokens(*budget, rows) for stage, rows in (("pass", load.step_rows), ("update", load.update_rows))}
+    several = tokens["update"] < load.update_rows * load.longest
+    state = _state(choice, module, parameters, trained, world_size, element, several)
+
+    text = module.config.get_text_config()
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+    logits = {
+        kind: min(n * text.vocab_size, MAX_LOGITS["cuda"]) if head is Head.LANGUAGE_MODEL else 0 for kind, n in tokens.items()
+    }
+    section = choice.engine
+    fast = isinstance(section, FSDPConfig) and element < _FLOAT and not section.use_torch_compile and has_fast_layers(module)
+    offloads = choice.strategy in ("fsdp", "fsdp2")
+    kinds = _kinds(model, module) if update is not None else []
+    return Model(
+        name=name,
+        keys=keys if offloads else dataclasses.replace(keys, weights=None, moments=None),
+        passes=passes,
+        # Without a gradient a layer's parts are dropped as they are used: the stream, a norm, queries or keys; gate, up and their product.
+        # In a fast layer they live until it ends, and the stream (before, between and after its halves) is float32.
+        forward=tokens["pass"] * ((16 if fast else 4) * hidden + 3 * intermediate) * element + logits["pass"] * _FLOAT,
+        update=update,
+        activations={
+            kind: activation_bytes(kind, tokens["update"], layers, hidden, intermediate, element, fast)
+            + logits["update"] * (_FLOAT + element)
+            for kind in kinds
+        },
+        param_offload=choice.fsdp_config.param_offload if offloads else False,
+        optimizer_offload=choice.fsdp_config.optimizer_offload if offloads and update is not None else False,
+        **state,
+    )
+
+
+def count_rollout(
+    config: RolloutConfig,
+    model: ModelConfig,
+    *,
+    lender: EngineChoice | None,
+    world_size: int,
+    element: int,
+    load: Load,
+) -> Rollout:
+    """What generates from `model`; `lender` is the engine of the actor in the same worker, if there is one, under the name actor."""
+    module = _build(model, Head.LANGUAGE_MODEL)
+    text = module.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * size * element
+    cache = min(LEAST_SEQUENCES, config.max_num_seqs, load.step_rows) * load.longest * token
+    in_process = config.name in ("native", "hf")
+    plain = lender is not None and lender.strategy != "megatron" and not model.lora_rank
+    return Rollout(
+        weights=element * sum(p.numel() for p in module.parameters()),
+        # The native cache gets this share of what is free.
+        cache=int(cache / config.gpu_memory_utilization) if config.name == "native" else cache,
+        remedy=(
+            "raise actor_rollout_ref.rollout.gpu_memory_utilization"
+            if config.name == "native" and config.gpu_memory_utilization < 0.9
+            else "lower data.max_response_length"
+        ),
+        lender="actor" if lender is not None else None,
+        shares=in_process and plain and world_size == 1 and element == _FLOAT,
+        # A copy on one rank keeps its place for captured graphs; gathered ones go. vllm's weights sleep with its cache, sglang's do not.
+        keeps_weights=(lender is None or world_size == 1)
+        if in_process
+        else config.name == "sglang" or not config.free_cache_engine,
+        keeps_cache=not config.free_cache_engine,
+    )
+
+
+def _build(model: ModelConfig, head: Head) -> PreTrainedModel:
+    try:
+        return model_on_meta(model, head)
+    except ValueError as error:
+        first = str(error).strip().splitlines()[0]
+        raise DataError(f"{model.path} cannot be built as {head.name.lower()}: {first}") from error
+
+
+def _kinds(model: ModelConfig, module: PreTrainedModel) -> list[str]:
+    """What may be recomputed, as far as the user has not decided it."""
+    if not model.enable_gradient_checkpointing:
+        return ["none"]
+    return possible_kinds(module) if model.recompute == "auto" else [model.recompute]
+
+
+def _state(
+    choice: EngineChoice, module: PreTrainedModel, parameters: int, trained: int, world_size: int, element: int, several: bool
+) -> dict[str, int]:
+    """Bytes of weights, gradients, moments and gathered weights on one rank; `several` micro-batches make an update."""
+    if choice.strategy == "megatron":
+        megatron = choice.megatron
+        part = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+        ranks = world_size if megatron.use_distributed_optimizer else part
+        weights = element * parameters // part + _FLOAT * trained // part + _FLOAT * trained // ranks
+        return {"weights": weights, "gradients": 0, "moments": 2 * _FLOAT * trained // ranks, "gathered": 0}
+    part, ranks, keeps = _layout(choice, world_size)
+    layers = [m for m in module.modules() if type(m).__name__ in set(module._no_split_modules or ())]
+    inside = sum(p.numel() for layer in layers for p in layer.parameters())
+    whole = parameters if keeps or not layers else parameters - inside + 2 * inside // len(layers)
+    return {
+        "weights": _FLOAT * parameters // ranks,
+        "gradients": _FLOAT * trained // (part if several else ranks),
+        "moments": 2 * _FLOAT * trained // ranks,
+        "gathered": element * min(whole, parameters) // part,
+    }
+
+
+def _layout(choice: EngineChoice, world_size: int) -> tuple[int, int, bool]:
+    """Ranks that share every layer, ranks that share one copy of the state, and whether gathered layers stay through a stage."""
+    if choice.strategy == "torchtitan":
+        part = choice.torchtitan.tensor_parallel_size * choice.torchtitan.pipeline_parallel_size
+        return part, world_size, world_size == 1
+    if choice.strategy == "veomni":
+        size = choice.veomni.fsdp_size
+        return 1, world_size if size == -1 else size, world_size == 1
+    fsdp = choice.fsdp_config
+    part = fsdp.tensor_parallel_size
+    copy = world_size // part if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+    return part, part * copy, world_size == 1 or not fsdp.reshard_after_forward

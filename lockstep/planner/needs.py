@@ -1,0 +1,120 @@
+"""The models of a worker as a plan counts them, and what a plan decided as the configuration that the worker loads them with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.config.engine import EngineChoice, ModelConfig
+from lockstep.config.reward import RewardModelConfig
+from lockstep.models.load import Head
+from lockstep.planner.count import Load, count_model, count_rollout
+from lockstep.planner.memory import Keys, Model, Placement, Rollout
+
+C = TypeVar("C", bound=EngineChoice)
+T = TypeVar("T", bound=CriticConfig | RewardModelConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the models of one worker need, and what its device and its machine have before anything is loaded."""
+
+    free: int
+    """Bytes that are free on the device."""
+    host: int
+    """Bytes of host memory that are free on the machine."""
+    machine: str
+    """Its name: workers of one machine share that."""
+    models: list[Model]
+    rollout: Rollout | None = None
+
+
+def policy_needs(
+    config: ActorRolloutRefConfig, role: str, *, load: Load, world_size: int, element: int
+) -> tuple[list[Model], Rollout | None]:
+    """The actor, the reference and the rollout, as far as `role` (of ActorRolloutRefWorker) has them; `element` as in `count_model`."""
+    actor, ref, model = config.actor, config.ref, config.model
+    models = []
+    if "actor" in role:
+        section = "actor_rollout_ref.actor"
+        keys = Keys(
+            tokens=f"{section}.ppo_max_token_len_per_gpu",
+            weights=f"{section}.fsdp_config.param_offload",
+            moments=f"{section}.fsdp_config.optimizer_offload",
+            recompute="actor_rollout_ref.model.recompute=auto and actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        )
+        # With adapters the actor is the reference too.
+        passes = ("old_log_prob", "ref") if role == "actor_rollout_ref" and model.lora_rank else ("old_log_prob",)
+        models.append(
+            count_model(
+                "actor", keys, passes, "update_actor",
+                choice=actor, model=model, head=Head.LANGUAGE_MODEL, world_size=world_size, element=element, load=load,
+                budget=(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu),
+            )
+        )  # fmt: skip
+    if config.makes_reference(role):
+        keys = Keys("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", weights="actor_rollout_ref.ref.param_offload")
+        budget = (ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+        models.append(
+            count_model(
+                "ref", keys, ("ref",), None,
+                choice=config.reference_engine, model=model, head=Head.LANGUAGE_MODEL, world_size=world_size, element=element,
+                load=load, budget=budget,
+            )
+        )  # fmt: skip
+    rollout = None
+    if "rollout" in role:
+        lender = actor if "actor" in role else None
+        rollout = count_rollout(config.rollout, model, lender=lender, world_size=world_size, element=element, load=load)
+    return models, rollout
+
+
+def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, world_size: int, element: int) -> Model:
+    """The critic or the reward model."""
+    if isinstance(config, CriticConfig):
+        keys = Keys(
+            tokens="critic.ppo_max_token_len_per_gpu",
+            weights="critic.fsdp_config.param_offload",
+            moments="critic.fsdp_config.optimizer_offload",
+            recompute="critic.model.recompute=auto and critic.model.enable_gradient_checkpointing=true",
+        )
+        return count_model(
+            "critic", keys, ("values",), "update_critic",
+            choice=config, model=config.model, head=Head.VALUE, world_size=world_size, element=element, load=load,
+            budget=(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu),
+        )  # fmt: skip
+    keys = Keys(tokens="reward_model.max_token_len_per_gpu", weights="reward_model.fsdp_config.param_offload")
+    return count_model(
+        "reward_model", keys, ("reward_model",), None,
+        choice=config, model=config.model, head=Head.SCORE, world_size=world_size, element=element, load=load,
+        budget=(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu),
+    )  # fmt: skip
+
+
+def place_policy(config: ActorRolloutRefConfig, placements: Mapping[str, Placement]) -> ActorRolloutRefConfig:
+    """The same with what was decided for the models that `policy_needs` named."""
+    if "actor" in placements:
+        actor, model = _placed(config.actor, config.model, placements["actor"])
+        config = dataclasses.replace(config, actor=actor, model=model)
+    if "ref" in placements:
+        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, param_offload=placements["ref"].rest_weights))
+    return config
+
+
+def place_training(config: T, placement: Placement) -> T:
+    """The same with what was decided for the critic or the reward model."""
+    config, model = _placed(config, config.model, placement)
+    return dataclasses.replace(config, model=model)
+
+
+def _placed(choice: C, model: ModelConfig, placement: Placement) -> tuple[C, ModelConfig]:
+    fsdp = dataclasses.replace(choice.fsdp_config, param_offload=placement.rest_weights, optimizer_offload=placement.rest_moments)
+    if placement.recompute == "none":
+        model = dataclasses.replace(model, enable_gradient_checkpointing=False)
+    elif placement.recompute is not None:
+        model = dataclasses.replace(model, recompute=placement.recompute)
+    return dataclasses.replace(choice, fsdp_config=fsdp), model
