@@ -11,7 +11,7 @@ Legend: M tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +81,37 @@ def target_log_probs(
     With `part` the weight (and bias) are that part of the vocabulary, and every rank of its group has to call this with the same hidden
     states and targets. Each gets the same results; for the gradient of `hidden` see `VocabularyPart`.
     """
-    max_logits = max_logits or MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
+    max_logits = max_logits or _max_logits(hidden.device)
     chunk = max(1, max_logits // (weight.shape[0] if part is None else part.most))
     return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
+
+
+@dataclass(frozen=True, slots=True)
+class LossParts:
+    """Losses of tokens that follow each other, part by part."""
+
+    sizes: Sequence[int]
+    """Tokens of each part; their logits exist at once."""
+    loss_of: Callable[[int, Tensor, Tensor], Tensor]
+    """(number of the part, log-probs [size], entropy [size]) -> its loss, one number."""
+
+
+def target_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+    parts: LossParts,
+    part: VocabularyPart | None = None,
+) -> Tensor:
+    """The sum of the losses of the parts, whose log-probs and entropies are those of `target_log_probs`.
+
+    A part's logits are made once: its gradient is taken while they are there. (`target_log_probs` makes them again in the backward pass: a
+    quarter of the output layer's work.) The result has one gradient, of this sum.
+    """
+    return _TargetLoss.apply(hidden, weight, bias, targets, temperature, entropy_grad, parts, part)
 
 
 class _TargetLogProbs(torch.autograd.Function):
@@ -122,28 +150,83 @@ class _TargetLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
         log_prob_grad, entropy_grad = grads
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=_sum_dtype(weight.dtype)) if needs_weight else None
-        bias_grad = torch.zeros_like(bias, dtype=_sum_dtype(bias.dtype)) if needs_bias else None
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(targets), ctx.chunk):
             logits = _logits(hidden[rows], weight, bias, ctx.part)
             more = entropy_grad[rows].contiguous() if ctx.entropy_grad else None
             known = targets[rows], log_normaliser[rows], entropy[rows], log_prob_grad[rows].contiguous(), more
-            delta = _logit_gradient(logits, *known, ctx.temperature, hidden.dtype, ctx.part)
-            if bias_grad is not None:
-                bias_grad += delta.sum(0, dtype=bias_grad.dtype)
-            if hidden_grad is not None:
-                hidden_grad[rows] = delta @ weight
-            if weight_grad is not None:
-                _add_product(weight_grad, delta.t(), hidden[rows])
-        if ctx.part is not None and ctx.part.sums_hidden_grad and hidden_grad is not None:
-            dist.all_reduce(hidden_grad, group=ctx.part.group)
+            gradients.add(rows, _logit_gradient(logits, *known, ctx.temperature, hidden.dtype, ctx.part))
+        return *gradients.rounded(ctx.part), *(None,) * 5
+
+
+class _TargetLoss(torch.autograd.Function):
+    """See target_loss; the formulas are those of _TargetLogProbs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        parts: LossParts,
+        part: VocabularyPart | None,
+    ) -> Tensor:
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        total, start = torch.zeros((), dtype=_sum_dtype(hidden.dtype), device=hidden.device), 0
+        for number, size in enumerate(parts.sizes):
+            rows = slice(start, start + size)
+            start += size
+            logits = _logits(hidden[rows], weight, bias, part)
+            log_probs, log_normaliser, entropy = _statistics(logits, targets[rows], temperature, part, keep=True)
+            if part is not None:
+                dist.all_reduce(log_probs, group=part.group)
+                dist.all_reduce(entropy, group=part.group)
+            with torch.enable_grad():
+                leaves = log_probs.requires_grad_(), entropy.requires_grad_(entropy_grad)
+                loss = parts.loss_of(number, *leaves)
+                found = torch.autograd.grad(loss, leaves[: 1 + entropy_grad], materialize_grads=True)
+            own_grad, more = (found[0].contiguous(), found[1].contiguous() if entropy_grad else None)
+            known = targets[rows], log_normaliser, entropy.detach(), own_grad, more
+            gradients.add(rows, _logit_gradient(logits, *known, temperature, hidden.dtype, part))
+            total += loss.detach()
+        ctx.save_for_backward(*gradients.rounded(part))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *(None if found is None else found * grads[0].to(found.dtype) for found in ctx.saved_tensors), *(None,) * 5
+
+
+class _Gradients:
+    """The gradients of hidden states [M, H], weight [V, H] and bias [V], added up from those of some rows' logits."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._of_hidden = torch.empty_like(hidden) if needs[0] else None
+        self._of_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight.dtype)) if needs[1] else None
+        self._of_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias.dtype)) if bias is not None and needs[2] else None
+
+    def add(self, rows: slice, delta: Tensor) -> None:
+        """`delta` [rows, V] is the gradient of these rows' logits."""
+        if self._of_bias is not None:
+            self._of_bias += delta.sum(0, dtype=self._of_bias.dtype)
+        if self._of_hidden is not None:
+            self._of_hidden[rows] = delta @ self._weight
+        if self._of_weight is not None:
+            _add_product(self._of_weight, delta.t(), self._hidden[rows])
+
+    def rounded(self, part: VocabularyPart | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The three, in the types of what they are gradients of."""
+        if part is not None and part.sums_hidden_grad and self._of_hidden is not None:
+            dist.all_reduce(self._of_hidden, group=part.group)
+        of_weight, of_bias = self._of_weight, self._of_bias
         return (
-            hidden_grad,
-            None if weight_grad is None else weight_grad.to(weight.dtype),
-            None if bias_grad is None else bias_grad.to(bias.dtype),
-            *(None,) * 5,
+            self._of_hidden,
+            None if of_weight is None else of_weight.to(self._weight.dtype),
+            None if of_bias is None or self._bias is None else of_bias.to(self._bias.dtype),
         )
 
 
@@ -152,21 +235,29 @@ class _Request:
     targets: Tensor
     temperature: float
     entropy_grad: bool
+    parts: LossParts | None
 
 
 class TokenHead(nn.Linear):
-    """A model's output layer that answers with log-prob and entropy of given tokens while `asked` for them, and else with logits."""
+    """A model's output layer that answers with log-prob and entropy of given tokens, or with a loss of them, while `asked` for it, and
+    else with logits."""
 
     _request: _Request | None = None
 
     @contextmanager
-    def asked(self, targets: Tensor, temperature: float, entropy_grad: bool) -> Iterator[None]:
-        """Inside, forward of hidden states [1, M, H] gives [1, M, 2]: log-prob and entropy for each of `targets` [M]."""
-        self._request = _Request(targets, temperature, entropy_grad)
+    def asked(self, targets: Tensor, temperature: float, entropy_grad: bool, parts: LossParts | None = None) -> Iterator[None]:
+        """Inside, forward of hidden states [1, M, H] gives [1, M, 2]: log-prob and entropy for each of `targets` [M]; or with `parts`
+        [1, 1, 1]: the sum of their losses."""
+        self._request = _Request(targets, temperature, entropy_grad, parts)
         try:
             yield
         finally:
             self._request = None
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens whose logits exist at a time."""
+        return max(1, _max_logits(self.weight.device) // self.out_features)
 
     def forward(self, input: Tensor) -> Tensor:
         """Logits, or what was asked for."""
@@ -177,9 +268,10 @@ class TokenHead(nn.Linear):
         if isinstance(weight, DTensor):
             part = VocabularyPart.of(weight, sums_hidden_grad=True)
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
-        columns = target_log_probs(
-            input.squeeze(0), weight, bias, request.targets, request.temperature, request.entropy_grad, part=part
-        )
+        given = input.squeeze(0), weight, bias, request.targets, request.temperature, request.entropy_grad
+        if request.parts is not None:
+            return target_loss(*given, request.parts, part)[None, None, None]
+        columns = target_log_probs(*given, part=part)
         return torch.stack(columns, dim=-1)[None]
 
     def _logits(self, input: Tensor) -> Tensor:
@@ -238,16 +330,22 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: Vocabular
     return logits
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float, part: VocabularyPart | None) -> tuple[Tensor, Tensor, Tensor]:
+def _max_logits(device: torch.device) -> int:
+    return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, temperature: float, part: VocabularyPart | None, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, log of the normaliser and entropy, each [M]. Of a part of the vocabulary: log-prob and entropy are what it adds.
 
-    The logits are used up.
+    The logits are used up, unless they are to be kept.
     """
     if logits.is_cuda and logits.dtype == torch.float32 and part is None:
         from lockstep.models import token_kernels
 
         return token_kernels.statistics(logits, targets, temperature)
-    logits.div_(temperature)
+    logits = logits / temperature if keep else logits.div_(temperature)
     log_normaliser = torch.logsumexp(logits, dim=-1) if part is None else part.log_normaliser(logits)
     logits.sub_(log_normaliser[:, None])
     places, here = (targets, None) if part is None else part.places(targets)

@@ -17,7 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.models.outputs import token_log_probs
-from lockstep.models.token_head import TokenHead, VocabularyPart, gives_logits_unchanged, install_token_head, target_log_probs
+from lockstep.models.token_head import (
+    LossParts,
+    TokenHead,
+    VocabularyPart,
+    gives_logits_unchanged,
+    install_token_head,
+    target_log_probs,
+    target_loss,
+)  # fmt: skip
 
 
 def plain_log_probs(
@@ -55,6 +63,41 @@ def test_values_and_gradients_equal_the_logits_written_out(
 
     mine, want = run(target_log_probs, entropy_grad, max_logits), run(plain_log_probs)
     for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    sizes=st.lists(st.integers(0, 4), max_size=4), temperature=st.floats(0.3, 3.0), with_bias=st.booleans(), entropy_grad=st.booleans(),
+    factor=st.floats(0.5, 2.0), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_loss_taken_part_by_part_is_that_of_the_log_probs(
+    sizes: list[int], temperature: float, with_bias: bool, entropy_grad: bool, factor: float, seed: int
+) -> None:
+    """A loss that is not linear, so that its gradient depends on the log-probs; float64, so 1e-12."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, vocab = sum(sizes), 7
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    inputs = [draw(tokens, 5), 3 * draw(vocab, 5), *([draw(vocab)] if with_bias else [])]
+    targets, weights = torch.randint(0, vocab, (tokens,), generator=generator), draw(2, tokens).split(sizes, dim=1)
+
+    def loss_of(part: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
+        return (weights[part][0] * (0.1 * log_probs).exp()).sum() + (weights[part][1] * entropy.square()).sum()
+
+    def run(at_once: bool) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        given = leaves[0], leaves[1], leaves[2] if with_bias else None, targets, temperature, entropy_grad
+        if at_once:
+            loss = target_loss(*given, LossParts(sizes, loss_of))
+        else:
+            columns = [column.split(sizes) for column in target_log_probs(*given)]
+            loss = sum((loss_of(i, *part) for i, part in enumerate(zip(*columns, strict=True))), 0.0 * leaves[0].sum())
+        return loss.detach(), *torch.autograd.grad(factor * loss, leaves, materialize_grads=True)
+
+    for a, b in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 

@@ -7,13 +7,14 @@ The loop over micro-batches is here, once, for every backend. A loss is a sum ov
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from transformers import PreTrainedModel
 from lockstep.errors import NumericalError
 from lockstep.models.flops import ModelCost
 from lockstep.models.load import Head
-from lockstep.models.outputs import sequence_scores, token_log_probs, token_values
-from lockstep.models.token_head import TokenHead
+from lockstep.models.outputs import sequence_scores, token_log_probs, token_loss, token_values
+from lockstep.models.token_head import LossParts, TokenHead
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.checkpoint import ModelFolder
@@ -68,8 +69,12 @@ class OptimResult:
     """The learning rate it used."""
 
 
-LossOf = Callable[[int, dict[str, Tensor]], Tensor]
-"""(number of the micro-batch, its columns) -> its loss. Called once for each micro-batch that this rank has the outputs of."""
+class LossOf(Protocol):
+    """Called once for each part of each micro-batch that this rank has the outputs of."""
+
+    def __call__(self, number: int, columns: dict[str, Tensor], part: int = 0) -> Tensor:
+        """The loss of a micro-batch, or of a part of its rows, from the columns of these rows."""
+        ...
 
 
 P = ParamSpec("P")
@@ -204,13 +209,13 @@ class TrainEngine(ABC):
         batches = list(self._micro_batches(data, budget))
         packs = self._pack(batches)
         # Before the first pass: a copy to the device in the middle would wait for what runs there.
-        on_device = [None if rows is None else rows.to(self.device) for rows in batches]
+        on_device = [[] if rows is None else [part.to(self.device) for part in self._loss_parts(rows)] for rows in batches]
 
-        def loss_of(number: int, columns: dict[str, Tensor]) -> Tensor:
-            rows = on_device[number]
-            if rows is None:
+        def loss_of(number: int, columns: dict[str, Tensor], part: int = 0) -> Tensor:
+            if not on_device[number]:
                 return sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
-            loss, batch_metrics = loss_fn(_token_outputs(columns, packs[number].response_lengths), rows)
+            rows = on_device[number][part]
+            loss, batch_metrics = loss_fn(_token_outputs(columns, rows.ragged("responses").lengths), rows)
             metrics.append(batch_metrics | {"loss": _finite_loss(loss, rows)})
             return loss * self.gradient_ranks
 
@@ -229,7 +234,7 @@ class TrainEngine(ABC):
         """Forward and backward of each micro-batch; gradients are reduced over the ranks once, at the end."""
         for number, packed in enumerate(packs):
             with self.gradient_sync(number == len(packs) - 1):
-                loss_of(number, self._run(packed, temperature, entropy_grad)).backward()
+                self._loss(number, packed, loss_of, temperature, entropy_grad).backward()
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
         """One score for each row of token ids, on every rank of the model group."""
@@ -256,6 +261,34 @@ class TrainEngine(ABC):
             self.token_head,
         )
         return {"log_probs": log_probs, "entropys": entropy}
+
+    def _loss(self, number: int, packed: PackedRows, loss_of: LossOf, temperature: float, entropy_grad: bool) -> Tensor:
+        counts = self._rows_of_parts(packed.response_lengths)
+        if counts is None:
+            return loss_of(number, self._run(packed, temperature, entropy_grad))
+        assert self.token_head is not None
+
+        def loss_of_part(part: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
+            return loss_of(number, {"log_probs": log_probs, "entropys": entropy}, part)
+
+        parts = LossParts([int(lengths.sum()) for lengths in packed.response_lengths.split(counts)], loss_of_part)
+        places = (packed.input_ids, packed.position_ids, packed.layout, packed.predict_at, packed.targets)
+        return token_loss(self.module, *places, temperature, entropy_grad, self.token_head, parts)
+
+    def _rows_of_parts(self, lengths: Tensor) -> list[int] | None:
+        """How many rows each part of a micro-batch has whose loss the output layer takes while it has their logits.
+
+        None where it gives log-probs instead: rows are not whole here, or the logits of one are too many to exist at once.
+        """
+        if self.token_head is None or self.token_ranks > 1 or int(lengths.max()) > self.token_head.tokens_at_once:
+            return None
+        return [len(rows) for rows in cut_into_micro_batches(lengths.tolist(), Budget(self.token_head.tokens_at_once))]
+
+    def _loss_parts(self, rows: DataProto) -> list[DataProto]:
+        counts = self._rows_of_parts(rows.ragged("responses").lengths)
+        if counts is None:
+            return [rows]
+        return [rows.slice(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
 
     def _micro_batches(self, data: DataProto, budget: Budget) -> Iterator[DataProto | None]:
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
