@@ -15,6 +15,7 @@ from lockstep.config import PPOConfig, load_config
 from lockstep.embedded import EmbeddedTask, prepare
 
 torch.set_num_threads(1)
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's processes give way to all others, such as the other tests
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 settings.load_profile("lockstep")
 
