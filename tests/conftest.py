@@ -20,6 +20,18 @@ settings.register_profile("lockstep", deadline=None, suppress_health_check=[Heal
 settings.load_profile("lockstep")
 
 
+LONGEST = (
+    "e2e/test_demo.py",
+    "e2e/test_failures.py",
+    "e2e/test_roles.py",
+    "single_controller/ray/test_worker_group.py",
+    "e2e/test_three_nodes.py",
+    "e2e/test_user_algorithms.py",
+    "tutorial/test_tutorial.py",
+)
+"""Files that would keep one process busy after the other has ended, were they begun late; the longest first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with Ray come last: forking ranks (helpers.distributed) out of a process that runs Ray's threads crashes them.
 
@@ -30,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("ray") is not None or "ray_cluster" in getattr(item, "fixturenames", ())
 
     files = {item.path for item in items if uses_ray(item)}
-    items.sort(key=lambda item: item.path in files)
+    length = {Path(__file__).parent / name: len(LONGEST) - i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path in files, -length.get(item.path, 0)))
 
 
 @pytest.fixture(scope="session")
