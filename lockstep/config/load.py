@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -47,11 +45,11 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
     if is_embedded:
         base = OmegaConf.merge(base, EMBEDDED_PRESET)
     try:
-        base = OmegaConf.merge(base, from_file)
-        ConfigStore.instance().store(name="ppo", node=base)
-        with initialize(version_base=None, config_path=None):
-            # "++" also fills the free-form dicts, whose keys the schema cannot know; every other key was checked above.
-            composed = compose("ppo", overrides=[f"++{text.lstrip('+')}" for text in overrides])
+        composed = OmegaConf.merge(base, from_file)
+        for text in overrides:
+            parsed = OverridesParser.create().parse_override(text.lstrip("+"))
+            # Added by force: the schema cannot know the keys of its free-form dicts; every other key was checked above.
+            OmegaConf.update(composed, parsed.key_or_group, parsed.value(), merge=True, force_add=True)
         if is_embedded and "trainer.critic_warmup" not in named and composed.algorithm.adv_estimator != "gae":
             composed.trainer.critic_warmup = 0  # the preset's is for the preset's critic
         return _to_object(composed)

@@ -53,8 +53,8 @@ def make_trainer(
     tokenizer = hf_tokenizer(str(config.actor_rollout_ref.model.path))
     arguments: dict[str, Any] = {
         "role_worker_mapping": {role: CLASSES.get(role.name) for role in mapping},
-        "reward_fn": RewardManager(tokenizer=tokenizer, num_examine=0),
-        "val_reward_fn": RewardManager(tokenizer=tokenizer, num_examine=0),
+        "reward_fn": RewardManager(tokenizer=tokenizer, num_examine=0, num_workers=1),
+        "val_reward_fn": RewardManager(tokenizer=tokenizer, num_examine=0, num_workers=1),
     }
     return RayPPOTrainer(
         config=config,

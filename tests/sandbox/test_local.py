@@ -99,16 +99,15 @@ def test_a_sandbox_that_does_not_start_in_time_is_an_exception(sandbox, monkeypa
     assert _left_over() == []
 
 
-@pytest.mark.slow
-def test_a_thousand_programs_leave_nothing_behind(sandbox):
+def test_hundreds_of_programs_leave_nothing_behind(sandbox):
     sandbox.run("print(1)")
     with ThreadPoolExecutor(sandbox.max_concurrent) as threads:
         list(threads.map(lambda i: sandbox.run("pass"), range(50)))  # what threads and allocators keep is kept by now
         before = _used()
         program = f"print(input())\nopen('lockstep-sandbox-{os.getpid()}', 'w').write('x')"
-        results = list(threads.map(lambda i: sandbox.run(program, str(i)), range(1000)))
+        results = list(threads.map(lambda i: sandbox.run(program, str(i)), range(300)))
         after = _used()
-    assert [result.stdout for result in results] == [f"{i}\n" for i in range(1000)]
+    assert [result.stdout for result in results] == [f"{i}\n" for i in range(300)]
     assert {result.status for result in results} == {"ok"}
     assert _left_over() == []
     assert after["files"] <= before["files"]  # others in this process may have closed some meanwhile

@@ -11,7 +11,13 @@ import torch
 from helpers.tiny import save_tiny_model
 
 from lockstep.config import load_config
+from lockstep.errors import ResourceError
+from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer import main_ppo
+from lockstep.trainer.ppo.role import Role
+
+ENGINES = ("megatron", "torchtitan", "veomni")
+"""Those that are packages of their own."""
 
 
 @pytest.fixture
@@ -37,6 +43,13 @@ def no_model_is_loaded(monkeypatch):
 
     for name in ("engine.order.load_model", "engine.order.load_on_meta", "engine_workers.load_model"):
         monkeypatch.setattr(f"lockstep.workers.{name}", loaded)
+
+
+@pytest.fixture
+def every_engine_is_installed(monkeypatch):
+    """As far as the checks before the start can see."""
+    for engine in ENGINES:
+        monkeypatch.setattr(f"lockstep.workers.engine.{engine}.check.find_spec", lambda name: name)
 
 
 def write_rows(path, rows):
@@ -109,7 +122,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_clear_error_before_any_model_is_loaded(case, good, tmp_path, capsys, no_model_is_loaded):
+@pytest.mark.usefixtures("no_model_is_loaded", "every_engine_is_installed")
+def test_bad_input_is_one_clear_error_before_any_model_is_loaded(case, good, tmp_path, capsys):
     changes, expected = CASES[case]
     values = good | changes(tmp_path)
     config_file = values.pop("--config", None)
@@ -138,8 +152,8 @@ def test_a_strategy_without_its_package_names_it_and_the_command(good, capsys, m
     found = importlib.util.find_spec
     hidden = lambda name, *args: None if name.split(".")[0] == package else found(name, *args)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
-    for module in ("megatron", "torchtitan", "veomni"):
-        monkeypatch.setattr(f"lockstep.workers.engine.{module}.check.find_spec", hidden, raising=False)
+    for engine in ENGINES:
+        monkeypatch.setattr(f"lockstep.workers.engine.{engine}.check.find_spec", hidden)
     assert main_ppo.main([f"{key}={value}" for key, value in (good | {"actor_rollout_ref.actor.strategy": strategy}).items()]) == 1
     error = capsys.readouterr().err
     assert package in error
@@ -150,6 +164,32 @@ def test_asking_for_ray_without_it_names_the_extra(good, capsys, monkeypatch, no
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main_ppo.main([f"{key}={value}" for key, value in (good | {"trainer.worker_group": "ray"}).items()]) == 1
     assert "pip install 'lockstep-rl[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("section", "role"), [("critic", Role.Critic), ("reward_model", Role.RewardModel)])
+def test_one_key_puts_a_role_on_a_pool_of_its_own_in_other_processes(good, capsys, monkeypatch, tmp_path, section, role):
+    given = {}
+
+    def trainer(**arguments):
+        given.update(arguments)
+        raise ResourceError("this is far enough")
+
+    monkeypatch.setattr("lockstep.trainer.ppo.ray_trainer.RayPPOTrainer", trainer)
+    monkeypatch.setattr("lockstep.single_controller.ray.cluster.connect", lambda **arguments: False)
+    good |= {
+        "reward_model.enable": "true",
+        "reward_model.model.path": save_tiny_model(tmp_path / "rm", score_head=True),
+        f"{section}.enable_resource_pool": "true",
+        f"{section}.n_gpus_per_node": 3,
+        f"{section}.nnodes": 2,
+    }
+    assert main_ppo.main([f"{key}={value}" for key, value in good.items()]) == 1
+    assert "this is far enough" in capsys.readouterr().err
+    pools = given["resource_pool_manager"]
+    own = pools.mapping[role]
+    assert pools.resource_pool_spec == {"global_pool": [1], own: [3, 3]}
+    assert {other: pool for other, pool in pools.mapping.items() if pool == own} == {role: own}
+    assert given["ray_worker_group_cls"] is RayWorkerGroup
 
 
 def test_everything_local_runs_without_ray(good, capsys, monkeypatch):

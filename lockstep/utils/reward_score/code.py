@@ -20,11 +20,12 @@ import re
 import secrets
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import DataError, ResourceError
-from lockstep.sandbox import Result, Sandbox, default_sandbox
-from lockstep.sandbox.judge import decode, to_frame
+
+if TYPE_CHECKING:
+    from lockstep.sandbox import Result, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
@@ -56,6 +57,10 @@ def compute_score(
 
     Whatever a program does wrong scores 0.0. Raises DataError for tests that cannot be run and ResourceError when the sandbox fails.
     """
+    # The process that scores by another rule imports this file too, and starts in half the time without the sandbox.
+    from lockstep.sandbox import default_sandbox
+    from lockstep.sandbox.judge import to_frame
+
     programs, cases = _read(ground_truth, extra_info or {}, extract_program(solution_str))
     sandbox = sandbox or default_sandbox()
     header = {
@@ -199,6 +204,8 @@ def _parses(code: str) -> bool:
 
 def _outcomes(result: Result, secret: str) -> list[str] | None:
     """The judge's verdict; None when it was ended before one. Raises ResourceError when the judge never started."""
+    from lockstep.sandbox.judge import decode, to_frame
+
     started = to_frame("started").decode()
     if not result.stdout.startswith(started):
         raise ResourceError(f"the judge did not start in the sandbox ({result.status}): {result.stderr.strip()[-1000:]}")

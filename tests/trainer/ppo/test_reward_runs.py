@@ -127,9 +127,9 @@ class Listening(RewardManager):
 
 
 @pytest.mark.ray
-def test_responses_reach_the_rewards_of_the_driver_while_ray_workers_still_generate(embedded_config, ray_cluster):
-    config = embedded_config(*GRPO, "trainer.total_training_steps=1", "trainer.n_gpus_per_node=2")
+def test_responses_reach_the_rewards_of_the_driver_while_a_ray_worker_still_generates(embedded_config, ray_cluster):
+    config = embedded_config(*GRPO, "trainer.total_training_steps=1")
     tokenizer = hf_tokenizer(str(config.actor_rollout_ref.model.path))
     Listening.heard = 0
-    train(config, {"global_pool": [2]}, HYBRID, RayWorkerGroup, reward_fn=Listening(tokenizer, 0))
+    train(config, POOL, HYBRID, RayWorkerGroup, reward_fn=Listening(tokenizer, 0))
     assert 0 < Listening.heard <= 16  # those that arrived before the call returned; the others are asked for after it

@@ -114,13 +114,13 @@ def test_a_way_that_cannot_work_is_refused_at_the_start() -> None:
 
 @pytest.mark.ray
 def test_workers_in_other_processes_generate_from_the_actors_weights_after_a_sync(ray_cluster: None, tmp_path: Path) -> None:
-    """One process has the actor, two others rollouts of another model; broadcast, then the same by shared memory."""
+    """One process has the actor, another a rollout of another model; broadcast, then the same by shared memory."""
 
-    def group(role: str, processes: int, seed: int) -> RayWorkerGroup:
+    def group(role: str, seed: int) -> RayWorkerGroup:
         config = ActorRolloutRefConfig(model=ModelConfig(path=save_tiny_model(tmp_path / role, seed=seed)))
         arguments = {"seed": 1, "pad_token_id": 0, "total_updates": 1, "max_response_length": 12}
         worker = ClassWithInitArgs(ActorRolloutRefWorker, config, role, **arguments)
-        return RayWorkerGroup(ResourcePool([processes], use_gpu=False), worker)
+        return RayWorkerGroup(ResourcePool([1], use_gpu=False), worker)
 
     requests = make_requests(4)
     prompts = Ragged.from_rows([request.prompt_ids for request in requests])
@@ -131,7 +131,7 @@ def test_workers_in_other_processes_generate_from_the_actors_weights_after_a_syn
         completion.ids.tolist()
         for completion in make_rollout(save_tiny_model(tmp_path / "same", seed=3)).generate(requests, greedy)
     ]
-    with group("actor", 1, seed=3) as actor, group("rollout", 2, seed=0) as rollout:
+    with group("actor", seed=3) as actor, group("rollout", seed=0) as rollout:
         actor.init_model()
         rollout.init_model()
         for method in ("broadcast", "ipc"):
