@@ -86,10 +86,12 @@ def check_equivalence(module: PreTrainedModel, runner: object) -> None:
         runner.close()
     mine = torch.cat([torch.cat(parts).float() for parts in paged])
     theirs = torch.cat(alone)
-    difference, scale = (mine - theirs).abs().max().item(), theirs.abs().max().item()
-    tolerance = 1e-3 if runner.shape.dtype == torch.float32 else 5e-2
-    if not difference <= tolerance * scale:
-        raise _unsupported(module, f"it attends in another way: logits up to {scale:.2g} differ by {difference:.2g}")
+    # In half precision roundings alone are 0.15 of the logits' spread (SmolLM2-135M on a CPU); another attention makes it about 1.
+    spread = (theirs - theirs.mean(-1, keepdim=True)).square().mean().sqrt().item()
+    difference = (mine - theirs).square().mean().sqrt().item()
+    tolerance = 1e-3 if runner.shape.dtype == torch.float32 else 0.5
+    if not difference <= tolerance * spread:
+        raise _unsupported(module, f"it attends in another way: logits that spread by {spread:.2g} differ by {difference:.2g}")
 
 
 def _pass(rows: list[Tensor], starts: list[int], counts: list[int], table: Tensor, page_size: int) -> StepBatch:

