@@ -8,11 +8,12 @@ import platform
 import re
 import select
 import selectors
+import signal
 import subprocess
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -245,7 +246,9 @@ class _Run:
             self._stack.callback(self._tree.close)
             self._tree.kill()
         else:
-            self._process.kill()
+            # The first process of the namespace may be there already, unknown, and wait for the command: until then it is in its group.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         # With the first process of a namespace everything in it is dead, and the command ends when it has seen that.
         if not select.select([self._ended], [], [], _END_S)[0]:
             raise ResourceError(f"sandboxed process {self._process.pid} did not end within {_END_S:g} s of being killed")

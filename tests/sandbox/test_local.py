@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -97,6 +98,37 @@ def test_a_sandbox_that_does_not_start_in_time_is_an_exception(sandbox, monkeypa
     with pytest.raises(ResourceError, match=r"no answer within 0\.2 s"):
         sandbox.run("print(1)")
     assert _left_over() == []
+
+
+def test_one_that_is_killed_while_it_starts_leaves_no_process(sandbox, monkeypatch):
+    """Between being forked and being known, the first process of a namespace waits for the command that made it."""
+    sessions, start = [], local.subprocess.Popen
+
+    def remembered(*args, **kwargs):
+        sessions.append(start(*args, **kwargs))
+        return sessions[-1]
+
+    monkeypatch.setattr(local.subprocess, "Popen", remembered)
+    for milliseconds in range(1, 41):
+        monkeypatch.setattr(local, "_START_S", milliseconds / 1000)
+        with suppress(ResourceError):
+            sandbox.run("print(1)")
+    assert len(sessions) == 40
+    monkeypatch.undo()
+    known = {process.pid for process in sessions}
+    deadline = time.monotonic() + 10
+    while left := [
+        p for p in psutil.process_iter(["status"]) if _session(p.pid) in known and p.info["status"] != psutil.STATUS_ZOMBIE
+    ]:
+        assert time.monotonic() < deadline, left  # a signal takes a moment; dead ones wait for init
+        time.sleep(0.05)
+
+
+def _session(pid):
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def test_hundreds_of_programs_leave_nothing_behind(sandbox):
