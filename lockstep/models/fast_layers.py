@@ -41,7 +41,7 @@ def install_fast_layers(model: PreTrainedModel) -> bool:
     for part in model.modules():
         if type(part) in _NORMS:
             part.forward = functools.partial(_normalise, part, part.forward)
-        elif type(part) in _MLPS and part.config.hidden_act == "silu":  # type: ignore[union-attr]
+        elif _is_gated(part):
             part.forward = functools.partial(_gated, part, part.forward)
         elif type(part) in _LAYERS:
             part.forward = functools.partial(_layer, part, part.forward)
@@ -68,7 +68,7 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
         not args and cos.shape[-1] == size and size & (size - 1) == 0 and cos.stride() == sin.stride()
         and hidden_states.shape[0] == 1 and hidden_states.shape[-1] <= _LARGEST_NORM
         and kwargs.get("past_key_values") is None and attention.config._attn_implementation == PACKED
-        and _plain(linears) and linears[3].bias is None
+        and _plain(linears) and linears[3].bias is None and _is_gated(layer.mlp)
     )  # fmt: skip
     weight = layer.input_layernorm.weight
     if not (usual and _fits(weight)):
@@ -103,11 +103,15 @@ def _normalise(norm: Any, original: Callable[[Tensor], Tensor], hidden_states: T
 
 def _gated(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if not (_fits(mlp.down_proj.weight) and _plain(linears) and all(linear.bias is None for linear in linears)):
+    if not (_plain(linears) and _fits(mlp.down_proj.weight) and all(linear.bias is None for linear in linears)):
         return original(x) if residual is None else residual + original(x)
     from lockstep.models.layer_kernels import GatedMLP
 
     return GatedMLP.apply(residual, x.flatten(0, -2), *(linear.weight for linear in linears)).view_as(x)
+
+
+def _is_gated(mlp: Any) -> bool:
+    return type(mlp) in _MLPS and mlp.config.hidden_act == "silu"
 
 
 def _plain(linears: Any) -> bool:
