@@ -52,7 +52,7 @@ ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) te
 suite: $(SMOLLM2)
 	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS))
 
-# With the training backends that are packages of their own: about four minutes.
+# With the training backends that are packages of their own: about five minutes.
 test-engines: $(ENGINES)
 	$(PYTEST) $(ENGINE_TESTS)
 

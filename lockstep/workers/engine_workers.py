@@ -97,6 +97,11 @@ class ActorRolloutRefWorker(Worker):
         self.config = place_policy(self.config, placements)
 
     @register(Dispatch.ONE_TO_ALL)
+    def take_peaks(self) -> dict[str, Metric]:
+        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
+        return self.stages.take_peaks()
+
+    @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model once for each part of the role; an actor that also generates shares its weights with the rollout."""
         rollout = get_rollout(self.config.rollout.name) if "rollout" in self.role else None
@@ -378,6 +383,11 @@ class TrainingWorker(Worker):
         """Make `init_model` do what was decided for the model that `memory_needs` named."""
         (placement,) = placements.values()
         self.config = place_training(self.config, placement)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_peaks(self) -> dict[str, Metric]:
+        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
+        return self.stages.take_peaks()
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

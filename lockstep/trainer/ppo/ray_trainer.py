@@ -24,6 +24,7 @@ from lockstep.config.load import as_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.observability.display import Display, make_display
+from lockstep.observability.metrics import merge_metrics, values
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking, check_trackers
 from lockstep.protocol import DataProto
@@ -291,9 +292,16 @@ class RayPPOTrainer:
                     self._sync_weights()
         self.global_steps = step
         self._dump(self.config.trainer.rollout_data_dir, batch, scored.extra)
+        metrics |= self._silent_peaks()
         return metrics | peak_metrics(metrics) | self._record(batch)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------------
+
+    def _silent_peaks(self) -> dict[str, float]:
+        """Peaks of GPU memory of the workers in pools of their own that return no metrics: a rollout, a reference, a reward model."""
+        silent = (self.rollout_wg, self.ref_policy_wg, self.rm_wg)
+        views = [view for view in silent if view is not None and hasattr(view, "take_peaks")]
+        return values(merge_metrics([peaks for view in views for peaks in view.take_peaks()]))
 
     def _old_log_prob(self, batch: DataProto) -> dict[str, float]:
         """Recompute the old log-probs, unless the sampler's are to be used as they are, or were the trainer's own when last compared."""

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
+from lockstep.observability.metrics import Max
 from lockstep.trainer.ppo.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers.engine.stage import Stages
 from lockstep.workers.reward_manager import RewardManager
 
 POOL = {"global_pool": [1]}
@@ -96,6 +98,23 @@ THREE_STEPS = ("trainer.total_training_steps=3", "trainer.val_before_train=false
 def plain(embedded_config_in, tmp_path_factory):
     """The metrics of three steps with no switch set."""
     return train(embedded_config_in(tmp_path_factory.mktemp("plain"), *THREE_STEPS), POOL, HYBRID)
+
+
+def test_peaks_of_memory_are_told_of_every_stage_also_where_a_worker_learns_nothing(embedded_config, monkeypatch):
+    """As if each worker had a process and a GPU of its own."""
+    run, seen = Stages.run, {}
+
+    def remembered(self, name, *args):
+        seen.setdefault(self, {})[f"perf/max_memory_allocated_gb/{name}"] = Max(1.0)
+        return run(self, name, *args)
+
+    monkeypatch.setattr(Stages, "run", remembered)
+    monkeypatch.setattr(Stages, "take_peaks", lambda self: seen.pop(self, {}))
+    (row,) = train(embedded_config("trainer.total_training_steps=1", "trainer.val_before_train=false"), POOL, HYBRID)
+    assert {f"perf/max_memory_allocated_gb/{name}" for name in ("gen", "ref", "values", "update_critic", "update_actor")} <= set(
+        row
+    )
+    assert row["perf/max_memory_allocated_gb"] == 1.0
 
 
 def test_the_old_log_prob_pass_is_skipped_while_the_sampler_is_exact(plain):
