@@ -25,6 +25,7 @@ from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
+from lockstep.models import token_head
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
@@ -125,6 +126,19 @@ def test_compiled_layers_update_like_plain_ones(tmp_path: Path, monkeypatch: pyt
         return weights_of(engine)
 
     assert_weights_close(run_distributed(train, 1)[0], model)
+
+
+@pytest.mark.parametrize("layout", [Layout("fsdp"), Layout(world=2), Layout(world=2, section={"tensor_parallel_size": 2})])
+@pytest.mark.parametrize(("at_once", "parts"), [(8, [1, 2, 1]), (5, None)])
+def test_how_many_logits_exist_at_once_never_changes_an_update(
+    tmp_path: Path, layout: Layout, at_once: int, parts: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of some rows at a time while their logits are there; or, where a row has more tokens, of log-probs."""
+    path = save_tiny_model(tmp_path)
+    vocabulary = reference_model(path, LM).config.vocab_size
+    monkeypatch.setitem(token_head.MAX_LOGITS, "cpu", at_once * vocabulary)
+    assert layout.run(lambda: layout.engine(path)._rows_of_parts(torch.tensor([8, 3, 5, 1]))) == [parts] * layout.world
+    properties.assert_updates_equal_plain_pytorch(layout, path, budget=Budget(100), weight_atol=5e-5)
 
 
 @pytest.mark.parametrize("world", WORLDS)
