@@ -72,7 +72,7 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
     )  # fmt: skip
     weight = layer.input_layernorm.weight
     if not (usual and _fits(weight)):
-        return original(hidden_states.to(weight.dtype) if hidden_states.is_cuda else hidden_states, *args, **kwargs)
+        return original(hidden_states.to(weight.dtype), *args, **kwargs)
     from lockstep.models.layer_kernels import AddProduct, Project, Rotate, SplitNormalise
 
     norm, second = layer.input_layernorm, layer.post_attention_layernorm

@@ -11,8 +11,8 @@ gen        the rollout's copy of the weights, and the least memory for a key-val
 
 A plan lets the fullest moment of every stage fit into SHARE of what is free. It prefers nothing at rest, then frozen models' weights, then
 the moments of trained models, then their weights; among these, first those of the model that works in the fewest stages, and of two such
-models the larger. Each next choice keeps the ones before. With what rests decided, a trained model recomputes as little as fits. Where not
-even the last choice fits into SHARE, it may fill LIMIT.
+models the larger; weights that the rollout shares come last, since it then needs a copy. Each next choice keeps the ones before. With
+what rests decided, a trained model recomputes as little as fits. Where not even the last choice fits into SHARE, it may fill LIMIT.
 """
 
 from __future__ import annotations
@@ -118,13 +118,19 @@ def plan_memory(models: Sequence[Model], rollout: Rollout | None, free: int) -> 
     the bytes of each part of the largest stage and the first key to turn, when no choice lets every stage fit.
     """
     room = int(SHARE * free)
-    placements: list[Placement] = []
-    for placements in _choices(models, rollout):
-        if max(stage_bytes(models, rollout, placements).values()) <= room:
+
+    def most(placements: Sequence[Placement]) -> int:
+        return max(stage_bytes(models, rollout, placements).values())
+
+    choices = list(_choices(models, rollout))
+    for placements in choices:
+        if most(placements) <= room:
             return _recompute_less(models, rollout, placements, room)
-    if max(stage_bytes(models, rollout, placements).values()) <= LIMIT * free:
-        return placements
-    raise ResourceError(_too_large(models, rollout, placements, free))
+    # The last move can add more, a copy of lent weights, than it saves.
+    least = min(reversed(choices[-2:]), key=most)
+    if most(least) <= LIMIT * free:
+        return least
+    raise ResourceError(_too_large(models, rollout, least, free))
 
 
 def stage_bytes(models: Sequence[Model], rollout: Rollout | None, placements: Sequence[Placement]) -> dict[str, int]:
@@ -249,16 +255,16 @@ def _moves(models: Sequence[Model], rollout: Rollout | None) -> list[tuple[int, 
     def working(model: Model) -> int:
         return model.num_stages + (rollout is not None and rollout.lender == model.name)
 
-    # The rollout would need a copy of weights that it has for nothing while they are on the device.
-    stays = {rollout.lender} if rollout is not None and rollout.shares else set()
-    weights = [i for i, model in enumerate(models) if model.param_offload == "auto" and model.name not in stays]
+    # Last of all: the rollout would need a copy of weights that it has for nothing while they are on the device.
+    lent = rollout.lender if rollout is not None and rollout.shares else None
+    weights = [i for i, model in enumerate(models) if model.param_offload == "auto"]
     weights.sort(key=lambda i: (working(models[i]), -models[i].weights))
     moments = [i for i, model in enumerate(models) if model.optimizer_offload == "auto" and model.update is not None]
     moments.sort(key=lambda i: (working(models[i]), -models[i].moments))
-    frozen = [i for i in weights if models[i].update is None]
-    return (
-        [(i, "weights") for i in frozen] + [(i, "moments") for i in moments] + [(i, "weights") for i in weights if i not in frozen]
-    )
+    last = [i for i in weights if models[i].name == lent]
+    frozen = [i for i in weights if models[i].update is None and i not in last]
+    trained = [i for i in weights if i not in (*frozen, *last)]
+    return [(i, "weights") for i in frozen] + [(i, "moments") for i in moments] + [(i, "weights") for i in (*trained, *last)]
 
 
 def _recompute_less(models: Sequence[Model], rollout: Rollout | None, placements: list[Placement], room: int) -> list[Placement]:

@@ -39,13 +39,13 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         def aggregate(loss_mat: Tensor) -> Tensor:
             return agg_loss(loss_mat, mask, config.loss_agg_mode, denominators, loss_scale_factor)
 
-        metrics: dict[str, Metric | Pending] = {"log-probs": _finite("log-probs", outputs.log_probs, mask, rows)}
+        metrics: dict[str, Metric | Pending] = {"check/log_probs": _finite("log-probs", outputs.log_probs, mask, rows)}
         columns = {name: rows.batch[name] for name in names if name in rows.columns}
         own = {"old_log_prob": old_log_probs, "log_prob": outputs.log_probs, "response_mask": mask}
         loss_mat, token_metrics = compute_policy_loss(policy_loss, config.loss_parameters | columns | own)
         if "rollout_is_weights" in rows:
             loss_mat = loss_mat * zero_outside(rows.batch["rollout_is_weights"], mask)
-        metrics["policy loss"] = _finite("policy loss", loss_mat, mask, rows)
+        metrics["check/policy_loss"] = _finite("policy loss", loss_mat, mask, rows)
         loss = aggregate(loss_mat)
         metrics["actor/pg_loss"] = pending_sum(loss)
         if config.entropy_coeff:
@@ -75,7 +75,7 @@ def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
     def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
         assert outputs.values is not None
         mask = rows.batch["response_mask"].bool()
-        metrics: dict[str, Metric | Pending] = {"values": _finite("values", outputs.values, mask, rows)}
+        metrics: dict[str, Metric | Pending] = {"check/values": _finite("values", outputs.values, mask, rows)}
         loss_mat, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
             values=rows.batch["values"],

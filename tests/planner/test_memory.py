@@ -163,6 +163,22 @@ def test_a_plan_is_refused_only_where_no_choice_at_all_fits(found: list[Model], 
         assert max(slow_count(found, rollout, list(placements)).values()) > LIMIT * free
 
 
+def test_weights_that_the_rollout_shares_rest_where_nothing_else_is_left_and_it_helps() -> None:
+    keys = Keys("tokens", "weights", "moments", "recompute=auto")
+    actor = Model("actor", keys, ("old_log_prob",), weights=10, gathered=0, forward=0, param_offload="auto")
+    critic = Model(
+        "critic", keys, (), weights=0, gathered=0, forward=0, update="update_critic", gradients=90, activations={"none": 0}
+    )
+    rests = {}
+    for copy in (5, 200):
+        rollout = Rollout(weights=copy, cache=0, remedy="none", lender="actor", shares=True)
+        rests[copy] = attempt([actor, critic], rollout, 110)
+    assert rests[5] is not None
+    assert rests[5][0].rest_weights
+    assert rests[200] is not None
+    assert not rests[200][0].rest_weights  # 100 of 110 are in use, within LIMIT
+
+
 def ppo() -> list[Model]:
     """Actor, critic, reference and reward model of 1 GB of weights each; updates keep 6, 3 or 1 GB."""
     keys = {

@@ -216,7 +216,7 @@ class TrainEngine(ABC):
                 return sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
             rows = on_device[number][part]
             loss, batch_metrics = loss_fn(_token_outputs(columns, rows.ragged("responses").lengths), rows)
-            metrics.append(batch_metrics | {"loss": _finite_loss(loss, rows)})
+            metrics.append(batch_metrics | {"check/loss": _finite_loss(loss, rows)})
             return loss * self.gradient_ranks
 
         self.backward(packs, loss_of, temperature, entropy_grad)
