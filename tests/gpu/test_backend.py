@@ -238,3 +238,16 @@ def test_a_step_that_cannot_be_captured_is_computed_without_graphs(capsys):
         slow, _ = generate(backend, random_prompts(), [30])
     assert [s.tokens for s in slow] == [s.tokens for s in want]
     assert "without CUDA graphs" in capsys.readouterr().out
+    torch.cuda.manual_seed(0)
+    drawn = torch.randn(3, device="cuda")  # a broken capture must not take the process's random generator with it
+    torch.cuda.manual_seed(0)
+    assert torch.equal(torch.randn(3, device="cuda"), drawn)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_experts_in_half_precision_are_decoded_in_graphs(family, capsys):
+    """float32 experts are multiplied one by one, by counts that the host reads; bfloat16 ones by one grouped kernel."""
+    backend = make_backend(big_tiny(family, **FAMILIES[family]).bfloat16())
+    generate(backend, random_prompts(), [30])
+    assert backend._runner._graphs
+    assert "without CUDA graphs" not in capsys.readouterr().out

@@ -120,6 +120,7 @@ class DecodeRunner:
             print(f"decoding without CUDA graphs, which is slower: the step of this model cannot be captured ({first})", flush=True)
             self._captures = False
             self.forget()
+            _end_broken_capture()
             return
         self._graphs[variant] = graph
 
@@ -134,3 +135,10 @@ class DecodeRunner:
         self._step(*variant)
         self._rows.done[:size] = done
         self._warm.add(variant)
+
+
+def _end_broken_capture() -> None:
+    """A capture that breaks off leaves the device's random generator waiting for its end, and every later draw in this process fails;
+    the end of another capture is as good."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
