@@ -35,7 +35,7 @@ class BroadcastParcel(Parcel):
     port: int
     num_receivers: int
     cuda: bool
-    """Whether tensors travel between GPUs (nccl). Not run: the machines of our tests have no GPU."""
+    """Whether tensors travel between GPUs (nccl). Between two GPUs not run: the machine of our tests has one."""
     timeout_s: float = TIMEOUT_S
     manifest: Manifest | None = None
 

@@ -52,7 +52,7 @@ class MemoryParcel(Parcel):
 
 @dataclass(frozen=True)
 class CudaParcel(Parcel):
-    """Tensors in the memory of a GPU that both processes see under the same number. Not run: the machines of our tests have no GPU."""
+    """Tensors in the memory of a GPU that both processes see under the same number."""
 
     version: int
     manifest: Manifest
