@@ -29,7 +29,7 @@ finish_reason       O     -      generate           "stop", "length", "abort", o
 rm_scores           R     T      reward model       a reward model's score, on the last token
 rm_judged           D     -      rewards.model_scores  whether the reward model scored the row
 token_level_scores  R     T      rewards.score      the reward, on the last token
-old_log_probs       R     T      stages.old_log_prob  log-prob under the policy before the update
+old_log_probs       R     T      stages.old_log_prob  log-prob under the policy before the update; absent where the one update computes it
 entropys            R     T      stages.old_log_prob  entropy of the policy at the token
 rollout_is_weights  R     T      stages.correct     weight of the token's policy loss, where algorithm.rollout_correction asks for it
 ref_log_prob        R     T      stages.ref_log_prob  log-prob under the reference policy

@@ -25,7 +25,10 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
     pg_loss is weighted by the column rollout_is_weights where the batch has it; the other terms are not.
 
     Reads the columns response_mask, old_log_probs, advantages, with use_kl_loss ref_log_prob, and those that the policy loss
-    names. Reading its metrics raises NumericalError, naming dataset rows, when a log-prob or a token's loss is not finite.
+    names. Without old_log_probs the rows are the only update of their batch, and what it computes is what the policy was before it.
+    With rollout_log_probs the metrics sampler/* say how far the sampler was off.
+
+    Reading its metrics raises NumericalError, naming dataset rows, when a log-prob or a token's loss is not finite.
     """
     mode = config.policy_loss.loss_mode
     policy_loss = load_reference(mode) or get_policy_loss(mode)
@@ -34,7 +37,8 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
     def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
         assert outputs.log_probs is not None
         assert outputs.entropy is not None
-        mask, old_log_probs = rows.batch["response_mask"].bool(), rows.batch["old_log_probs"]
+        mask = rows.batch["response_mask"].bool()
+        old_log_probs = rows.batch["old_log_probs"] if "old_log_probs" in rows else outputs.log_probs.detach()
 
         def aggregate(loss_mat: Tensor) -> Tensor:
             return agg_loss(loss_mat, mask, config.loss_agg_mode, denominators, loss_scale_factor)
@@ -61,9 +65,10 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         metrics["actor/loss"] = pending_sum(loss)
         metrics["actor/entropy"] = token_mean(outputs.entropy, mask)
         metrics |= {f"actor/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
-        ratio = torch.exp(outputs.log_probs.detach() - old_log_probs)
-        metrics |= {"actor/ratio_mean": token_mean(ratio, mask), "actor/ratio_square_mean": token_mean(ratio.square(), mask)}
+        metrics["actor/ratio_mean"] = token_mean(torch.exp(outputs.log_probs.detach() - old_log_probs), mask)
         metrics["actor/log_ratio_max"] = _largest((outputs.log_probs - old_log_probs).abs(), mask)
+        if "rollout_log_probs" in rows:
+            metrics |= _against_sampler(outputs.log_probs.detach(), rows.batch["rollout_log_probs"], mask)
         return loss, metrics
 
     return loss_fn
@@ -95,6 +100,19 @@ def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
 def token_mean(values: Tensor, mask: Tensor) -> Pending:
     """The mean over unmasked tokens, as a metric that merges exactly."""
     return pending_mean(masked_sum(values.detach(), mask), mask.sum())
+
+
+def _against_sampler(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric | Pending]:
+    """What stages.update_actor makes training/rollout_* of: ratios and differences of the two probabilities of each token."""
+    ratio, difference = torch.exp(log_probs - rollout_log_probs), (log_probs.exp() - rollout_log_probs.exp()).abs()
+    return {
+        "sampler/log_ratio_max": _largest((log_probs - rollout_log_probs).abs(), mask),
+        "sampler/ratio": token_mean(ratio, mask),
+        "sampler/ratio_square": token_mean(ratio.square(), mask),
+        "sampler/difference_max": _largest(difference, mask),
+        "sampler/difference": token_mean(difference, mask),
+        "sampler/difference_square": token_mean(difference.square(), mask),
+    }
 
 
 def _finite(name: str, values: Tensor, mask: Tensor, rows: DataProto) -> Pending:

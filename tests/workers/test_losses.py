@@ -178,6 +178,44 @@ def test_every_policy_loss_with_importance_weights_is_the_same_however_the_rows_
     assert split[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-5, nan_ok=True)
 
 
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+@settings(max_examples=15, deadline=None)
+@given(cut=cuts(), seed=st.integers(0, 1000))
+def test_without_old_log_probs_they_are_the_ones_that_the_update_computes(
+    loss_mode: str, cut: tuple[list[int], list[list[int]]], seed: int
+) -> None:
+    """As after a pass that gave exactly these; no gradient goes through them."""
+    lengths, parts = cut
+    data, outputs = make_batch(lengths, seed)
+    data.set("cov_selected", data.ragged("advantages").like(torch.zeros(sum(lengths))))
+    loss_fn = make_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode)), denominators_of(data), SCALE)
+    data.set("old_log_probs", Ragged.from_rows([output[0] for output in outputs]))
+    after_a_pass = evaluate(loss_fn, data, outputs, parts)
+    alone = evaluate(loss_fn, data.select([name for name in data.columns if name != "old_log_probs"]), outputs, parts)
+    assert alone[0] == after_a_pass[0]
+    assert torch.equal(alone[1], after_a_pass[1])
+    assert alone[2] == pytest.approx(after_a_pass[2], abs=0, rel=0, nan_ok=True)
+    assert alone[2]["actor/log_ratio_max"] == 0.0
+
+
+def test_the_sampler_is_compared_with_the_update_token_by_token() -> None:
+    """Against numpy, in float64, on the policy's tokens alone; however the rows are cut."""
+    data, outputs = make_batch([5, 0, 3, 4], 1)
+    mask = data.ragged("response_mask").values.bool().numpy()
+    sampled = data.ragged("old_log_probs")
+    data.set("rollout_log_probs", sampled)
+    loss_fn = make_policy_loss(actor_config("token-mean"), denominators_of(data), SCALE)
+    new, old = (x.double().numpy()[mask] for x in (torch.cat([output[0] for output in outputs]), sampled.values))
+    ratio, difference = np.exp(new - old), np.abs(np.exp(new) - np.exp(old))
+    want = {
+        "log_ratio_max": np.abs(new - old).max(), "ratio": ratio.mean(), "ratio_square": (ratio**2).mean(),
+        "difference_max": difference.max(), "difference": difference.mean(), "difference_square": (difference**2).mean(),
+    }  # fmt: skip
+    for parts in ([[0, 1, 2, 3]], [[3], [0, 1], [2]]):
+        metrics = evaluate(loss_fn, data, outputs, parts)[2]
+        assert {name: metrics[f"sampler/{name}"] for name in want} == pytest.approx(want, rel=1e-5)
+
+
 def test_importance_weights_multiply_the_policy_loss_and_no_other_term() -> None:
     data, outputs = make_batch([3, 2], 0)
     config = actor_config("token-mean")

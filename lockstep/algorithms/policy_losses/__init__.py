@@ -114,9 +114,13 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 def loss_inputs(loss: PolicyLoss) -> dict[str, bool]:
     """The names that the loss and its `prepare` read, and whether each is required. ConfigError when one is not keyword-only."""
+    return prepare_inputs(loss) | input_names(_what(loss), loss)
+
+
+def prepare_inputs(loss: PolicyLoss) -> dict[str, bool]:
+    """The names that the loss's `prepare` reads, and whether each is required; none where it has no `prepare`."""
     prepare = PREPARATIONS.get(loss)
-    own = input_names(_what(loss), loss)
-    return own if prepare is None else input_names(f"the prepare of {_what(loss)}", prepare) | own
+    return {} if prepare is None else input_names(f"the prepare of {_what(loss)}", prepare)
 
 
 def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:

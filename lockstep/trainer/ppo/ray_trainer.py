@@ -265,7 +265,7 @@ class RayPPOTrainer:
         self.timer.reset()
         with self.timer.stage("step"):
             batch, scored, metrics = self.batches.next(self.rollout_wg, self.rm_wg, self._sampling())
-            metrics |= self._old_log_prob(batch)
+            metrics |= self._old_log_prob(step, batch)
             if self.ref_policy_wg is not None:
                 with self.timer.stage("ref"):
                     stages.ref_log_prob(self.ref_policy_wg, batch)
@@ -287,7 +287,7 @@ class RayPPOTrainer:
                         self.actor_wg, batch, self._actor_mini_batches(step, batch), self.config.actor_rollout_ref.actor
                     )
                     metrics |= update_metrics
-                    self._watch_drift(drift)
+                    self._watch_drift(step, batch, drift)
                 with self.timer.stage("update_weights"):
                     self._sync_weights()
         self.global_steps = step
@@ -303,28 +303,47 @@ class RayPPOTrainer:
         views = [view for view in silent if view is not None and hasattr(view, "take_peaks")]
         return values(merge_metrics([peaks for view in views for peaks in view.take_peaks()]))
 
-    def _old_log_prob(self, batch: DataProto) -> dict[str, float]:
-        """Recompute the old log-probs, unless the sampler's are to be used as they are, or were the trainer's own when last compared."""
+    def _old_log_prob(self, step: int, batch: DataProto) -> dict[str, float]:
+        """Compute the old log-probs, unless the sampler's are to be used as they are, or were the trainer's own when last compared, or the
+        update computes them itself."""
         bound = self.config.actor_rollout_ref.rollout.exactness_bound
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         if bypass or (self.sampler_drift is not None and self.sampler_drift < bound):
             stages.use_sampler_log_probs(batch)
             return {}
+        if self._update_is_the_pass(step, batch):
+            return {}
         with self.timer.stage("old_log_prob"):
             metrics = stages.old_log_prob(self.actor_wg, batch)
-        self.sampler_drift = metrics.get("training/rollout_log_probs_diff_max")
+        self._heed_drift(metrics.get("training/rollout_log_probs_diff_max"), "recomputed")
         return metrics
 
-    def _watch_drift(self, drift: float) -> None:
+    def _update_is_the_pass(self, step: int, batch: DataProto) -> bool:
+        """Whether the batch's one update is the first to need its old log-probs: then they are what its own forward pass computes."""
+        config = self.config
+        return (
+            step > config.trainer.critic_warmup
+            and len(self._actor_mini_batches(step, batch)) == 1
+            and not self._records(step)
+            and not stages.reads_old_log_probs(config.algorithm, config.actor_rollout_ref.actor)
+        )
+
+    def _watch_drift(self, step: int, batch: DataProto, drift: float | None) -> None:
         """Where the old log-prob pass was skipped, the first update measures what that pass would have."""
         if "old_log_prob" in self.timer.seconds or self.config.algorithm.rollout_correction.bypass_mode:
             return
-        self.sampler_drift = drift
+        is_pass = self._update_is_the_pass(step, batch)
+        self._heed_drift(drift, "those of the batch's one update itself" if is_pass else "recomputed from the next step on")
+
+    def _heed_drift(self, drift: float | None, old_log_probs_are: str) -> None:
+        """Remember how far the sampler was from the trainer, and say so when it is over the bound and was not before."""
         bound = self.config.actor_rollout_ref.rollout.exactness_bound
-        if drift >= bound:
+        was_over = self.sampler_drift is not None and self.sampler_drift >= bound
+        self.sampler_drift = drift
+        if drift is not None and drift >= bound and not was_over:
             self.display.message(
                 f"the sampler's log-probs are {drift:.2g} from the trainer's, over rollout.exactness_bound={bound:g}: "
-                "old log-probs are recomputed from the next step on"
+                f"old log-probs are {old_log_probs_are}"
             )
 
     def _records(self, step: int) -> bool:

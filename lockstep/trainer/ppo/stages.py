@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
-from lockstep.algorithms.advantages import compute_advantage
+from lockstep.algorithms.advantages import compute_advantage, estimator_inputs
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
-from lockstep.algorithms.policy_losses import FLAT_WITHOUT_ADVANTAGE, get_policy_loss, prepare_columns
+from lockstep.algorithms.policy_losses import FLAT_WITHOUT_ADVANTAGE, get_policy_loss, prepare_columns, prepare_inputs
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
@@ -72,14 +72,16 @@ def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if len(new):
         metrics["actor/entropy"] = batch.ragged("entropys").values[mask].mean().item()
-    if len(new) and not old.isnan().any():
-        difference = (new.exp() - old.exp()).abs()
-        ratio = (new - old).double().exp()
-        metrics |= _ratio_metrics((new - old).abs().max().item(), ratio.mean().item(), ratio.square().mean().item())
-        metrics["training/rollout_log_probs_diff_max"] = (new - old).abs().max().item()
-        metrics["training/rollout_probs_diff_max"] = difference.max().item()
-        metrics["training/rollout_probs_diff_mean"] = difference.mean().item()
-        metrics["training/rollout_probs_diff_std"] = difference.std(correction=0).item()
+    if len(new) and _has_sampler_log_probs(batch):
+        difference, ratio = (new.double().exp() - old.double().exp()).abs(), (new - old).double().exp()
+        metrics |= _sampler_metrics(
+            log_ratio_max=(new - old).abs().max().item(),
+            ratio=ratio.mean().item(),
+            ratio_square=ratio.square().mean().item(),
+            difference_max=difference.max().item(),
+            difference=difference.mean().item(),
+            difference_square=difference.square().mean().item(),
+        )
     return metrics
 
 
@@ -87,6 +89,18 @@ def use_sampler_log_probs(batch: DataProto) -> None:
     """Reads rollout_log_probs. Writes old_log_probs: for a sampler whose log-probs are the trainer's own."""
     batch.set("old_log_probs", batch.ragged("rollout_log_probs"))
     _check_finite(batch, "old_log_probs")
+
+
+def reads_old_log_probs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether old log-probs are read before the update: by the correction, the KL in the reward, the estimator, or what the policy loss
+    wants computed from a whole mini-batch. Otherwise a batch's only update, whose forward pass computes them, can do without a pass."""
+    mode, estimator = actor.policy_loss.loss_mode, algorithm.adv_estimator
+    return (
+        read_correction(algorithm.rollout_correction).is_on
+        or algorithm.use_kl_in_reward
+        or "old_log_probs" in estimator_inputs(load_reference(estimator) or estimator)
+        or "old_log_prob" in prepare_inputs(load_reference(mode) or get_policy_loss(mode))
+    )
 
 
 def ref_log_prob(reference: Any, batch: DataProto) -> None:
@@ -188,37 +202,56 @@ def update_critic(critic: Any, batch: DataProto, mini_batches: Sequence[Tensor])
 
 def update_actor(
     actor: Any, batch: DataProto, mini_batches: Sequence[Tensor], config: ActorConfig
-) -> tuple[dict[str, float], float]:
-    """Reads old_log_probs, advantages and, where the run has them, ref_log_prob and rollout_is_weights.
+) -> tuple[dict[str, float], float | None]:
+    """Reads advantages and, where the run has them, old_log_probs, ref_log_prob and rollout_is_weights.
 
     One optimizer step for each of `mini_batches` (row numbers). What the policy loss needs of a whole mini-batch is computed here,
     before it is cut.
 
     A row whose advantages are all 0 is left out where it has no part in the gradient; actor/skipped_rows is their share.
 
-    Also returns the largest |log-prob - old log-prob| in the first mini-batch: before any step it is how far the sampler (or the
-    old-log-prob pass) is from the policy that is trained. Where that pass was skipped (the batch has no entropys), the metrics
-    training/rollout_ratio_* are those of the first mini-batch.
+    Where there was no pass for the old log-probs (the batch has no entropys), the first mini-batch, before any step, tells what that
+    pass would have: the metrics training/rollout_*, and, returned too, the largest |log-prob| difference between sampler and trainer.
+    Without rollout_log_probs there is nothing to compare: None.
     """
-    updates = []
+    updates: list[dict[str, Metric]] = []
     for rows in mini_batches:
         mini_batch = actor_mini_batch(batch, rows, config)
+        if not updates and "entropys" not in batch and _has_sampler_log_probs(batch):
+            mini_batch.union(batch.select(["rollout_log_probs"], []).select_idxs(rows))
         kept = rows_with_gradient(mini_batch, config)
         updates.append(_update(actor.update_actor, mini_batch, kept))
         updates[-1]["actor/skipped_rows"] = Mean(float(len(mini_batch) - len(kept)), float(len(mini_batch)))
-    metrics, first = average_updates(updates), {name: metric.value for name, metric in updates[0].items()}
-    if "entropys" not in batch:
-        metrics |= _ratio_metrics(first["actor/log_ratio_max"], first["actor/ratio_mean"], first["actor/ratio_square_mean"])
-    return metrics, first["actor/log_ratio_max"]
+    found = {name: updates[0].pop(name).value for name in list(updates[0]) if name.startswith("sampler/")}
+    metrics = average_updates(updates)
+    if not found:
+        return metrics, None
+    metrics |= _sampler_metrics(**{name.removeprefix("sampler/"): value for name, value in found.items()})
+    return metrics, found["sampler/log_ratio_max"]
 
 
-def _ratio_metrics(log_ratio_max: float, mean: float, square_mean: float) -> dict[str, float]:
-    """training/rollout_ratio_*: the trainer's over the sampler's probability of the tokens. `ess` is the effective share of the samples,
-    mean(r)^2 / mean(r^2), 1 when all ratios are the same; `max` is the largest of r and 1 / r."""
+def _has_sampler_log_probs(batch: DataProto) -> bool:
+    """Whether the engine that generated gave a log-prob for every token that the policy wrote."""
+    mask = batch.ragged("response_mask").values.bool()
+    return "rollout_log_probs" in batch and not batch.ragged("rollout_log_probs").values[mask].isnan().any()
+
+
+def _sampler_metrics(
+    *, log_ratio_max: float, ratio: float, ratio_square: float, difference_max: float, difference: float, difference_square: float
+) -> dict[str, float]:
+    """training/rollout_*: of each token's ratio r of the trainer's over the sampler's probability, and of their difference.
+
+    `ratio_ess` is the effective share of the samples, mean(r)^2 / mean(r^2), 1 when all ratios are the same; `ratio_max` is the largest
+    of r and 1 / r.
+    """
     return {
         "training/rollout_ratio_max": math.exp(min(log_ratio_max, 700.0)),
-        "training/rollout_ratio_mean": mean,
-        "training/rollout_ratio_ess": mean**2 / square_mean if square_mean else math.nan,
+        "training/rollout_ratio_mean": ratio,
+        "training/rollout_ratio_ess": ratio**2 / ratio_square if ratio_square else math.nan,
+        "training/rollout_log_probs_diff_max": log_ratio_max,
+        "training/rollout_probs_diff_max": difference_max,
+        "training/rollout_probs_diff_mean": difference,
+        "training/rollout_probs_diff_std": math.sqrt(max(difference_square - difference**2, 0.0)),
     }
 
 
@@ -240,8 +273,8 @@ def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int
 
 def actor_mini_batch(batch: DataProto, rows: Tensor, config: ActorConfig) -> DataProto:
     """Those rows with the columns that an update of the actor reads, and those that the policy loss wants computed from all of them."""
-    optional = [name for name in ("ref_log_prob", "rollout_is_weights") if name in batch]
-    data = batch.select([*UPDATE_COLUMNS, "old_log_probs", "advantages", *optional], ["index", "sample"])
+    optional = [name for name in ("old_log_probs", "ref_log_prob", "rollout_is_weights") if name in batch]
+    data = batch.select([*UPDATE_COLUMNS, "advantages", *optional], ["index", "sample"])
     mini_batch = data.select_idxs(rows)
     mode = config.policy_loss.loss_mode
     keys = [
@@ -249,7 +282,7 @@ def actor_mini_batch(batch: DataProto, rows: Tensor, config: ActorConfig) -> Dat
         for index, sample in zip(mini_batch.non_tensor_batch["index"], mini_batch.non_tensor_batch["sample"], strict=True)
     ]
     available = config.loss_parameters | {
-        "old_log_prob": mini_batch.batch["old_log_probs"],
+        "old_log_prob": mini_batch.batch["old_log_probs"] if "old_log_probs" in mini_batch else None,
         "advantages": mini_batch.batch["advantages"],
         "response_mask": mini_batch.batch["response_mask"].bool(),
         "row_keys": torch.tensor(keys, dtype=torch.int64),

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 from lockstep.observability.metrics import Max
+from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 from lockstep.trainer.ppo.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.stage import Stages
@@ -130,9 +132,9 @@ def test_the_old_log_prob_pass_is_never_skipped_with_a_bound_of_zero_and_the_run
         assert [r[name] for r in plain] == pytest.approx([r[name] for r in recomputing], rel=1e-3, abs=1e-5), name
 
 
-def test_a_sampler_that_drifts_over_the_bound_switches_the_pass_back_on_and_says_so(embedded_config, capsys):
-    trainer = make_trainer(embedded_config(*THREE_STEPS), POOL, HYBRID)
-    trainer.sampler_drift = 0.0
+@contextmanager
+def drifting_sampler(trainer):
+    """The trainer's workers, which say log-probs that are 0.01 too low."""
     try:
         trainer.init_workers()
         generate = trainer.rollout_wg.generate_sequences
@@ -143,11 +145,71 @@ def test_a_sampler_that_drifts_over_the_bound_switches_the_pass_back_on_and_says
             return data
 
         trainer.rollout_wg.generate_sequences = drifting
-        trainer.fit()
+        yield
     finally:
         trainer.close()
+
+
+def test_a_sampler_that_drifts_over_the_bound_switches_the_pass_back_on_and_says_so(embedded_config, capsys):
+    trainer = make_trainer(embedded_config(*THREE_STEPS), POOL, HYBRID)
+    trainer.sampler_drift = 0.0
+    with drifting_sampler(trainer):
+        trainer.fit()
     assert ["timing_s/old_log_prob" in row for row in read_metrics(trainer.config)] == [False, True, True]
     assert "over rollout.exactness_bound=0.0001" in capsys.readouterr().out
+
+
+ONE_UPDATE = (*THREE_STEPS, "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=true")
+COMPARED = [f"training/rollout_{name}" for name in (
+    "ratio_max", "ratio_mean", "ratio_ess", "log_probs_diff_max", "probs_diff_max", "probs_diff_mean", "probs_diff_std"
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", ["0", "1e-4"])
+def test_the_one_update_of_a_batch_computes_its_old_log_probs_itself(embedded_config_in, tmp_path, monkeypatch, bound):
+    """The same run as with a pass before it; what that pass tells of the sampler is told by the update."""
+    overrides = (*ONE_UPDATE, f"actor_rollout_ref.rollout.exactness_bound={bound}")
+    alone = train(embedded_config_in(tmp_path / "alone", *overrides), POOL, HYBRID)
+    monkeypatch.setattr(RayPPOTrainer, "_update_is_the_pass", lambda *_: False)
+    passing = train(embedded_config_in(tmp_path / "passing", *overrides), POOL, HYBRID)
+    assert ["timing_s/old_log_prob" in row for row in passing] == ([True] * 3 if bound == "0" else [True, False, False])
+    assert all("timing_s/old_log_prob" not in row for row in alone)
+    for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", *COMPARED):
+        assert [r[name] for r in alone] == pytest.approx([r[name] for r in passing], rel=1e-3, abs=2e-5), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reads"),
+    [
+        (["actor_rollout_ref.actor.use_kl_loss=true"], False),
+        (["algorithm.use_kl_in_reward=true"], True),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], True),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], True),
+        (["trainer.critic_warmup=1"], True),
+        (["trainer.record_batch_dir=batches"], True),
+        (["algorithm.rollout_correction.rollout_is=token"], True),
+        (["algorithm.adv_estimator=optimal_token_baseline", "critic.enable=false"], True),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], True),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], False),
+    ],
+)
+def test_whoever_reads_old_log_probs_before_the_update_gets_a_pass(embedded_config, tmp_path, monkeypatch, overrides, reads):
+    monkeypatch.chdir(tmp_path)
+    one_step = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "algorithm.use_kl_in_reward=false")
+    (row,) = train(embedded_config(*one_step, *overrides), POOL, HYBRID)
+    assert ("timing_s/old_log_prob" in row) == reads
+
+
+def test_a_sampler_over_the_bound_is_told_once_where_the_update_computes_old_log_probs(embedded_config, capsys):
+    trainer = make_trainer(embedded_config(*ONE_UPDATE), POOL, HYBRID)
+    with drifting_sampler(trainer):
+        trainer.fit()
+    rows = read_metrics(trainer.config)
+    assert all("timing_s/old_log_prob" not in row for row in rows)
+    assert [row["training/rollout_log_probs_diff_max"] for row in rows] == pytest.approx([0.01] * 3, rel=1e-2)
+    assert all(row["actor/log_ratio_max"] == 0.0 for row in rows)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "exactness_bound" in line)
+    assert line.endswith("old log-probs are those of the batch's one update itself")
 
 
 def test_in_critic_warm_up_only_the_critic_learns(embedded_config, embedded_task):

@@ -42,7 +42,10 @@ class Learner:
     def update_actor(self, data, denominators):
         self.calls.append((data, denominators))
         rank = {"actor/tokens": Mean(float(denominators.tokens)), "actor/log_ratio_max": Max(float(len(self.calls)))}
-        rank |= {"actor/ratio_mean": Mean(1.0), "actor/ratio_square_mean": Mean(4.0 * len(self.calls))}
+        if "rollout_log_probs" in data:
+            rank |= {f"sampler/{name}": Mean(1.0) for name in ("ratio", "difference")}
+            rank |= {f"sampler/{name}_square": Mean(4.0) for name in ("ratio", "difference")}
+            rank |= {f"sampler/{name}_max": Max(float(len(self.calls))) for name in ("log_ratio", "difference")}
         return [rank, rank | {"actor/log_ratio_max": Max(0.5)}]
 
     update_critic = update_actor
@@ -282,6 +285,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
         [[1] * 3, [1], [1] * 2, [1]],
         [[1, 0, 1], [1], [1, 1], [0]],
         old_log_probs=nothing,
+        rollout_log_probs=[[0, math.nan, 0], [0], [0, 0], [math.nan]],
         advantages=[[1, 0, 0], [2], [0, 3], [4]],
         values=nothing,
         returns=nothing,
@@ -296,16 +300,21 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
             "training/rollout_ratio_max": math.e,
             "training/rollout_ratio_mean": 1.0,
             "training/rollout_ratio_ess": 0.25,
+            "training/rollout_log_probs_diff_max": 1.0,
+            "training/rollout_probs_diff_max": 1.0,
+            "training/rollout_probs_diff_mean": 1.0,
+            "training/rollout_probs_diff_std": math.sqrt(3.0),
         }
     )
-    metrics = {name: value for name, value in metrics.items() if name not in rollout and "ratio_" not in name.removesuffix("_max")}
+    metrics = {name: value for name, value in metrics.items() if name not in rollout}
     assert drift == 1.0  # of the first update, before any step
     assert metrics == {"actor/tokens": 2.5, "actor/log_ratio_max": 2.0, "actor/skipped_rows": 0.25}
     assert [(list(d.non_tensor_batch["index"]), c.tokens, c.sequences) for d, c in actor.calls] == [
         ([32], 2, 1),  # nothing in the last row is the policy's
         ([30, 31], 3, 2),
     ]
-    assert set(actor.calls[0][0].columns) == {"prompts", "responses", "response_mask", "old_log_probs", "advantages"}
+    columns = {"prompts", "responses", "response_mask", "old_log_probs", "advantages"}
+    assert [set(data.columns) for data, _ in actor.calls] == [columns | {"rollout_log_probs"}, columns]
     stages.update_critic(critic, batch, mini_batches)
     assert set(critic.calls[0][0].columns) == {"prompts", "responses", "response_mask", "values", "returns"}
     batch.set("ref_log_prob", column(nothing))
