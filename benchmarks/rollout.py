@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--generic-layers", action="store_true", help="the native engine's way for all families, also where it has fused layers"
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="tokens and log-probs bitwise the same in any batch")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--name", help="middle part of the result file's name, instead of the shape")
     return parser
@@ -115,6 +116,7 @@ def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) ->
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.memory,
+        batch_invariant=options.batch_invariant,
     )
     if options.generic_layers:
         from lockstep.workers.rollout.native.gpu import backend
