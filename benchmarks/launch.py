@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="ppo: with a critic of the same size")
-    parser.add_argument("--max-tokens", type=int, default=24_576, help="tokens of a micro-batch")
+    parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--worker-group", choices=("local", "ray"), default="local")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="of the results file, instead of the shape's")

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that is not")
-    parser.add_argument("--max-tokens", type=int, default=24_576, help="tokens of a micro-batch")
+    parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
     parser.add_argument("--old-log-prob", action="store_true", help="recompute the old log-probs")

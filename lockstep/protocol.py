@@ -95,9 +95,10 @@ class Ragged:
         width = self.width if width is None else width
         if width < self.width:
             raise ValueError(f"width {width} is smaller than the longest row, {self.width}")
-        out = torch.full((len(self), width), value, dtype=self.values.dtype, device=self.values.device)
-        out[_padding_mask(self.lengths, width, side).to(out.device)] = self.values
-        return out
+        out = torch.full((len(self) * width,), value, dtype=self.values.dtype, device=self.values.device)
+        places = _padding_mask(self.lengths, width, side).flatten().nonzero().flatten()
+        # (A boolean index on a GPU, like a copy to it that blocks, would wait for all that was asked of it before.)
+        return out.index_copy(0, places.to(out.device, non_blocking=True), self.values).view(len(self), width)
 
     @property
     def width(self) -> int:
@@ -127,7 +128,8 @@ class Ragged:
 
     def to(self, device: torch.device | str) -> Ragged:
         """The values on another device; lengths stay on the CPU."""
-        return Ragged(self.values.to(device), self.lengths)
+        # From pageable memory, which is what these are in, a copy that does not block has read its source when it returns.
+        return Ragged(self.values.to(device, non_blocking=self.values.device.type == "cpu"), self.lengths)
 
     def equal(self, other: Ragged) -> bool:
         """Same lengths and same values, bit for bit (NaN equals NaN)."""

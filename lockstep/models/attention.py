@@ -52,13 +52,14 @@ class PackedLayout:
         self.longest = max(a + b for a, b in zip(before, own, strict=True))
         """Tokens of the longest sequence."""
         self.num_tokens, self.num_shared_tokens = sum(own), sum(own[: self.num_shared])
-        bounds = _bounds(self.lengths).to(device)
+        bounds = _bounds(self.lengths).to(device, non_blocking=True)
         self.own = Bounds(bounds, bounds, max(own), max(own))
         self.shared: Bounds | None = None
         if followers:
             shared = self.lengths[: self.num_shared]
             readers = torch.stack([part.sum() for part in self.lengths[self.num_shared :].split(counts.tolist())])
-            self.shared = Bounds(_bounds(readers).to(device), _bounds(shared).to(device), int(readers.max()), int(shared.max()))
+            query, key = (_bounds(part).to(device, non_blocking=True) for part in (readers, shared))
+            self.shared = Bounds(query, key, int(readers.max()), int(shared.max()))
 
     def divided(self, group: dist.ProcessGroup) -> PackedLayout:
         """The same layout for ranks that have a part of the tokens each."""

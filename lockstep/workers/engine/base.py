@@ -29,6 +29,7 @@ from lockstep.models.token_head import LossParts, TokenHead
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.checkpoint import ModelFolder
+from lockstep.workers.engine.made_when_read import MadeWhenRead
 from lockstep.workers.engine.model_group import join_rows
 from lockstep.workers.engine.packing import (
     Budget,
@@ -170,15 +171,15 @@ class TrainEngine(ABC):
         self.module.eval()
         data, own = join_rows(data, self.model_group)
         outputs: dict[str, list[Tensor]] = {}
-        batches = list(self._micro_batches(data, budget))
+        batches = self._micro_batches(data, budget)
         for rows, out in zip(batches, self.columns(self._pack(batches), temperature), strict=True):
             if rows is not None:
                 for name, column in out.items():
-                    outputs.setdefault(name, []).append(column.cpu())
+                    outputs.setdefault(name, []).append(column)
         lengths = data.ragged("responses").lengths
         empty = torch.empty(0)
         names = ("values",) if self.head is Head.VALUE else ("log_probs", "entropys")
-        columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])), lengths) for n in names})
+        columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])).cpu(), lengths) for n in names})
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
     @uses_weights
@@ -206,20 +207,18 @@ class TrainEngine(ABC):
         self.module.train()
         data, _ = join_rows(data, self.model_group)
         metrics: list[dict[str, Metric | Pending]] = []
-        batches = list(self._micro_batches(data, budget))
-        packs = self._pack(batches)
-        # Before the first pass: a copy to the device in the middle would wait for what runs there.
-        on_device = [[] if rows is None else [part.to(self.device) for part in self._loss_parts(rows)] for rows in batches]
+        batches = self._micro_batches(data, budget)
+        parts = MadeWhenRead(len(batches), lambda number: self._loss_parts(batches[number]))
 
         def loss_of(number: int, columns: dict[str, Tensor], part: int = 0) -> Tensor:
-            if not on_device[number]:
+            if not parts[number]:
                 return sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
-            rows = on_device[number][part]
+            rows = parts[number][part].to(self.device)
             loss, batch_metrics = loss_fn(_token_outputs(columns, rows.ragged("responses").lengths), rows)
             metrics.append(batch_metrics | {"check/loss": _finite_loss(loss, rows)})
             return loss * self.gradient_ranks
 
-        self.backward(packs, loss_of, temperature, entropy_grad)
+        self.backward(self._pack(batches), loss_of, temperature, entropy_grad)
         found = read(metrics)
         return merge_metrics(found) if self.reports else {}
 
@@ -242,8 +241,8 @@ class TrainEngine(ABC):
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
-    def _pack(self, batches: Sequence[DataProto | None]) -> list[PackedRows]:
-        return [pack_rows(rows or placeholder_row(), self.device) for rows in batches]
+    def _pack(self, batches: Sequence[DataProto | None]) -> Sequence[PackedRows]:
+        return MadeWhenRead(len(batches), lambda number: pack_rows(batches[number] or placeholder_row(), self.device))
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
         if self.head is Head.VALUE:
@@ -284,20 +283,21 @@ class TrainEngine(ABC):
             return None
         return [len(rows) for rows in cut_into_micro_batches(lengths.tolist(), Budget(self.token_head.tokens_at_once))]
 
-    def _loss_parts(self, rows: DataProto) -> list[DataProto]:
+    def _loss_parts(self, rows: DataProto | None) -> list[DataProto]:
+        if rows is None:
+            return []
         counts = self._rows_of_parts(rows.ragged("responses").lengths)
         if counts is None:
             return [rows]
         return [rows.slice(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
 
-    def _micro_batches(self, data: DataProto, budget: Budget) -> Iterator[DataProto | None]:
+    def _micro_batches(self, data: DataProto, budget: Budget) -> Sequence[DataProto | None]:
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
         budget = budget.times(self.token_ranks)
-        batches = cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data))
-        for index in self._equal_counts(batches):
-            yield data.select_idxs(index) if index else None
+        batches = self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data)))
+        return MadeWhenRead(len(batches), lambda number: data.select_idxs(batches[number]) if batches[number] else None)
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""

@@ -81,7 +81,10 @@ def shared_prompt_tokens(data: DataProto) -> list[int]:
 
 
 def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
-    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses."""
+    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses.
+
+    Copies to the device do not wait for it: rows are packed while it works on those before.
+    """
     repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
     return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
 
@@ -94,11 +97,11 @@ def _pack_whole(data: DataProto, device: torch.device) -> PackedRows:
     input_ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
     predict_at = torch.repeat_interleave(starts + prompts.lengths - 1, responses.lengths) + _offsets(responses.lengths)
     return PackedRows(
-        input_ids=input_ids[None].to(device),
-        position_ids=_offsets(lengths)[None].to(device),
+        input_ids=input_ids[None].to(device, non_blocking=True),
+        position_ids=_offsets(lengths)[None].to(device, non_blocking=True),
         layout=PackedLayout(lengths, device),
-        predict_at=predict_at.to(device),
-        targets=responses.values.to(device),
+        predict_at=predict_at.to(device, non_blocking=True),
+        targets=responses.values.to(device, non_blocking=True),
         response_lengths=responses.lengths,
     )
 
@@ -119,11 +122,11 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
     predict_at = torch.where(offsets == 0, torch.repeat_interleave(prompt_ends[prompt_of] - 1, responses.lengths), neighbour)
     positions = torch.repeat_interleave(prompts.lengths, responses.lengths) + offsets
     return PackedRows(
-        input_ids=torch.cat([own.values, responses.values])[None].to(device),
-        position_ids=torch.cat([_offsets(own.lengths), positions])[None].to(device),
+        input_ids=torch.cat([own.values, responses.values])[None].to(device, non_blocking=True),
+        position_ids=torch.cat([_offsets(own.lengths), positions])[None].to(device, non_blocking=True),
         layout=PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers),
-        predict_at=predict_at.to(device),
-        targets=responses.values.to(device),
+        predict_at=predict_at.to(device, non_blocking=True),
+        targets=responses.values.to(device, non_blocking=True),
         response_lengths=responses.lengths,
     )
 
@@ -136,11 +139,11 @@ def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> Pac
     starts = torch.cumsum(rows.lengths, 0) - rows.lengths
     last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
     return PackedRows(
-        input_ids=rows.values[None].to(device),
-        position_ids=_offsets(rows.lengths)[None].to(device),
+        input_ids=rows.values[None].to(device, non_blocking=True),
+        position_ids=_offsets(rows.lengths)[None].to(device, non_blocking=True),
         layout=PackedLayout(rows.lengths, device),
-        predict_at=(starts + last).to(device),
-        targets=rows.values[:0].to(device),
+        predict_at=(starts + last).to(device, non_blocking=True),
+        targets=rows.values[:0].to(device, non_blocking=True),
         response_lengths=torch.ones_like(rows.lengths),
     )
 
@@ -153,7 +156,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 def pad_rows(rows: Ragged, pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and attention mask [R, L] padded on the right, for models that pool over whole sequences."""
     mask = rows.like(torch.ones_like(rows.values)).pad(0)
-    return rows.pad(pad_token_id).to(device), mask.to(device)
+    return rows.pad(pad_token_id).to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
 
 def placeholder_row() -> DataProto:
