@@ -4,7 +4,8 @@
     python -m benchmarks.engines --shape tiny --prompts 2 --prompt 32 --response 16 --strategy fsdp fsdp2 veomni --device cpu
 
 Random weights and rows of a fixed length. Each engine runs in a process of its own; an engine that cannot run here has its error in the
-table. One update is not measured; the others are averaged. Writes benchmarks/results/engines.json.
+table. One update is not measured; the others are averaged. After each engine its row of benchmarks/results/engines.json (on a CPU:
+engines_cpu.json) is written, with the commit; rows of other engines on the same hardware stay.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ from lockstep.workers.losses import make_policy_loss
 
 def main() -> None:
     options = _parser().parse_args()
-    results: dict[str, Any] = {}
+    about = _about(options)
+    commit = about.pop("commit")
+    file = RESULTS / f"engines{'' if options.device == 'cuda' else '_cpu'}.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    engines: dict[str, Any] = before["engines"] if before.get("hardware") == about["hardware"] else {}
     with tempfile.TemporaryDirectory() as folder:
         _save_model(options, Path(folder))
         for strategy in options.strategy:
-            results[strategy] = _in_a_process(strategy, options, folder)
-            print(_line(strategy, results[strategy]), flush=True)
-    options.algorithm = []
-    (RESULTS / "engines.json").write_text(json.dumps(_about(options) | {"engines": results}, indent=1) + "\n")
+            engines[strategy] = _in_a_process(strategy, options, folder) | {"commit": commit}
+            print(_line(strategy, engines[strategy]), flush=True)
+            file.write_text(json.dumps(about | {"engines": engines}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = _model(options, device, dtype)
+    about = _about(options, device, dtype)
+    file = options.out / f"rollout_{options.name or options.shape or Path(options.model).name}_{about['date']}.json"
+    options.out.mkdir(parents=True, exist_ok=True)
     rows, starts = [], {}
     for engine in options.engine:
         start = time.perf_counter()
@@ -65,11 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check = options.trainer_check if name == options.load[0] else 0
             rows.append({"engine": engine, "load": name} | _measure(generate, load, options.repeats, model, check))
             print(_line(rows[-1]), flush=True)
+            # After each: a run that is cut off has what it has measured.
+            file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
     print("\n" + "\n".join([_line(None), *map(_line, rows)]))
-    about = _about(options, device, dtype)
-    file = options.out / f"rollout_{options.name or options.shape or Path(options.model).name}_{about['date']}.json"
-    options.out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
