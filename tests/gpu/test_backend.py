@@ -198,6 +198,19 @@ def test_batch_invariant_log_probs_are_bitwise_the_same_in_any_batch():
     assert alone[0].log_probs == together[0].log_probs
 
 
+@pytest.mark.parametrize(("num_pages", "seats"), [(14, 64), (200, 5), (14, 2)])
+def test_batch_invariant_log_probs_do_not_know_a_short_pool_or_few_rows(num_pages, seats):
+    """Of a short pool and of rows that samples have to wait for; the captured batch is that of 64 rows."""
+    model = big_tiny("qwen2").bfloat16()
+    plenty, _ = generate(make_backend(model, batch_invariant=True), random_prompts(), [100, 90, 120], temperature=1.0)
+    short = make_backend(model, num_pages=num_pages, batch_invariant=True)
+    short._prepare_rows(64, 8, False)
+    found, scheduler = generate(short, random_prompts(), [100, 90, 120], temperature=1.0, max_num_seqs=seats)
+    assert scheduler.num_preemptions == 0
+    assert [s.tokens for s in found] == [s.tokens for s in plenty]
+    assert [s.log_probs for s in found] == [s.log_probs for s in plenty]
+
+
 @torch.no_grad()
 def log_probs_of(model, sequence):
     ids = torch.tensor([sequence.prompt.ids + sequence.tokens], device="cuda")

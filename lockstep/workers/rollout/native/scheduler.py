@@ -94,6 +94,11 @@ class Scheduler:
     `mixed`, a pass is either prefill or decoding.
     """
 
+    in_one_shape: bool = False
+    """Whether a prompt is always computed from its first token, and a response a token at a time: nothing is computed again after a
+    preemption, or from where another sample has left off. Then sequences run together only where all of them fit in full, shared pages
+    counted for each."""
+
     def __init__(
         self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, lookahead: int = 1, mixed: bool = True
     ) -> None:
@@ -105,6 +110,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._kept: dict[Prompt, None] = {}
         """The prompts that keep pages, the oldest first."""
+        self._promised = 0
+        """Pages that the running sequences can come to hold, shared ones counted for each."""
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue sequences; those of one prompt should stand together."""
@@ -120,6 +127,12 @@ class Scheduler:
     def can_hold(self, num_prompt: int, max_tokens: int) -> bool:
         """Whether one such sequence, alone, fits into the pool. Only those that do may be added."""
         return self.pool.pages_for(num_prompt + max_tokens - 1) <= self.pool.capacity
+
+    def _most_pages(self, sequence: Sequence) -> int:
+        return self.pool.pages_for(len(sequence.prompt.ids) + sequence.max_tokens - 1)
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        return not self.in_one_shape or self._promised + self._most_pages(sequence) <= self.pool.capacity
 
     def plan(self) -> Plan:
         """The next pass. Its pages are reserved; sequences may have been preempted for it."""
@@ -151,8 +164,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, running or waiting."""
         if sequence.pages:
-            self.running.remove(sequence)
-            self._release(sequence)
+            self._end(sequence)
         else:
             self.waiting.remove(sequence)
             self._leave_queue(sequence)
@@ -179,6 +191,8 @@ class Scheduler:
         It gets pages for all of its tokens at once, even where the budget cuts them into several passes: no prefill is given up half-way.
         """
         prompt, pool = sequence.prompt, self.pool
+        if not self._can_start(sequence):
+            return 0
         while True:
             cached = min(prompt.num_kept, len(sequence) - 1)
             needed = pool.pages_for(len(sequence)) - pool.pages_for(cached) + bool(cached % pool.page_size)
@@ -190,8 +204,7 @@ class Scheduler:
         self.waiting.popleft()
         sequence.pages = pool.share(prompt.pages[: pool.pages_for(cached)])
         sequence.num_cached = cached
-        self._leave_queue(sequence)
-        self.running.append(sequence)
+        self._start(sequence)
         reserved = self._extend(sequence, plan, len(sequence) - cached)
         assert reserved, "its pages were counted"
         count = min(len(sequence) - cached, budget)
@@ -207,14 +220,13 @@ class Scheduler:
         followers = []
         while self.waiting and len(self.running) < min(self.max_num_seqs, self.pool.num_free):
             other = self.waiting[0]
-            if other.prompt is not prompt or other.tokens:
+            if other.prompt is not prompt or other.tokens or not self._can_start(other):
                 break
             self.waiting.popleft()
             other.pages, other.num_cached = self.pool.share(pages), len(prompt.ids)
-            self._leave_queue(other)
-            self.running.append(other)
+            self._start(other)
             followers.append(other)
-        if prompt.num_waiting:
+        if prompt.num_waiting and not self.in_one_shape:
             self._keep(prompt, pages, len(prompt.ids))
         return Row(sequence, count, tuple(followers))
 
@@ -248,16 +260,23 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the queue, without pages. What it shares of its prompt's is kept for it: that frees nothing."""
         prompt, pool = sequence.prompt, self.pool
-        self.running.remove(sequence)
+        assert not self.in_one_shape, "sequences run only where all of them fit"
         whole = sequence.pages[: min(len(prompt.ids), sequence.num_cached) // pool.page_size]
         if whole and not prompt.pages and not any(map(pool.writable, whole)):
             self._keep(prompt, whole, len(whole) * pool.page_size)
-        self._release(sequence)
+        self._end(sequence)
         prompt.num_waiting += 1
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence) -> None:
+        self._leave_queue(sequence)
+        self.running.append(sequence)
+        self._promised += self._most_pages(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._promised -= self._most_pages(sequence)
         self.pool.release(sequence.pages)
         sequence.pages, sequence.num_cached = [], 0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.native.generation import Generation
 from lockstep.workers.rollout.native.pages import PagePool
-from lockstep.workers.rollout.native.scheduler import Scheduler
+from lockstep.workers.rollout.native.scheduler import Plan, Scheduler
 from lockstep.workers.rollout.sampling import request_keys
 from lockstep.workers.rollout.stopping import Stopping
 
@@ -71,6 +71,48 @@ def test_every_response_is_right_in_any_pool_with_any_seats_and_budget(
     most = max(-(-(len(r.prompt_ids) + r.max_tokens - 1) // page_size) for r in requests)  # type: ignore[operator]
     generation, scheduler = make(requests, 1 + most + spare_pages, seats, budget, FakeRunner(page_size, lookahead, mixed))
     check(requests, list(generation.run(set)), scheduler)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    page_size=st.sampled_from([1, 3, 8]),
+    spare_pages=st.integers(0, 40),
+    seats=st.sampled_from([1, 2, 5, 40]),
+    lookahead=st.sampled_from([1, 4]),
+    n=st.sampled_from([1, 3, 6]),
+)
+def test_in_one_shape_a_prompt_is_computed_whole_and_a_response_a_token_at_a_time(
+    seed: int, page_size: int, spare_pages: int, seats: int, lookahead: int, n: int
+) -> None:
+    """In any pool, with any seats: what a pass computes of a request does not depend on the others."""
+    rng = random.Random(seed)
+    requests = random_requests(rng, prompts=rng.randint(1, 6), n=n, longest_prompt=14, longest_response=20)
+    if rng.random() < 0.3:
+        rng.shuffle(requests)
+    most = max(-(-(len(r.prompt_ids) + r.max_tokens - 1) // page_size) for r in requests)  # type: ignore[operator]
+    runner = FakeRunner(page_size, lookahead, mixed=False)
+    generation, scheduler = make(requests, 1 + most + spare_pages, seats, 1 << 20, runner)
+    scheduler.in_one_shape = True
+    shapes: dict[int, list[tuple[int, int]]] = {}
+    plan = scheduler.plan
+
+    def seen() -> Plan:
+        found = plan()
+        for row in found.rows:
+            for sequence in (row.sequence, *row.followers):
+                shapes.setdefault(sequence.index, []).append((row.sequence.num_cached, row.count))
+        return found
+
+    scheduler.plan = seen  # type: ignore[method-assign]
+    check(requests, list(generation.run(set)), scheduler)
+    assert scheduler.num_preemptions == 0
+    for index, request in enumerate(requests):
+        first, *others = shapes[index]
+        assert first == (0, len(request.prompt_ids))
+        assert all(count == 1 for _, count in others)
+        places = [cached for cached, _ in others]
+        assert places == sorted(set(places))
 
 
 def test_ten_thousand_requests_go_through_a_small_pool_without_a_leak() -> None:

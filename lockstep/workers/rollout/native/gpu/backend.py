@@ -100,9 +100,9 @@ class GPUBackend:
         if addresses != self._addresses:
             self._runner.forget()
             self._addresses = addresses
-        if (
-            self._batch_invariant
-        ):  # a prompt must be computed whole, not cut where others leave off; each is a pass of its own anyway
+        if self._batch_invariant:
+            scheduler.in_one_shape = True
+            # A prompt must not be cut where others leave off; each is a pass of its own anyway.
             scheduler.max_num_batched_tokens = sum(len(s.prompt.ids) + s.max_tokens for s in scheduler.waiting)
         rows.inverse_temperature.fill_(1.0 / (sampling.temperature or 1.0))
         rows.greedy.fill_(int(sampling.temperature == 0))
