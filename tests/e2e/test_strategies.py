@@ -42,7 +42,9 @@ LAYOUTS = {
 RUN = (
     "trainer.total_training_steps=20", "trainer.val_before_train=false", "data.train_batch_size=32", "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.actor.optim.lr=1e-3",
+    "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=true",
 )  # fmt: skip
+"""One update a batch, which computes its old log-probs itself; the reference's are a pass of the same engine."""
 
 
 @pytest.fixture(scope="module")
