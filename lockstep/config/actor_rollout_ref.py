@@ -188,7 +188,8 @@ class RolloutConfig:
     fallback_to_hf: bool = False
     """Generate with transformers (slow) from a model that the native engine cannot compute; otherwise such a model is an error."""
     exactness_bound: float = 1e-4
-    """While the sampler's log-probs are this close to the trainer's, they serve as old log-probs and that pass is skipped; 0: never."""
+    """While the sampler's log-probs are this close to the trainer's, they serve as old log-probs and that pass is skipped; 0: never.
+    A batch's one update computes its own."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
