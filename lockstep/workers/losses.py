@@ -32,7 +32,8 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
     """
     mode = config.policy_loss.loss_mode
     policy_loss = load_reference(mode) or get_policy_loss(mode)
-    names = loss_inputs(policy_loss)
+    # The sampler's log-probs are here to be compared with, in some updates only: no loss may come to depend on them.
+    names = [name for name in loss_inputs(policy_loss) if name != "rollout_log_probs"]
 
     def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
         assert outputs.log_probs is not None

@@ -216,6 +216,20 @@ def test_the_sampler_is_compared_with_the_update_token_by_token() -> None:
         assert {name: metrics[f"sampler/{name}"] for name in want} == pytest.approx(want, rel=1e-5)
 
 
+def test_no_loss_sees_the_samplers_log_probs(tmp_path: Path) -> None:
+    """They are in the first update of a batch alone."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def mine(*, log_prob, advantages, response_mask, rollout_log_probs=None):\n"
+        "    assert rollout_log_probs is None\n"
+        "    return -(advantages * log_prob).where(response_mask.bool(), 0.0), {}\n"
+    )
+    data, outputs = make_batch([3, 2], 0)
+    data.set("rollout_log_probs", data.ragged("old_log_probs"))
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{file}:mine"))
+    assert "sampler/ratio" in evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])[2]
+
+
 def test_importance_weights_multiply_the_policy_loss_and_no_other_term() -> None:
     data, outputs = make_batch([3, 2], 0)
     config = actor_config("token-mean")
