@@ -21,8 +21,7 @@ from torch import Tensor
 from helpers.conformance import (
     ACTOR,
     COLUMN_ATOL,
-    GRAD_NORM_RTOL,
-    METRIC_ATOL,
+    NUMBER_TOL,
     STEPS,
     TEMPERATURE,
     TWO_MICRO_BATCHES,
@@ -35,6 +34,7 @@ from helpers.conformance import (
     reference_columns,
     reference_model,
     reference_run,
+    reference_step,
     share,
     weights_of,
 )
@@ -71,8 +71,6 @@ class Layout:
     world: int = 1
     section: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the strategy's section."""
-    weight_atol: float = WEIGHT_ATOL
-    """How far weights may be from the reference's after two updates."""
     before: Callable[[], None] = lambda: None
     """Called on each rank before anything else."""
 
@@ -109,10 +107,9 @@ class Layout:
 
 
 def assert_updates_equal_plain_pytorch(
-    layout: Layout, path: str, head: Head = LM, *, steps: Sequence[Rows] = STEPS, weight_atol: float | None = None, **options: Any
+    layout: Layout, path: str, head: Head = LM, *, steps: Sequence[Rows] = STEPS, **options: Any
 ) -> None:
     """Columns, metrics, gradient norms, learning rates and weights. `options` go to `Layout.train`."""
-    weight_atol = layout.weight_atol if weight_atol is None else weight_atol
     start = reference_model(path, head)
     wanted_columns = [reference_columns(start, head, row) for row in steps[0]]
     model, expected = reference_run(path, head, list(steps))
@@ -123,48 +120,53 @@ def assert_updates_equal_plain_pytorch(
         torch.testing.assert_close(columns.ragged(name).values, want, atol=COLUMN_ATOL, rtol=0)
     assert_metrics_equal(ranks, expected)
     for _, _, weights in ranks:
-        assert_weights_close(weights, model, weight_atol)
+        assert_weights_close(weights, model)
     moved = max((a - b).abs().max().item() for a, b in zip(model.parameters(), start.parameters(), strict=True))
-    assert moved > 10 * weight_atol, "the weights hardly moved, so their comparison says nothing"
+    assert moved > 10 * WEIGHT_ATOL, "the weights hardly moved, so their comparison says nothing"
 
 
 def assert_metrics_equal(ranks: Sequence[Updates], expected: Sequence[dict[str, float]]) -> None:
     """Metrics of all ranks together, gradient norm and learning rate on each."""
     for update, numbers in enumerate(expected):
+        tolerance = NUMBER_TOL[update > 0]
         metrics = values(merge_metrics([results[update][0] for _, results, _ in ranks if results[update][0]]))
         for name in numbers.keys() - {"grad_norm", "lr"}:
-            assert metrics[name] == pytest.approx(numbers[name], abs=METRIC_ATOL), name
+            assert metrics[name] == pytest.approx(numbers[name], abs=tolerance, rel=tolerance), name
         for _, results, _ in ranks:
-            assert results[update][1]["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=GRAD_NORM_RTOL)
+            assert results[update][1]["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=tolerance)
             assert results[update][1]["lr"] == pytest.approx(numbers["lr"], rel=1e-12)
 
 
 def assert_shared_prompts_change_nothing(
-    layout: Layout, path: str, head: Head, monkeypatch: pytest.MonkeyPatch, weight_atol: float = 5e-5, **options: Any
+    layout: Layout, path: str, head: Head, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
-    """Rows that share their prompt update like rows alone. Weights within 5e-5 of updates of about 2e-3: AdamW turns a gradient that is 0
-    but for rounding into a step of any size."""
+    """Rows that share their prompt update like rows alone."""
     monkeypatch.setattr(packing, "MIN_SHARED", 1)
     steps = [make_rows(6, seed=3), make_rows(6, seed=4)]
     for rows in steps:
         for again, first in ((1, 0), (2, 0), (4, 3)):
             rows[again]["prompts"] = rows[first]["prompts"]
-    assert_updates_equal_plain_pytorch(layout, path, head, steps=steps, weight_atol=weight_atol, **options)
+    assert_updates_equal_plain_pytorch(layout, path, head, steps=steps, **options)
 
 
 def assert_bf16_is_near_fp32(layout: Layout, path: str, norm_rtol: float = 0.02, exported: torch.dtype = torch.float32) -> None:
-    """bfloat16 has 8 significant bits: log-probs of this model move by up to a few hundredths, the gradient's norm by a few percent.
+    """bfloat16 has 8 significant bits: log-probs of a tiny model move by up to a few hundredths, the gradient's norm by a few percent;
+    where plain PyTorch in bfloat16 is further off, by twice as much as there.
 
     Weights: two updates of at most 1e-3 that may go the other way and, where they are exported in bfloat16, rounding of numbers up to 1.
     """
     start = reference_model(path, LM)
     wanted = torch.cat([reference_columns(start, LM, row)["log_probs"].detach() for row in STEPS[0]])
     model, expected = reference_run(path, LM, STEPS)
+    plain = reference_model(path, LM).bfloat16()
+    rounded = torch.cat([reference_columns(plain, LM, row)["log_probs"].detach().float() for row in STEPS[0]])
+    norm = reference_step(plain, LM, torch.optim.AdamW(plain.parameters()), STEPS[0], 0)["grad_norm"]
     ranks = layout.train(path, dtype="bfloat16")
     columns = DataProto.concat([columns for columns, _, _ in ranks])
-    assert 1e-4 < (columns.ragged("log_probs").values - wanted).abs().max() < 0.05
+    assert 1e-4 < (columns.ragged("log_probs").values - wanted).abs().max() < max(0.05, 2 * (rounded - wanted).abs().max())
     for _, results, weights in ranks:
-        assert results[0][1]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=norm_rtol)
+        rel = max(norm_rtol, 2 * abs(norm / expected[0]["grad_norm"] - 1))
+        assert results[0][1]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=rel)
         assert all(tensor.dtype == exported for tensor in weights.values())
         assert_weights_close({name: tensor.float() for name, tensor in weights.items()}, model, atol=8e-3)
 
@@ -191,7 +193,7 @@ def assert_a_gradient_that_is_not_finite_changes_nothing(layout: Layout, path: s
     for message, before, after, trained in layout.run(fail_and_go_on):
         assert "gradient norm is nan at update 0" in message
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert_weights_close(trained, model, layout.weight_atol)
+        assert_weights_close(trained, model)
 
 
 def assert_a_loss_that_is_not_finite_names_its_rows(layout: Layout, path: str) -> None:
@@ -300,7 +302,7 @@ def assert_a_checkpoint_continues(route: Sequence[Layout], folder: Path, path: s
 
     for number, layout in enumerate(route):
         for weights in layout.run(go_on, layout, number):
-            assert_weights_close(weights, model, layout.weight_atol)
+            assert_weights_close(weights, model)
 
 
 def assert_a_checkpoint_is_a_hugging_face_folder(layout: Layout, folder: Path, head: Head) -> None:

@@ -35,7 +35,9 @@ def make_fsdp_engine(choice: EngineChoice, order: EngineOrder) -> FSDPEngine:
     engine = FSDPEngine(
         module,
         order.head,
-        version=_version(choice.strategy, lora is not None, half_on_gpu),
+        version=_version(
+            choice.strategy, lora is not None, dtype != torch.float32 and 1 in (dist.get_world_size(), config.fsdp_size)
+        ),
         config=config,
         optim=order.optim,
         total_updates=order.total_updates,
@@ -52,7 +54,7 @@ def make_fsdp_engine(choice: EngineChoice, order: EngineOrder) -> FSDPEngine:
     return engine
 
 
-def _version(strategy: str, adapts: bool, half_on_gpu: bool) -> int:
+def _version(strategy: str, adapts: bool, whole_in_half: bool) -> int:
     """1 for strategy fsdp, but where FullyShardedDataParallel fails: with adapters it does not put tied weights back that do not learn, and
-    on one GPU in half precision it gives float32 parameters gradients of the other type (torch 2.11)."""
-    return 1 if strategy == "fsdp" and not adapts and not (half_on_gpu and dist.get_world_size() == 1) else 2
+    where a rank has the whole model it gives float32 parameters gradients in half precision (tied ones; on a GPU all)."""
+    return 1 if strategy == "fsdp" and not adapts and not whole_in_half else 2
