@@ -200,7 +200,7 @@ def test_batch_invariant_log_probs_are_bitwise_the_same_in_any_batch():
 
 @pytest.mark.parametrize(("num_pages", "seats"), [(14, 64), (200, 5), (14, 2)])
 def test_batch_invariant_log_probs_do_not_know_a_short_pool_or_few_rows(num_pages, seats):
-    """Of a short pool and of rows that samples have to wait for; the captured batch is that of 64 rows."""
+    """Where few sequences fit at a time, or samples have to wait for a row. The batch that is computed has 64 rows in every case."""
     model = big_tiny("qwen2").bfloat16()
     plenty, _ = generate(make_backend(model, batch_invariant=True), random_prompts(), [100, 90, 120], temperature=1.0)
     short = make_backend(model, num_pages=num_pages, batch_invariant=True)

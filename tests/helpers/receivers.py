@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 
 
 def receive(parcel: Parcel) -> tuple[Manifest, dict[str, Any]]:
-    """What has arrived, as (manifest, arrays of bytes on the host)."""
+    """What has arrived: its manifest, and the values."""
     with opened(parcel, CUDA) as weights:
         tensors = {name: tensor.cpu() for name, tensor in weights}
     return weights.manifest, {name: tensor.float().tolist() for name, tensor in tensors.items()}

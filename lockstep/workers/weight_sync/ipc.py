@@ -60,7 +60,13 @@ class CudaParcel(Parcel):
 
     @contextmanager
     def open(self, device: torch.device, receiver: int) -> Iterator[Stream]:
-        rebuilt = {name: rebuild(*arguments) for name, (rebuild, arguments) in pickle.loads(self.handles).items()}
+        try:
+            rebuilt = {name: rebuild(*arguments) for name, (rebuild, arguments) in pickle.loads(self.handles).items()}
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"the GPU memory of version {self.version} cannot be opened ({error}): its sender is gone, or on another GPU; there "
+                "actor_rollout_ref.rollout.weight_sync=disk works"
+            ) from error
         yield [(name, info, rebuilt[name]) for name, info in self.manifest.items()]
 
 

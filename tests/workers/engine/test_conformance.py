@@ -181,6 +181,14 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_weights(tmp_path: Path, strategy
     properties.assert_bf16_is_near_fp32(Layout(strategy, world), save_tiny_model(tmp_path))
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "layout", [Layout("fsdp", 1), Layout("fsdp", 2), Layout("fsdp2", 2), Layout("fsdp2", 2, {"tensor_parallel_size": 2})]
+)
+def test_random_shapes_learn_as_plain_pytorch_does(tmp_path: Path, layout: Layout, seed: int) -> None:
+    properties.assert_a_random_shape_learns(layout, tmp_path, seed)
+
+
 @pytest.mark.parametrize(("world", "section"), [(1, {}), (2, {}), (2, {"fsdp_size": 1})])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tied_weights_learn_in_bf16_too(tmp_path: Path, strategy: str, world: int, section: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Every way that weights go between processes, for real: the sender is one process, the receivers are others."""
 
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from lockstep.workers.rollout.base import ModuleRollout
 from lockstep.workers.weight_sync.base import WeightSender, describe, opened
 from lockstep.workers.weight_sync.broadcast import BroadcastSender
 from lockstep.workers.weight_sync.disk import WEIGHTS, DiskSender
-from lockstep.workers.weight_sync.ipc import IPCSender
+from lockstep.workers.weight_sync.ipc import CudaParcel, IPCSender
 from lockstep.workers.weight_sync.registry import make_sender
 from lockstep.workers.weight_sync.sent import SentWeights
 
@@ -208,6 +209,19 @@ def test_memory_that_is_gone_is_an_error_with_the_way_out() -> None:
         sender.send(odd_tensors().items())
         parcel = sender.parcel()
     with pytest.raises(WeightSyncError, match=re.escape("weight_sync=broadcast or disk")), opened(parcel, CPU):
+        pass
+
+
+def refused(*arguments: object) -> Tensor:
+    raise RuntimeError("CUDA error: invalid resource handle")
+
+
+def test_gpu_memory_that_is_gone_is_an_error_with_the_way_out() -> None:
+    parcel = CudaParcel(3, {"a": describe(torch.ones(2))}, pickle.dumps({"a": (refused, ())}))
+    with (
+        pytest.raises(WeightSyncError, match=r"GPU memory of version 3 .*invalid resource handle.*weight_sync=disk"),
+        opened(parcel, CPU),
+    ):
         pass
 
 

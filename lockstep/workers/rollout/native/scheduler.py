@@ -128,12 +128,6 @@ class Scheduler:
         """Whether one such sequence, alone, fits into the pool. Only those that do may be added."""
         return self.pool.pages_for(num_prompt + max_tokens - 1) <= self.pool.capacity
 
-    def _most_pages(self, sequence: Sequence) -> int:
-        return self.pool.pages_for(len(sequence.prompt.ids) + sequence.max_tokens - 1)
-
-    def _can_start(self, sequence: Sequence) -> bool:
-        return not self.in_one_shape or self._promised + self._most_pages(sequence) <= self.pool.capacity
-
     def plan(self) -> Plan:
         """The next pass. Its pages are reserved; sequences may have been preempted for it."""
         plan, budget = Plan(), self.max_num_batched_tokens
@@ -231,6 +225,12 @@ class Scheduler:
         return Row(sequence, count, tuple(followers))
 
     # -- pages -------------------------------------------------------------------------------------------------------------
+
+    def _most_pages(self, sequence: Sequence) -> int:
+        return self.pool.pages_for(len(sequence.prompt.ids) + sequence.max_tokens - 1)
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        return not self.in_one_shape or self._promised + self._most_pages(sequence) <= self.pool.capacity
 
     def _extend(self, sequence: Sequence, plan: Plan, count: int | None = None) -> bool:
         """Reserve pages for `count` more tokens (None: for a decoding pass), all of them its own; False if it was preempted instead."""

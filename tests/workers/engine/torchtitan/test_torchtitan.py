@@ -145,6 +145,12 @@ def test_a_checkpoint_continues_in_every_layout(tmp_path: Path, head: Head, rout
     properties.assert_a_checkpoint_continues([LAYOUTS[layout] for layout in route], tmp_path, path, head)
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_random_shapes_learn_as_plain_pytorch_does(tmp_path: Path, layout: str, seed: int) -> None:
+    properties.assert_a_random_shape_learns(LAYOUTS[layout], tmp_path, seed)
+
+
 def test_a_checkpoint_of_fsdp2_continues_here(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     properties.assert_a_checkpoint_continues([Layout("fsdp2", 2), LAYOUTS["dp2"]], tmp_path, path)

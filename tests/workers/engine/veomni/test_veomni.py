@@ -55,6 +55,11 @@ def test_two_updates_equal_plain_pytorch(tmp_path: Path, case: str) -> None:
     properties.assert_updates_equal_plain_pytorch(layout, path, head, **options)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_random_shapes_learn_as_plain_pytorch_does(tmp_path: Path, seed: int) -> None:
+    properties.assert_a_random_shape_learns(veomni(2, 2), tmp_path, seed)
+
+
 def test_rows_that_share_their_prompt_update_like_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     properties.assert_shared_prompts_change_nothing(veomni(2, 2), save_tiny_model(tmp_path), LM, monkeypatch)
 
