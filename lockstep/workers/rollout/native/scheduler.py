@@ -2,7 +2,8 @@
 
 Every sequence is in one state: waiting (no pages), or running (has a seat and pages). A running sequence has `num_cached` of its tokens
 in the cache; the next pass computes some or all of the others, and a token is drawn when it reaches the end. So prefill, decoding and
-recomputation after a preemption are one thing: decoding is the case of a single token that is not cached yet.
+recomputation after a preemption are one thing: decoding is the case of a single token that is not cached yet, in a sequence that has drawn
+since it was admitted. One that has not (`is_decoding`) is still in prefill, even where a pass left it a single token.
 
 - Samples of one prompt share its pages. The first to run computes the prompt; those that start with it draw from the same logits; those
   that find no seat yet get the prompt's pages later (the prompt holds them for them) and compute its last token again.
@@ -47,6 +48,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     """Of its tokens (prompt, then response), how many are in the cache."""
+    is_decoding: bool = False
+    """Whether it has drawn a token since it was admitted: until then its passes are prefill, however few tokens are left."""
 
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.tokens)
@@ -136,7 +139,7 @@ class Scheduler:
         if not plan.rows:
             for sequence in list(self.running):
                 # Those without pages were preempted just now, for one that was admitted before them.
-                if sequence.pages and len(sequence) - sequence.num_cached == 1 and self._extend(sequence, plan):
+                if sequence.pages and sequence.is_decoding and self._extend(sequence, plan):
                     plan.rows.append(Row(sequence, 1))
             num_decoding = len(plan.rows)
             if self.mixed:
@@ -153,7 +156,7 @@ class Scheduler:
         """The pass has drawn these tokens for a sequence, and cached all but the last."""
         sequence.tokens += tokens
         sequence.log_probs += log_probs
-        sequence.num_cached = len(sequence) - 1
+        sequence.num_cached, sequence.is_decoding = len(sequence) - 1, True
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, running or waiting."""
@@ -168,9 +171,8 @@ class Scheduler:
     def _prefill(self, plan: Plan, budget: int) -> None:
         """Add rows for prompts, the started ones first, within `budget` tokens."""
         for sequence in list(self.running):
-            missing = len(sequence) - sequence.num_cached
-            if missing > 1 and budget > 0:
-                count = min(missing, budget)
+            if not sequence.is_decoding and budget > 0:
+                count = min(len(sequence) - sequence.num_cached, budget)
                 plan.rows.append(self._row(sequence, count))
                 budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
@@ -278,7 +280,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._promised -= self._most_pages(sequence)
         self.pool.release(sequence.pages)
-        sequence.pages, sequence.num_cached = [], 0
+        sequence.pages, sequence.num_cached, sequence.is_decoding = [], 0, False
 
     def _leave_queue(self, sequence: Sequence) -> None:
         sequence.prompt.num_waiting -= 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.native.generation import Generation
 from lockstep.workers.rollout.native.pages import PagePool
-from lockstep.workers.rollout.native.scheduler import Plan, Scheduler
+from lockstep.workers.rollout.native.scheduler import Plan, Prompt, Scheduler, Sequence
 from lockstep.workers.rollout.sampling import request_keys
 from lockstep.workers.rollout.stopping import Stopping
 
@@ -49,6 +49,45 @@ def check(requests: list[Request], completions: list[Completion], scheduler: Sch
     assert scheduler.is_idle
 
 
+def watch_passes(scheduler: Scheduler) -> None:
+    """Check of every pass what a loop that keeps a row for each sequence builds on: several tokens are drawn only where every row has
+    drawn since it was admitted, and without `mixed` such rows are alone."""
+    plan, append, has_drawn = scheduler.plan, scheduler.append, set[int]()
+
+    def checked() -> Plan:
+        found = plan()
+        has_drawn.intersection_update(id(sequence) for sequence in scheduler.running)  # a preempted one starts again
+        decodes = [id(row.sequence) in has_drawn for row in found.rows]
+        assert found.num_steps == 1 or all(decodes)
+        assert scheduler.mixed or all(decodes) or not any(decodes)
+        return found
+
+    def appended(sequence: Sequence, tokens: list[int], log_probs: list[float]) -> None:
+        append(sequence, tokens, log_probs)
+        has_drawn.add(id(sequence))
+
+    scheduler.plan, scheduler.append = checked, appended  # type: ignore[method-assign]
+
+
+def test_a_prompt_of_which_the_budget_leaves_one_token_is_still_prefill() -> None:
+    """Its last token is drawn from in a pass without decoding rows, and its samples share it."""
+    scheduler = Scheduler(PagePool(200, 16), max_num_seqs=8, max_num_batched_tokens=32, lookahead=8, mixed=False)
+    watch_passes(scheduler)
+    first, second = Prompt(list(range(12))), Prompt(list(range(21)))
+    scheduler.add([Sequence(0, first, 50), Sequence(1, second, 50), Sequence(2, second, 50)])
+    passes = []
+    for _ in range(3):
+        rows = scheduler.plan().rows
+        passes.append([(row.sequence.index, row.count, [s.index for s in row.draws]) for row in rows])
+        for row in rows:
+            draws = row.draws
+            if not draws:
+                scheduler.advance(row)
+            for sequence in draws:
+                scheduler.append(sequence, [5], [0.0])
+    assert passes == [[(0, 12, [0]), (1, 20, [])], [(1, 1, [1, 2])], [(0, 1, [0]), (1, 1, [1]), (2, 1, [2])]]
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -70,6 +109,7 @@ def test_every_response_is_right_in_any_pool_with_any_seats_and_budget(
         rng.shuffle(requests)
     most = max(-(-(len(r.prompt_ids) + r.max_tokens - 1) // page_size) for r in requests)  # type: ignore[operator]
     generation, scheduler = make(requests, 1 + most + spare_pages, seats, budget, FakeRunner(page_size, lookahead, mixed))
+    watch_passes(scheduler)
     check(requests, list(generation.run(set)), scheduler)
 
 
