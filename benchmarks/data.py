@@ -35,9 +35,9 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from lockstep.config.data import DataConfig
-from lockstep.data_preprocess.gsm8k import RECIPE
-from lockstep.utils.dataset import RLHFDataset
-from lockstep.utils.dataset.encoder import PromptEncoder
+from lockstep.data.encoder import PromptEncoder
+from lockstep.data.preprocess.gsm8k import RECIPE
+from lockstep.data.rl_dataset import RLHFDataset
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEMPLATE = (

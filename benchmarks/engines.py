@@ -27,10 +27,10 @@ from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig
 from lockstep.models.flops import peak_flops
 from lockstep.models.load import Head
+from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.worker import WorkerEnvironment
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.losses import make_policy_loss
 

@@ -34,10 +34,10 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import PACKED
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
+from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.model_source import model_folder
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.registry import make_rollout, start_rollout
 

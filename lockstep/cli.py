@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
-    "check": ("lockstep.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
-    "compare": ("lockstep.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
+    "check": ("lockstep.tools.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
+    "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
-    "rewards": ("lockstep.trainer.check_rewards", "rewards check: try the configured reward before training on it"),
-    "preprocess": ("lockstep.data_preprocess.main", "make parquet files of GSM8K, MATH, HellaSwag or full-hh-rlhf"),
+    "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
+    "preprocess": ("lockstep.data.preprocess.main", "make parquet files of GSM8K, MATH, HellaSwag or full-hh-rlhf"),
 }
 """Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
 

@@ -8,10 +8,10 @@ import pytest
 
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
-from lockstep.check import check_advantage, check_loss
 from lockstep.config.load import check_key
-from lockstep.data_preprocess.main import _parser as preprocess_parser
-from lockstep.data_preprocess.main import main as preprocess
+from lockstep.data.preprocess.main import _parser as preprocess_parser
+from lockstep.data.preprocess.main import main as preprocess
+from lockstep.tools.check import check_advantage, check_loss
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

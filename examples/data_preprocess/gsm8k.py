@@ -2,7 +2,7 @@
 
 import sys
 
-from lockstep.data_preprocess.main import main
+from lockstep.data.preprocess.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["gsm8k", *sys.argv[1:]]))

@@ -69,12 +69,12 @@ def run(config: PPOConfig) -> None:
 
 def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
     """The tutorial's code: roles, workers, pools, rewards, trainer."""
+    from lockstep.rewards.manager import RewardManager
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-    from lockstep.workers.reward_manager import RewardManager
 
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)

@@ -55,9 +55,9 @@ def check_engines(config: PPOConfig) -> None:
 
 def reward_arguments(config: PPOConfig) -> dict[str, Any]:
     """The arguments of RewardManager that the config decides."""
-    from lockstep.sandbox import make_sandbox
+    from lockstep.rewards.graders import register_score
+    from lockstep.rewards.sandbox import make_sandbox
     from lockstep.utils.files import load_object
-    from lockstep.utils.reward_score import register_score
 
     reward, custom = config.reward, config.reward.custom_reward_function
     for data_source, reference in reward.rules.items():

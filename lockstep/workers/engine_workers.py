@@ -26,6 +26,7 @@ from lockstep.config.weight_sync import choose_weight_sync
 from lockstep.errors import NumericalError
 from lockstep.models.flops import peak_flops
 from lockstep.models.load import Head, load_model, share_structure
+from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Mean, Metric
 from lockstep.planner.count import Load
 from lockstep.planner.memory import Placement
@@ -35,7 +36,6 @@ from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.memory import available_ram, free_device_memory
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import LossFn, TrainEngine
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.stage import Stages

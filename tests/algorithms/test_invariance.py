@@ -1,6 +1,6 @@
 """What must hold for every estimator and every loss, also for those added later: batching never changes the maths.
 
-The properties are those of `lockstep.check`: right padding, the order of the rows, rows without a token, and garbage under the mask
+The properties are those of `lockstep.tools.check`: right padding, the order of the rows, rows without a token, and garbage under the mask
 change no result; the parts of a split mini-batch add up to the whole, in value and in gradient. A new estimator or policy loss is
 covered as soon as it is registered.
 """
@@ -14,9 +14,9 @@ from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.value_losses import clipped_value_loss
-from lockstep.check.cases import advantage_cases, loss_cases
-from lockstep.check.properties import ADVANTAGE_PROPERTIES, LOSS_PROPERTIES, AdvantageSubject, LossSubject
 from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.tools.check.cases import advantage_cases, loss_cases
+from lockstep.tools.check.properties import ADVANTAGE_PROPERTIES, LOSS_PROPERTIES, AdvantageSubject, LossSubject
 
 PROPERTY = settings(max_examples=30, deadline=None)
 # Shares and bounds with which the small batches here have several tokens selected.

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.embedded import prepare
 from lockstep.embedded.task import DATA_SOURCE, LETTERS, _words, make_tokenizer
-from lockstep.utils.reward_score import default_compute_score
+from lockstep.rewards.graders import default_compute_score
 
 TARGET = 0.02
 

@@ -1,6 +1,6 @@
 """A small comparison, made by hand."""
 
-from lockstep.observability.comparison import AlgorithmResult, Comparison, Excerpt, TokenPush
+from lockstep.tools.compare.report import AlgorithmResult, Comparison, Excerpt, TokenPush
 
 
 def make_comparison(token="t", name="mine", rows=4):

@@ -19,10 +19,10 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.models.load import Head
+from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.quiet import quiet_transformers
 from lockstep.workers.engine.base import LossFn, TrainEngine
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.losses import make_policy_loss, make_value_loss
 
 COLUMN_ATOL = 5e-6

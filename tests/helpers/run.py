@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from lockstep.config import PPOConfig
+from lockstep.rewards.manager import RewardManager
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from lockstep.workers.reward_manager import RewardManager
 
 CLASSES: dict[str, type] = {
     "Actor": ActorRolloutRefWorker,

@@ -200,7 +200,7 @@ def test_everything_local_runs_without_ray(good, capsys, monkeypatch):
 
 def test_a_reward_function_and_a_dataset_class_of_the_users_own(good, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
-        "from lockstep.utils.dataset.rl_dataset import RLHFDataset\n"
+        "from lockstep.data.rl_dataset import RLHFDataset\n"
         "async def judge(data_source, solution_str, ground_truth, extra_info, bonus):\n"
         "    return {'score': bonus, 'length': len(solution_str)}\n"
         "class Short(RLHFDataset):\n"

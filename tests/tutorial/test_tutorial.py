@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.tiny import save_tiny_model
 
-from lockstep.utils.reward_score import _select_rm_score_fn
+from lockstep.rewards.graders import _select_rm_score_fn
 from lockstep.utils.tokenizer import hf_tokenizer
 
 HERE = Path(__file__).parent

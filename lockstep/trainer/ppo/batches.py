@@ -17,12 +17,12 @@ import torch
 from lockstep.algorithms.advantages import required_inputs
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.data.schedule import PromptSchedule
 from lockstep.errors import RewardError
 from lockstep.observability.spans import StageTimer
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import rewards, stages
 from lockstep.trainer.ppo.rewards import Scored
-from lockstep.utils.dataset.schedule import PromptSchedule
 from lockstep.utils.files import load_reference
 
 ScoredBatch = tuple[DataProto, Scored, dict[str, float]]

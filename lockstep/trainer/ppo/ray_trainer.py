@@ -23,6 +23,8 @@ from lockstep.config.arithmetic import describe
 from lockstep.config.load import as_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.data.schedule import PromptSchedule
 from lockstep.observability.display import Display, make_display
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.observability.spans import StageTimer
@@ -40,8 +42,6 @@ from lockstep.trainer.ppo.rewards import Scored
 from lockstep.trainer.ppo.role import Role
 from lockstep.trainer.ppo.validation import validation_metrics
 from lockstep.trainer.ppo.weight_sync import WeightExchange
-from lockstep.utils.dataset.rl_dataset import RLHFDataset
-from lockstep.utils.dataset.schedule import PromptSchedule
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import load_object
 from lockstep.utils.hf_config import stop_token_ids

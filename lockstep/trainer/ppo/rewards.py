@@ -22,7 +22,7 @@ from lockstep.algorithms.shaping import has_signal, overlong_penalty
 from lockstep.config.reward import OverlongConfig
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import DataProto, Ragged
-from lockstep.utils.outcome import Failure
+from lockstep.rewards.outcome import Failure
 
 _NUM_EXAMPLES = 3
 

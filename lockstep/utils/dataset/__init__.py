@@ -1,6 +1,6 @@
-"""From files of prompts to the rows of a training step."""
+"""verl's path to `lockstep.data`."""
 
-from lockstep.utils.dataset.rl_dataset import RLHFDataset
-from lockstep.utils.dataset.schedule import PromptSchedule
+from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.data.schedule import PromptSchedule
 
 __all__ = ["PromptSchedule", "RLHFDataset"]

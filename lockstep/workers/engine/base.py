@@ -25,13 +25,7 @@ from lockstep.errors import NumericalError
 from lockstep.models.flops import ModelCost
 from lockstep.models.load import Head
 from lockstep.models.outputs import sequence_scores, token_log_probs, token_loss, token_values
-from lockstep.models.token_head import LossParts, TokenHead
-from lockstep.observability.metrics import Metric, merge_metrics
-from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.checkpoint import ModelFolder
-from lockstep.workers.engine.made_when_read import MadeWhenRead
-from lockstep.workers.engine.model_group import join_rows
-from lockstep.workers.engine.packing import (
+from lockstep.models.packing import (
     Budget,
     PackedRows,
     cut_into_micro_batches,
@@ -40,6 +34,12 @@ from lockstep.workers.engine.packing import (
     placeholder_row,
     shared_prompt_tokens,
 )
+from lockstep.models.token_head import LossParts, TokenHead
+from lockstep.observability.metrics import Metric, merge_metrics
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.checkpoint import ModelFolder
+from lockstep.workers.engine.made_when_read import MadeWhenRead
+from lockstep.workers.engine.model_group import join_rows
 from lockstep.workers.engine.pending import Pending, read
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.errors import ConfigError
+from lockstep.models.packing import PackedRows
 from lockstep.models.ulysses import gather_columns
-from lockstep.workers.engine.packing import PackedRows
 
 
 def check_sequence_ranks(size: int, hf_config: Any, world_size: int, key: str) -> None:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from lockstep.errors import ResourceError
+from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Max, Metric
-from lockstep.workers.engine.packing import Budget
 
 _GIB = 2**30
 

@@ -14,11 +14,11 @@ from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 from lockstep.observability.metrics import Max
+from lockstep.rewards.manager import RewardManager
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 from lockstep.trainer.ppo.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.stage import Stages
-from lockstep.workers.reward_manager import RewardManager
 
 POOL = {"global_pool": [1]}
 HYBRID = roles("ActorRollout", "Critic", "RefPolicy")

@@ -8,9 +8,9 @@ from helpers.run import make_trainer, read_metrics, roles
 from safetensors.torch import load_file
 
 from lockstep.errors import DataError
+from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo.recording import load_recording, number_parts
 from lockstep.trainer.ppo.rewards import Scored
-from lockstep.utils.outcome import Failure
 
 NOT_OF_THE_RUN = ("tim", "perf")
 

@@ -8,9 +8,9 @@ from helpers.rewards import fails_for_short_words
 from helpers.run import read_metrics, roles, train
 
 from lockstep.errors import RewardError
+from lockstep.rewards.manager import RewardManager
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.reward_manager import RewardManager
 
 POOL, HYBRID = {"global_pool": [1]}, roles("ActorRollout")
 GRPO = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "trainer.val_before_train=false")

@@ -7,9 +7,9 @@ from helpers.batches import column, make_batch, rows_of
 from lockstep.config.reward import OverlongConfig
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import DataProto
+from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo import rewards
 from lockstep.trainer.ppo.rewards import Scored
-from lockstep.utils.outcome import Failure
 
 NAN = float("nan")
 

@@ -29,10 +29,10 @@ from lockstep.models import token_head
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
+from lockstep.models.packing import Budget
 from lockstep.workers.engine.fsdp import engine as fsdp_engine
 from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.optim import move_state
-from lockstep.workers.engine.packing import Budget
 
 STRATEGIES = ("fsdp", "fsdp2")
 WORLDS = (1, 2)

@@ -14,8 +14,8 @@ from helpers.tiny import save_tiny_model, tiny_config
 
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
+from lockstep.models.packing import Budget
 from lockstep.workers.engine import order
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.registry import check_engine
 from lockstep.workers.engine.sequence import check_sequence_ranks
 

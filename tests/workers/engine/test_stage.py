@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from lockstep.errors import ResourceError
+from lockstep.models.packing import Budget
 from lockstep.observability.metrics import values
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.engine.stage import Stages
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from helpers.tiny import save_tiny_model, tiny_model
 from torch import Tensor
 
 from lockstep.models.attention import CACHED
+from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.weight_sync.base import check_equal, describe
 from lockstep.workers.weight_sync.shared import SharedWeights
 

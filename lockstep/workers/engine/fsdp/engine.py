@@ -26,6 +26,7 @@ from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, ADAPTER_WEIGHTS, AdaptedSource, Lora, adapter_name, base_name, is_adapter
 from lockstep.models.meta import WeightFiles, WeightSource
 from lockstep.models.outputs import packed_scores
+from lockstep.models.packing import PackedRows, pack_sequences
 from lockstep.models.token_head import gives_logits_unchanged, install_token_head
 from lockstep.models.weight_file import write_weights
 from lockstep.protocol import Ragged
@@ -34,7 +35,6 @@ from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_u
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.offload import Offload
 from lockstep.workers.engine.optim import learning_rate, move_state
-from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.sequence import compute_divided, sequence_group
 

@@ -18,6 +18,7 @@ from lockstep.errors import DataError, NumericalError
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.models.packing import PackedRows, pack_sequences
 from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import OPTIMIZER, ModelFolder, read_updates, write_gathered
@@ -35,7 +36,6 @@ from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
 from lockstep.workers.engine.megatron.spec import head_size, transformer_config
 from lockstep.workers.engine.megatron.weights import Weights
 from lockstep.workers.engine.optim import learning_rate
-from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
 
 Consume = Callable[[int, Tensor], Tensor]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.load import Head
+from lockstep.models.packing import PackedRows
 from lockstep.models.token_head import VocabularyPart, target_log_probs
 from lockstep.workers.engine.megatron.convert import padded_vocabulary
 from lockstep.workers.engine.megatron.layout import Layout
@@ -21,7 +22,6 @@ from lockstep.workers.engine.megatron.library import (
     gather_from_sequence_parallel_region,
 )
 from lockstep.workers.engine.megatron.spec import PackedRowsParams, block_spec
-from lockstep.workers.engine.packing import PackedRows
 
 
 class Stage(MegatronModule):

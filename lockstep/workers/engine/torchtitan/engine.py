@@ -20,11 +20,11 @@ from lockstep.errors import NumericalError
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightSource
+from lockstep.models.packing import PackedRows, pack_sequences
 from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
 from lockstep.workers.engine.optim import learning_rate
-from lockstep.workers.engine.packing import PackedRows, pack_sequences
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.torchtitan.model import Question, decoder_config
 from lockstep.workers.engine.torchtitan.names import hf_name

@@ -36,9 +36,9 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
+from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.weight_sync.shared import SharedWeights
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from lockstep.config import PPOConfig
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
-from lockstep.workers.engine.packing import Budget
+from lockstep.models.packing import Budget
 from lockstep.workers.engine.torchtitan.compat import prepare_import
 from lockstep.workers.weight_sync.shared import SharedWeights
 

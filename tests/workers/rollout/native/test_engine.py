@@ -11,8 +11,8 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model, tiny_model
 
 from lockstep.errors import ConfigError
+from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.packing import Budget
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.native.engine import NativeRollout
 from lockstep.workers.rollout.native.torch_runner import TorchRunner

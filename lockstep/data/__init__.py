@@ -1,0 +1,1 @@
+"""From files of prompts to the rows of a training step."""

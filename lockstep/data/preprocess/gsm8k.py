@@ -1,0 +1,39 @@
+"""GSM8K: grade school mathematics. An answer is steps of reasoning and a last line `#### number`."""
+
+from __future__ import annotations
+
+import re
+
+import pyarrow as pa
+
+from lockstep.data.preprocess.recipe import REWARD_MODEL, Example, Recipe, Row, UnusableRow, ask, text
+
+INSTRUCTION = "Reason step by step, and end with the final answer on a line of its own, in the form: #### number"
+
+_FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*\Z")
+
+
+def convert(row: Row, instruction: str) -> Example:
+    """The number after the last `####`, without thousands commas, is the ground truth."""
+    question, answer = text(row, "question"), text(row, "answer")
+    if "####" not in answer:
+        raise UnusableRow("the answer has no '####'")
+    final = _FINAL.search(answer)
+    if final is None:
+        raise UnusableRow("no number after '####' at the end of the answer")
+    return Example(
+        prompt=ask(question, instruction),
+        columns={"reward_model": {"style": "rule", "ground_truth": final[1].replace(",", "")}},
+        extra_info={"question": question, "answer": answer},
+    )
+
+
+RECIPE = Recipe(
+    hub_id="openai/gsm8k",
+    ability="math",
+    instruction=INSTRUCTION,
+    convert=convert,
+    columns={"reward_model": REWARD_MODEL},
+    extra_info={"question": pa.string(), "answer": pa.string()},
+    secondary="socratic",
+)

@@ -1,0 +1,92 @@
+"""`lockstep preprocess DATASET --source PATH_OR_HUB_ID --out FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.data.preprocess import full_hh_rlhf, gsm8k, hellaswag, math_dataset
+from lockstep.data.preprocess.recipe import Recipe
+from lockstep.data.preprocess.sources import find_files
+from lockstep.data.preprocess.writing import write_split
+from lockstep.errors import DataError, LockstepError
+
+RECIPES = {"gsm8k": gsm8k.RECIPE, "math": math_dataset.RECIPE, "hellaswag": hellaswag.RECIPE}
+
+TRAIN_FILE, HELD_OUT_FILE = "train.parquet", "test.parquet"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    parsed = _parser().parse_args(list(arguments))
+    try:
+        if parsed.dataset == "full_hh_rlhf":
+            preprocess(full_hh_rlhf.RECIPES[parsed.split], parsed.source, Path(parsed.out))
+        else:
+            preprocess(RECIPES[parsed.dataset], parsed.source, Path(parsed.out), parsed.instruction)
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruction: str | None = None) -> None:
+    """Write `out`/train.parquet and `out`/test.parquet (the held-out split, whatever the source calls it), and say what came of each row.
+
+    A source without one of the splits gives one file. `sources` are folders, files or hub ids; None is the dataset on the hub.
+    `instruction` replaces the recipe's. Raises DataError when a source cannot be read or no row of a split can be used; then nothing is
+    written.
+    """
+    found = find_files(sources or [recipe.hub_id], recipe.secondary)
+    held_out = next((name for name in recipe.held_out if name in found.splits), None)
+    targets = {split: target for split, target in (("train", TRAIN_FILE), (held_out, HELD_OUT_FILE)) if split in found.splits}
+    instruction = recipe.instruction if instruction is None else instruction
+    accounts = {}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # In the same folder, so that moving a finished file is one step; nothing is moved before everything is finished.
+        with tempfile.TemporaryDirectory(dir=out, prefix=".preprocess-") as unfinished:
+            for split, target in targets.items():
+                paths = [file.fetch() for file in found.splits[str(split)]]
+                account = accounts[split] = write_split(recipe, instruction, str(split), paths, Path(unfinished) / target)
+                if not account.num_written:
+                    reasons = f"\n{account.table()}" if account.unusable else " there are none"
+                    raise DataError(f"no row of the split {split!r} can be used:{reasons}")
+            for target in targets.values():
+                (Path(unfinished) / target).replace(out / target)
+    except OSError as error:
+        raise DataError(f"cannot write to {out}: {error}") from error
+
+    for split, target in targets.items():
+        account = accounts[split]
+        print(f"{split}: {account.num_read} rows read, {account.num_written} written to {out / target}")
+        if account.unusable:
+            print(f"{split}: rows that cannot be used: {account.num_read - account.num_written}\n{account.table()}")
+    not_used = [*(f"split {name}" for name in found.splits if name not in targets), *found.unused]
+    if not_used:
+        print(f"not used: {', '.join(not_used[:10])}{f' and {len(not_used) - 10} more' if len(not_used) > 10 else ''}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lockstep preprocess", description="Make the parquet files that training reads.")
+    datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
+    for name, recipe in [*RECIPES.items(), ("full_hh_rlhf", full_hh_rlhf.RECIPES["rl"])]:
+        command = datasets.add_parser(name, help=f"{recipe.hub_id} ({recipe.ability})")
+        command.add_argument(
+            "--source", nargs="+", help=f"folders, files or the id of a dataset on the hub (default {recipe.hub_id})"
+        )
+        command.add_argument("--out", required=True, help=f"folder for {TRAIN_FILE} and {HELD_OUT_FILE}")
+        if name == "full_hh_rlhf":
+            command.add_argument(
+                "--split", choices=list(full_hh_rlhf.RECIPES), default="rl", help="what the rows are for (default rl)"
+            )
+        else:
+            command.add_argument("--instruction", help="text after the question, instead of our own; '' for none")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""Rows through a recipe into a parquet file, with an account of those that cannot be used."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.data.preprocess.reading import read_rows
+from lockstep.data.preprocess.recipe import Recipe, Row, UnusableRow
+
+_ROW_GROUP = 10_000
+_SHOWN = 100
+"""Characters of an unusable row that are shown."""
+
+
+@dataclass
+class Account:
+    """How many rows were read and written, and for each reason how many could not be used, with the first of them."""
+
+    num_read: int = 0
+    num_written: int = 0
+    unusable: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def add_unusable(self, reason: str, example: str) -> None:
+        count, first = self.unusable.get(reason, (0, example))
+        self.unusable[reason] = (count + 1, first)
+
+    def table(self) -> str:
+        """Reason, count and first example of the rows that cannot be used, most frequent first."""
+        rows = [(str(count), reason, first) for reason, (count, first) in self.unusable.items()]
+        rows = [("count", "reason", "first example"), *sorted(rows, key=lambda row: -int(row[0]))]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"  {count:>{widths[0]}}  {reason:<{widths[1]}}  {first}" for count, reason, first in rows)
+
+
+def write_split(recipe: Recipe, instruction: str, split: str, paths: Sequence[Path], target: Path) -> Account:
+    """Convert the rows of `paths` and write them to `target`. Rows are numbered over all paths, whether they are used or not."""
+    account = Account()
+    with pq.ParquetWriter(target, recipe.schema) as writer:
+        examples = _examples(recipe, instruction, split, paths, account)
+        while rows := list(itertools.islice(examples, _ROW_GROUP)):
+            writer.write_table(pa.Table.from_pylist(rows, recipe.schema))
+            account.num_written += len(rows)
+    return account
+
+
+def _examples(recipe: Recipe, instruction: str, split: str, paths: Sequence[Path], account: Account) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        for position, row in enumerate(read_rows(path)):
+            index = account.num_read
+            account.num_read += 1
+            try:
+                if isinstance(row, UnusableRow):
+                    raise row
+                _check_unicode(row)
+                example = recipe.convert(row, instruction)
+            except UnusableRow as reason:
+                account.add_unusable(str(reason), f"{path.name} row {position}{_excerpt(row)}")
+                continue
+            yield {
+                "data_source": example.data_source or recipe.hub_id,
+                "prompt": example.prompt,
+                "ability": recipe.ability,
+                **example.columns,
+                "extra_info": {"split": split, "index": index, **example.extra_info},
+            }
+
+
+def _check_unicode(row: Row) -> None:
+    """JSON can spell halves of a character, which parquet cannot hold."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise UnusableRow("not valid Unicode") from None
+
+
+def _excerpt(row: Row | UnusableRow) -> str:
+    if isinstance(row, UnusableRow):
+        return ""
+    shown = json.dumps(row, default=str)
+    return ": " + (shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "...")

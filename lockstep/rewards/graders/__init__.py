@@ -1,0 +1,90 @@
+"""Scores of strings, chosen by the tag `data_source` of a row.
+
+A rule is a function (solution_str, ground_truth) -> float, or a dict with "score". It may name more parameters, such as `extra_info`; it is
+given those it names. To add one, write a file here and a line in `_RULES`, or decorate a function with `register_score`, or name a file of
+your own in `reward.rules`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.errors import MissingReward
+from lockstep.rewards.graders import code, exact_match, gsm8k, math, multiple_choice
+
+Rule = Callable[..., Any]
+"""(solution_str=, ground_truth=, ...) -> a number, or a dict with "score"; sync or async."""
+
+__all__ = ["code", "default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
+
+_RULES: dict[str, Rule] = {
+    "openai/gsm8k": gsm8k.compute_score,
+    "lighteval/MATH": math.compute_score,
+    "DigitalLearningGmbH/MATH-lighteval": math.compute_score,
+    "HuggingFaceH4/MATH-500": math.compute_score,
+    "Rowan/hellaswag": multiple_choice.compute_score,
+    "lockstep/reverse": exact_match.compute_score,
+    "openai_humaneval": code.compute_score,
+    "openai/openai_humaneval": code.compute_score,
+    "mbpp": code.compute_score,
+    "google-research-datasets/mbpp": code.compute_score,
+    "apps": code.compute_score,
+    "codeparrot/apps": code.compute_score,
+    "codecontests": code.compute_score,
+    "code_contests": code.compute_score,
+    "deepmind/code_contests": code.compute_score,
+    "codeforces": code.compute_score,
+    "taco": code.compute_score,
+    "BAAI/TACO": code.compute_score,
+}
+_CHECKS: dict[Rule, Callable[[], None]] = {math.compute_score: math.check}
+"""Rule -> what raises when the rule cannot work on this machine."""
+
+
+def register_score(data_source: str) -> Callable[[Rule], Rule]:
+    """Decorator: use the function for rows with this `data_source`, in place of the rule it may have had."""
+
+    def register(rule: Rule) -> Rule:
+        _RULES[data_source] = rule
+        return rule
+
+    return register
+
+
+def _select_rm_score_fn(data_source: str) -> Rule:
+    """The rule for a `data_source`.
+
+    Raises MissingReward (a NotImplementedError) when there is none, and MissingExtra when it needs a package that is not installed.
+    """
+    if data_source not in _RULES:
+        near = difflib.get_close_matches(str(data_source), _RULES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise MissingReward(
+            f"no reward function for data_source {data_source!r}{hint}; known: {sorted(_RULES)}. Name one for it in reward.rules as "
+            "file.py:function, or one for all rows in reward.custom_reward_function.path, or use register_score"
+        )
+    rule = _RULES[data_source]
+    if rule in _CHECKS:
+        _CHECKS[rule]()
+    return rule
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """Score a response by the rule of its `data_source`. The rule is also given those of `data_source`, `extra_info` and `kwargs` that its
+    signature names.
+    """
+    rule = _select_rm_score_fn(data_source)
+    offered = {"data_source": data_source, "extra_info": extra_info, **kwargs}
+    return rule(solution_str=solution_str, ground_truth=ground_truth, **_named_by(rule, offered))
+
+
+def _named_by(rule: Rule, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the offered arguments that the rule's signature names; all of them where it takes **keywords."""
+    parameters = inspect.signature(rule).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}

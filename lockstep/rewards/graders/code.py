@@ -1,0 +1,216 @@
+"""Code: the program in the response must pass the tests in the ground truth. It runs in a sandbox (docs/sandbox.md).
+
+Three forms of ground truth, each a dict or its JSON:
+
+- HumanEval: {"test", "entry_point", "prompt"}. `test` defines check(candidate). The response is a whole function or the rest of `prompt`,
+  which may be missing or lie in extra_info.
+- MBPP: {"test_list", "test_setup_code"}. Each test is an assert; the set-up, which may be missing, runs before each.
+- Input and output (APPS, CodeContests, TACO, Codeforces): {"inputs", "outputs"}. Strings are stdin and stdout. With "fn_name", each entry
+  of `inputs` is the list of arguments of that function and each of `outputs` what it must return.
+
+The tests run in another process than the program, which sees the arguments of a call and nothing else: see `rewards/sandbox/judge.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import re
+import secrets
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import DataError, ResourceError
+
+if TYPE_CHECKING:
+    from lockstep.rewards.sandbox import Result, Sandbox
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+_MARGIN_S = 5.0
+_BUILTINS = frozenset(dir(builtins))
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: dict[str, Any] | str,
+    extra_info: dict[str, Any] | None = None,
+    sandbox: Sandbox | None = None,
+    continuous: bool = False,
+) -> dict[str, Any]:
+    """Run the response's program against the test cases.
+
+    The program is the last fenced block that is marked as Python, else the last fenced block, else the whole response.
+
+    Args:
+        solution_str: The response.
+        ground_truth: The tests; see the module.
+        extra_info: May hold the "prompt" and "entry_point" of HumanEval.
+        sandbox: Where to run; None: `default_sandbox()`. Each case may take its `limits.wall_s`. A case that runs out of time ends the run.
+        continuous: Score the fraction of cases that pass, instead of 1.0 when all do and 0.0 otherwise. Runs all cases, not only
+            up to the first that fails.
+
+    Returns {"score", "passed", "total", "status", "reason"}: the cases that passed, how many there are, "passed", "failed" or the limit
+    that was broken (a `lockstep.rewards.sandbox.Status`), and why the first case failed ("" when none did).
+
+    Whatever a program does wrong scores 0.0. Raises DataError for tests that cannot be run and ResourceError when the sandbox fails.
+    """
+    # The process that scores by another rule imports this file too, and starts in half the time without the sandbox.
+    from lockstep.rewards.sandbox import default_sandbox
+    from lockstep.rewards.sandbox.judge import to_frame
+
+    programs, cases = _read(ground_truth, extra_info or {}, extract_program(solution_str))
+    sandbox = sandbox or default_sandbox()
+    header = {
+        "programs": programs,
+        "is_script": "stdin" in cases[0],
+        "num_cases": len(cases),
+        "case_s": sandbox.limits.wall_s,
+        "keep_going": continuous,
+    }
+    secret = secrets.token_hex(16)
+    frames = b"".join(map(to_frame, (header, *cases, secret)))
+    result = sandbox.judge(frames, sandbox.limits.wall_s * len(cases) + _MARGIN_S)
+    outcomes = _outcomes(result, secret)
+    if outcomes is None:  # the judge was ended with the program
+        status, reason, passed = result.status, f"the program broke a limit: {result.status}", 0
+    else:
+        passed = outcomes.count("")
+        reason = next(filter(None, outcomes), "")
+        status = "timeout" if reason == "timeout" else "failed" if passed < len(cases) else "passed"  # type: ignore[assignment]
+    score = passed / len(cases) if continuous else float(passed == len(cases))
+    return {"score": score, "passed": passed, "total": len(cases), "status": status, "reason": reason}
+
+
+def extract_program(response: str) -> str:
+    """The last fenced block that is marked as Python, else the last fenced block, else the whole text. A last fence that is never closed
+    reaches to the end.
+    """
+    blocks = _FENCE.findall(response)
+    marked = [text for language, text in blocks if language.lower() in _PYTHON]
+    return marked[-1] if marked else blocks[-1][1] if blocks else response
+
+
+# -- the forms of ground truth -------------------------------------------------------------------------------------------------
+
+
+def _read(ground_truth: dict[str, Any] | str, extra: dict[str, Any], program: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """(source texts that the program may be, test cases)."""
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except ValueError as error:
+            raise DataError(f"the ground truth of a code row must be a dict or JSON, not {ground_truth!r:.100}") from error
+    if not isinstance(ground_truth, dict):
+        raise DataError(f"the ground truth of a code row must be a dict, not {ground_truth!r:.100}")
+    if "test" in ground_truth:
+        fields = {name: extra[name] for name in ("prompt", "entry_point") if isinstance(extra.get(name), str)} | ground_truth
+        return _human_eval(program, **{name: fields.get(name) or "" for name in ("prompt", "test", "entry_point")})
+    if "test_list" in ground_truth:
+        return [program], _mbpp(ground_truth["test_list"], ground_truth.get("test_setup_code") or "")
+    if "inputs" in ground_truth and "outputs" in ground_truth:
+        return [program], _input_output(ground_truth["inputs"], ground_truth["outputs"], ground_truth.get("fn_name"))
+    raise DataError(
+        "the ground truth of a code row needs the keys test and entry_point (HumanEval), test_list (MBPP) or inputs and outputs, "
+        f"not {sorted(ground_truth)}"
+    )
+
+
+def _human_eval(program: str, prompt: str, test: str, entry_point: str) -> tuple[list[str], list[dict[str, Any]]]:
+    if not entry_point.isidentifier():
+        raise DataError(f"a HumanEval row needs the name of its function in entry_point, not {entry_point!r}")
+    if re.search(rf"^(?:async\s+)?def\s+{entry_point}\b|^{entry_point}\s*=", program, re.MULTILINE):
+        programs = [f"{prompt}\n{program}", program]
+    else:
+        programs = [prompt + program, f"{prompt}    {program.lstrip()}", prompt + textwrap.indent(program, "    ")]
+    # What the prompt defines is ours, so it comes from the prompt; only the function under test is the program's.
+    needed = _free_names(test)
+    given = _bound_names(ast.parse(prompt)) - {entry_point} if _parses(prompt) else set()
+    setup = prompt if needed & given else ""
+    return programs, [{"setup": setup, "names": sorted(needed - given), "code": test, "entry_point": entry_point}]
+
+
+def _mbpp(test_list: Sequence[str], setup: str) -> list[dict[str, Any]]:
+    if not len(test_list):
+        raise DataError("a code row has an empty test_list")
+    codes = [f"{setup}\n{test}" for test in test_list]
+    return [{"setup": "", "names": sorted(_free_names(code)), "code": code, "entry_point": None} for code in codes]
+
+
+def _input_output(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[dict[str, Any]]:
+    if len(inputs) != len(outputs) or not len(inputs):
+        raise DataError(f"a code row has {len(inputs)} inputs and {len(outputs)} outputs; it needs as many of both, at least one")
+    if function is None:
+        return [{"stdin": _as_text(given), "stdout": _as_text(wanted)} for given, wanted in zip(inputs, outputs, strict=True)]
+    if not all(isinstance(arguments, list | tuple) for arguments in inputs):
+        raise DataError(f"with fn_name, each of the inputs must be a list of arguments, not {inputs[0]!r:.100}")
+    return [{"function": function, "arguments": a, "expected": e} for a, e in zip(inputs, outputs, strict=True)]
+
+
+def _as_text(lines: Any) -> str:
+    """Some datasets keep stdin and stdout as lists of lines."""
+    if isinstance(lines, list | tuple) and all(isinstance(line, str) for line in lines):
+        return "\n".join(lines)
+    if not isinstance(lines, str):
+        raise DataError(f"without fn_name, inputs and outputs of a code row must be strings, not {lines!r:.100}")
+    return lines
+
+
+# -- which names a test takes from the program -----------------------------------------------------------------------------------
+
+
+def _free_names(code: str) -> set[str]:
+    """The names that `code` uses and does not define. Builtins are among them only when it uses nothing else: then one of
+    them is what the program must define (MBPP has a function named sum). Otherwise a program could replace a builtin that the
+    test relies on. Raises DataError when it is not Python.
+    """
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"the tests of a code row are not Python: {error}; they begin {code.strip()[:100]!r}") from error
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    free = used - _bound_names(tree)
+    return free - _BUILTINS or free
+
+
+def _bound_names(tree: ast.AST) -> set[str]:
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound
+
+
+def _parses(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------------------
+
+
+def _outcomes(result: Result, secret: str) -> list[str] | None:
+    """The judge's verdict; None when it was ended before one. Raises ResourceError when the judge never started."""
+    from lockstep.rewards.sandbox.judge import decode, to_frame
+
+    started = to_frame("started").decode()
+    if not result.stdout.startswith(started):
+        raise ResourceError(f"the judge did not start in the sandbox ({result.status}): {result.stderr.strip()[-1000:]}")
+    try:
+        told, outcomes = decode(result.stdout[len(started) + 8 :].encode())
+    except (TypeError, ValueError):
+        return None
+    return list(outcomes) if told == secret else None

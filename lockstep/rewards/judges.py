@@ -1,0 +1,108 @@
+"""Which judges score a row, and with what weight. The row's tag decides.
+
+```text
+rule      the function of the row's data_source (or the user's compute_score)
+model     the reward model
+sandbox   the row's test cases, run on the program in the response
+NAME      a function of the user's own, named in reward.functions
+```
+
+The first of these that says something holds:
+
+1. weights in the row, `reward_model: {"weights": {"rule": 1.0, "model": 0.2}}`;
+2. weights of its data_source in `reward.weights`, or of "*", which stands for every other data_source;
+3. `reward_model: {"style": "model"}`: the model; `{"test_cases": ...}`: the sandbox;
+4. the rule of the data_source; without one, the reward model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.data.tag import Tag
+from lockstep.errors import ConfigError, DataError, MissingReward
+from lockstep.rewards.graders import _select_rm_score_fn
+
+RULE, MODEL, SANDBOX = "rule", "model", "sandbox"
+Weights = Mapping[str, float]
+
+
+class Judges:
+    """Chooses judges by tag.
+
+    Args:
+        compute_score: Serves as the rule of every data_source.
+        functions: Judges of the user's own, by name.
+        weights: data_source (or "*") -> judge -> weight.
+
+    Raises ConfigError for weights that name no known judge.
+    """
+
+    def __init__(
+        self,
+        compute_score: Callable[..., Any] | None = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        weights: Mapping[str, Weights] | None = None,
+    ) -> None:
+        self._compute_score, self.functions, self._weights = compute_score, dict(functions or {}), dict(weights or {})
+        for name in self.functions:
+            if name in (RULE, MODEL, SANDBOX):
+                raise ConfigError(f"reward.functions.{name}: that name is taken; choose another")
+        for source, judges in self._weights.items():
+            self._check_names(judges, f"reward.weights.{source}")
+
+    def of(self, tag: Tag, has_model: bool) -> dict[str, float]:
+        """Judge -> weight for a row. Without a model (as in validation) its share is left out.
+
+        Raises MissingReward when nobody can judge the row, DataError when it has no data_source and needs one, ConfigError when its
+        weights name a judge that is not there.
+        """
+        chosen = self.explicit(tag) or {}
+        if not has_model:
+            chosen = {judge: weight for judge, weight in chosen.items() if judge != MODEL}
+        if not chosen:
+            if tag.style == MODEL and has_model:
+                chosen = {MODEL: 1.0}
+            elif tag.has_test_cases:
+                chosen = {SANDBOX: 1.0}
+            elif has_model and not self.has_rule(tag.data_source):
+                chosen = {MODEL: 1.0}
+            else:
+                chosen = {RULE: 1.0}
+        if RULE in chosen:
+            self.rule(tag.data_source)
+        return chosen
+
+    def explicit(self, tag: Tag) -> dict[str, float] | None:
+        """The weights that the row or the config states; None where neither does."""
+        if tag.weights:
+            self._check_names(dict(tag.weights), f"reward_model.weights of a row with data_source {tag.data_source!r}")
+            return dict(tag.weights)
+        found = self._weights.get(tag.data_source or "*") or self._weights.get("*")
+        return dict(found) if found else None
+
+    def has_rule(self, data_source: str | None) -> bool:
+        """Whether the rule judge can score rows of this source."""
+        try:
+            self.rule(data_source)
+        except (MissingReward, DataError):
+            return False
+        return True
+
+    def rule(self, data_source: str | None) -> Callable[..., Any]:
+        """The function behind the judge "rule". Raises MissingReward, and DataError without a data_source."""
+        if self._compute_score is not None:
+            return self._compute_score
+        if data_source is None:
+            raise DataError(
+                "a row has no 'data_source', which chooses its reward function: add that column to "
+                "data.train_files and data.val_files, or set reward.custom_reward_function.path"
+            )
+        return _select_rm_score_fn(data_source)
+
+    def _check_names(self, weights: Weights, where: str) -> None:
+        known = [RULE, MODEL, SANDBOX, *self.functions]
+        for name in weights:
+            if name not in known:
+                raise ConfigError(f"{where} names the judge {name!r}; known: {', '.join(known)}. Add yours to reward.functions")

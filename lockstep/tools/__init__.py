@@ -1,0 +1,1 @@
+"""Commands around training: each a folder."""

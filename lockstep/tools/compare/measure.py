@@ -1,0 +1,288 @@
+"""One recorded batch, several algorithms: what each would do with it, by the path that a training step takes.
+
+The policy is loaded once. For each algorithm the trainer's own stages give the advantages, the workers' own loss is called by the engine on
+its micro-batches, and the gradients are read where the optimizer would. The whole batch is one mini-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.advantages import required_inputs
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.kl import make_kl_controller
+from lockstep.config.engine import EngineChoice
+from lockstep.config.load import with_changes
+from lockstep.config.ppo import PPOConfig
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.models.load import Head
+from lockstep.models.packing import Budget
+from lockstep.observability.metrics import Metric
+from lockstep.protocol import DataProto
+from lockstep.single_controller.base.host import WorkerHost
+from lockstep.single_controller.base.worker import WorkerEnvironment
+from lockstep.tools.compare import arithmetic, tokens
+from lockstep.tools.compare.named import Algorithm
+from lockstep.tools.compare.report import AlgorithmResult, Comparison
+from lockstep.trainer.ppo import checks, stages
+from lockstep.trainer.ppo.recording import Recording
+from lockstep.utils.device import resolve_device
+from lockstep.utils.files import load_reference
+from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers.engine.base import TokenOutputs, TrainEngine
+from lockstep.workers.engine.fsdp.sharding import own_gradients
+from lockstep.workers.engine.pending import Pending
+from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.losses import make_policy_loss
+
+_HOW_TO_RECORD = {
+    "values": "critic.enable=true",
+    "ref_log_prob": "algorithm.use_kl_in_reward=true or actor_rollout_ref.actor.use_kl_loss=true",
+    "reward_parts": "a reward function that returns a dict of numbers",
+}
+"""Column -> what a run needs so that its recorded batch has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One algorithm on the batch, all of it [B, T] beside the gradient."""
+
+    gradient: dict[str, Tensor]
+    """Parameter -> gradient, float32 on the CPU."""
+    metrics: dict[str, Metric]
+    """What the policy loss reports."""
+    pushes: Tensor
+    """-d loss / d log_prob; 0 outside the responses."""
+    log_probs: Tensor
+    rows: DataProto
+    """The mini-batch as the engine got it: with advantages, and the mask after the correction."""
+
+    def reported(self, name: str) -> float | None:
+        """A metric of the policy loss; None when it has no such metric."""
+        metric = self.metrics.get(f"actor/{name}")
+        return metric.value if metric is not None else None
+
+
+def compare(
+    recording: Recording,
+    algorithms: Sequence[Algorithm],
+    *,
+    changes: Mapping[str, Any] | None = None,
+    model: Path | None = None,
+    drift: float | None = None,
+    num_tokens: int = 10,
+    num_excerpts: int = 6,
+) -> Comparison:
+    """Compute each algorithm's advantages, loss and gradient on the recorded batch. No weight on disk changes.
+
+    Args:
+        changes: keys of the configuration that hold for every algorithm.
+        model: the policy that would be updated; None is the one that wrote the batch, where every ratio is 1.
+        drift: learning rate of one optimizer step, with the first algorithm that works, taken before the comparison.
+        num_tokens: most pushed tokens to keep, up and as many down.
+
+    Raises DataError when the policy does not know the batch's tokens, ConfigError when fewer than two algorithms can be compared. An
+    algorithm that the batch has not the columns for is listed in `not_comparable`.
+    """
+    batch, shared = recording.batch, _neutral(recording.config, changes or {})
+    policy = model or recording.model
+    _check_tokens(batch, shared, policy)
+    reasons: dict[int, str] = {}
+    configs: dict[int, PPOConfig] = {}
+    for i, algorithm in enumerate(algorithms):
+        try:
+            configs[i] = _configure(shared, algorithm, changes or {}, batch)
+        except LockstepError as error:
+            reasons[i] = str(error)
+    measured: dict[int, Measured] = {}
+    drifted: str | None = None
+    with loaded_policy(shared, policy, drift or 0.0) as engine:
+        for i, config in configs.items() if drift is not None else ():
+            if _measured_or_reason(engine, batch, config, measured, i) is None:
+                engine.optim_step()
+                drifted = algorithms[i].name
+                break
+        measured.clear()
+        for i, config in configs.items():
+            reason = _measured_or_reason(engine, batch, config, measured, i)
+            if reason is not None:
+                reasons[i] = reason
+    not_comparable = [(algorithms[i].name, reasons[i]) for i in sorted(reasons)]
+    if len(measured) < 2:
+        listed = "".join(f"\n  {name}: {reason}" for name, reason in not_comparable)
+        raise ConfigError(f"{len(measured)} of {len(algorithms)} algorithms could be computed, and a comparison needs two{listed}")
+    done = list(measured.items())
+    tokenizer = hf_tokenizer(str(recording.model), shared.actor_rollout_ref.model.trust_remote_code)
+    dots = arithmetic.dots([m.gradient for _, m in done])
+    largest = max(m.metrics["actor/log_ratio_max"].value for _, m in done)
+    source = {
+        "recording": str(recording.folder),
+        "model": str(policy),
+        "step": batch.meta_info.get("global_step"),
+        "rows": len(batch),
+        "prompts": len(set(batch.non_tensor_batch["uid"])),
+        "tokens": int(batch.ragged("responses").lengths.sum()),
+        "drift": drift,
+        "drift_algorithm": drifted,
+        "largest_log_ratio": largest,
+    }
+    return Comparison(
+        source=source,
+        results=[_result(algorithms[i], m, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, (i, m) in enumerate(done)],
+        cosines=arithmetic.cosines(dots),
+        row_prompts=[str(uid) for uid in batch.non_tensor_batch["uid"]],
+        row_scores=batch.batch["token_level_scores"].sum(1).tolist(),
+        excerpts=tokens.excerpts(batch, [m.pushes for _, m in done], tokenizer, num_excerpts),
+        not_comparable=not_comparable,
+    )
+
+
+@contextmanager
+def loaded_policy(config: PPOConfig, path: Path, lr: float) -> Iterator[TrainEngine]:
+    """The policy in the training engine, on one rank in this process; an optimizer step has the rate `lr`."""
+    actor_rollout_ref = config.actor_rollout_ref
+    device = resolve_device(config.trainer.device)
+    environment = WorkerEnvironment(device=torch.device("cuda", 0) if device == "cuda" else torch.device(device), name="compare")
+    host = WorkerHost()
+    host.setup(environment, timeout_s=config.trainer.worker_timeout_s)
+    optim = dataclasses.replace(
+        actor_rollout_ref.actor.optim, lr=lr, lr_scheduler_type="constant", lr_warmup_steps=0, lr_warmup_steps_ratio=0.0
+    )
+    try:
+        yield make_engine(
+            EngineChoice("fsdp2", fsdp_config=actor_rollout_ref.actor.fsdp_config),
+            model=dataclasses.replace(actor_rollout_ref.model, path=str(path)),
+            head=Head.LANGUAGE_MODEL,
+            optim=optim,
+            total_updates=1,
+            device=environment.device,
+            seed=config.trainer.seed,
+        )
+    finally:
+        host.close()
+
+
+def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measured:
+    """The gradient and the pushes of one algorithm; the batch stays as it is, the gradient stays in the engine.
+
+    Raises what the stages and the loss raise, and DataError when no token is left to learn from.
+    """
+    actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
+    data = batch.select()
+    if config.algorithm.rollout_correction.bypass_mode:
+        stages.use_sampler_log_probs(data)
+    stages.correct(data, config.algorithm.rollout_correction)
+    stages.advantage(data, config.algorithm, make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
+    rows = stages.actor_mini_batch(data, torch.arange(len(data)), actor)
+    rows.non_tensor_batch["row"] = np.array(range(len(rows)), dtype=object)
+    denominators = Denominators.of(rows.batch["response_mask"].bool())
+    if not denominators.tokens:
+        raise DataError("no token of the batch is in the loss: every row was left out or rejected")
+    loss_fn = make_policy_loss(actor, denominators, actor.loss_scale_factor or float(config.data.max_response_length))
+    lengths = rows.ragged("responses").lengths
+    log_probs = torch.zeros(len(rows), int(lengths.max()))
+    pushes = torch.zeros_like(log_probs)
+
+    def watched(outputs: TokenOutputs, part: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
+        assert outputs.log_probs is not None
+        numbers, width = torch.tensor([int(row) for row in part.non_tensor_batch["row"]]), outputs.log_probs.shape[1]
+
+        def keep(gradient: Tensor) -> None:
+            pushes[numbers, :width] = -gradient.cpu().float()
+
+        log_probs[numbers, :width] = outputs.log_probs.detach().cpu().float()
+        outputs.log_probs.register_hook(keep)
+        return loss_fn(outputs, part)
+
+    budget = Budget(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+    temperature = config.actor_rollout_ref.rollout.temperature
+    with engine.on_device():
+        engine.module.zero_grad()
+        metrics = engine.forward_backward(rows, watched, budget, temperature, entropy_grad=actor.entropy_coeff != 0)
+        gradient = {name: tensor.float().cpu().clone() for name, tensor in own_gradients(engine.module)}
+    return Measured(gradient, metrics, pushes, log_probs, rows)
+
+
+def _measured_or_reason(
+    engine: TrainEngine, batch: DataProto, config: PPOConfig, measured: dict[int, Measured], key: int
+) -> str | None:
+    """Put one algorithm into `measured`; returns why not, when it cannot be."""
+    try:
+        measured[key] = measure(engine, batch, config)
+    except LockstepError as error:
+        return str(error)
+    return None
+
+
+def _result(
+    algorithm: Algorithm, m: Measured, grad_norm: float, batch: DataProto, tokenizer: Any, num_tokens: int
+) -> AlgorithmResult:
+    rows = m.rows
+    mask, lengths = rows.batch["response_mask"].bool(), rows.ragged("responses").lengths
+    response = torch.arange(mask.shape[1]) < lengths[:, None]
+    old = rows.batch["old_log_probs"]
+    weights = rows.batch["rollout_is_weights"][mask] if "rollout_is_weights" in rows else 1.0
+    up, down = arithmetic.strongest(m.pushes, num_tokens)
+    ratio = arithmetic.ratios(m.log_probs, old, torch.ones_like(mask)).view(mask.shape)
+    shown = tokens.Shown(batch, tokenizer, m.pushes, rows.batch["advantages"], ratio)
+    return AlgorithmResult(
+        name=algorithm.name,
+        settings=dict(algorithm.changes),
+        loss=m.metrics["actor/loss"].value,
+        grad_norm=grad_norm,
+        clip_fraction=m.reported("pg_clipfrac"),
+        dual_clip_fraction=m.reported("pg_clipfrac_lower"),
+        masked_fraction=arithmetic.share(~mask, response),
+        silent_fraction=arithmetic.share(m.pushes == 0, response),
+        ratio_effective=arithmetic.effective_share(ratio[mask] * weights),
+        push_effective=arithmetic.effective_share(m.pushes[mask].abs()),
+        largest_push=float(m.pushes.abs().max()),
+        pushed_up=[shown.token(row, position) for row, position in up],
+        pushed_down=[shown.token(row, position) for row, position in down],
+        row_pushes=m.pushes.double().sum(1).tolist(),
+    )
+
+
+def _neutral(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
+    """The recorded configuration without what concerns only the machine and the schedule of its run, and with `changes`."""
+    own = {"critic.enable": True, "trainer.critic_warmup": 0, "trainer.device": "auto", "trainer.worker_group": "auto"}
+    return with_changes(config, own | dict(changes))
+
+
+def _configure(shared: PPOConfig, algorithm: Algorithm, changes: Mapping[str, Any], batch: DataProto) -> PPOConfig:
+    """The configuration of one algorithm. Raises ConfigError when it cannot work, or the batch lacks a column that it reads."""
+    config = with_changes(shared, algorithm.changes | dict(changes))
+    checks.check_algorithm(config)
+    estimator = config.algorithm.adv_estimator
+    needed = [name for name in required_inputs(load_reference(estimator) or estimator) if name in _HOW_TO_RECORD]
+    needed += ["ref_log_prob"] if config.use_reference else []
+    for name in needed:
+        if name not in batch:
+            raise ConfigError(
+                f"it reads the column {name}, which the recorded batch does not have; record one with {_HOW_TO_RECORD[name]}"
+            )
+    return config
+
+
+def _check_tokens(batch: DataProto, config: PPOConfig, policy: Path) -> None:
+    """DataError unless the policy's vocabulary has every token of the batch."""
+    model = config.actor_rollout_ref.model
+    vocabulary = read_model_config(str(policy), model.trust_remote_code, **model.override_config).get_text_config().vocab_size
+    largest = max(
+        (int(batch.ragged(name).values.max()) for name in ("prompts", "responses") if len(batch.ragged(name).values)), default=0
+    )
+    if largest >= vocabulary:
+        raise DataError(
+            f"the batch has the token {largest}, but {policy} knows only 0 to {vocabulary - 1}: it is not a model of the recorded "
+            "run's family; leave out --model, or name a checkpoint of that run"
+        )

@@ -1,0 +1,71 @@
+"""Tokens as text, where they stand in a response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.protocol import DataProto
+from lockstep.tools.compare import arithmetic
+from lockstep.tools.compare.report import Excerpt, TokenPush
+
+_CONTEXT = 8
+"""Tokens of text on each side of a token."""
+_EXCERPT = 28
+"""Tokens of a response in an excerpt."""
+_PROMPT = 60
+"""Characters of the end of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is needed to show the tokens of one algorithm; tensors are [B, T]."""
+
+    batch: DataProto
+    tokenizer: Any
+    pushes: Tensor
+    advantages: Tensor
+    ratios: Tensor
+
+    def token(self, row: int, position: int) -> TokenPush:
+        """The token at a place, with its context and numbers."""
+        prompt, response = (self.batch.ragged(name)[row].tolist() for name in ("prompts", "responses"))
+        ids, at = prompt + response, len(prompt) + position
+        push = float(self.pushes[row, position])
+        return TokenPush(
+            row=row,
+            position=position,
+            token=self.tokenizer.decode(ids[at : at + 1]),
+            before=self.tokenizer.decode(ids[max(at - _CONTEXT, 0) : at]),
+            after=self.tokenizer.decode(ids[at + 1 : at + 1 + _CONTEXT]),
+            push=push,
+            share=abs(push) / float(self.pushes.abs().double().sum()),
+            advantage=float(self.advantages[row, position]),
+            ratio=float(self.ratios[row, position]),
+        )
+
+
+def excerpts(batch: DataProto, pushes: Sequence[Tensor], tokenizer: Any, count: int) -> list[Excerpt]:
+    """Pieces of at most `count` responses around the most pushed tokens, with the pushes [B, T] of every algorithm."""
+    prompts, responses = batch.ragged("prompts"), batch.ragged("responses")
+    scores = batch.batch["token_level_scores"].sum(1)
+    found = []
+    for row, position in arithmetic.windows(pushes, count):
+        ids = responses[row].tolist()
+        start = max(min(position - _EXCERPT // 2, len(ids) - _EXCERPT), 0)
+        end = min(start + _EXCERPT, len(ids))
+        found.append(
+            Excerpt(
+                row=row,
+                prompt=tokenizer.decode(prompts[row].tolist())[-_PROMPT:],
+                score=float(scores[row]),
+                start=start,
+                tokens=[tokenizer.decode([token]) for token in ids[start:end]],
+                pushes=[p[row, start:end].tolist() for p in pushes],
+                is_cut=end < len(ids),
+            )
+        )
+    return found

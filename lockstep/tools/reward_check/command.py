@@ -1,0 +1,225 @@
+"""`lockstep rewards check key=value ...`: try the configured reward before training on it. See docs/rewards_check.md."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import PPOConfig, load_config
+from lockstep.config.data import EMBEDDED
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.trainer.setup import reward_arguments, with_embedded_task
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.rewards.manager import RewardManager
+    from lockstep.tools.reward_check.report import Report
+    from lockstep.tools.reward_check.scoring import Case, Subject
+
+_WIDTH = 160
+"""Columns of the tables where there is no terminal."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the rewards as the command line says: 0 when nothing is wrong, 1 when something is, 2 for a command line that means nothing."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in main_ppo
+    if list(arguments[:1]) != ["check"]:
+        if list(arguments[:1]) in (["-h"], ["--help"]):
+            print(_parser().format_help())
+            return 0
+        said = f"not {arguments[0]!r}" if arguments else "not nothing"
+        print(
+            f"error: usage: lockstep rewards check [options] [key=value ...]; expected 'check' after 'rewards', {said}",
+            file=sys.stderr,
+        )
+        return 2
+    options = _parser().parse_intermixed_args(arguments[1:])
+    try:
+        config = load_config(options.overrides, options.config)
+        for name in ("rows", "model_samples"):
+            if getattr(options, name) is not None and getattr(options, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+        console = _console()
+        report = check(config, options.rows, options.model_samples, options.gold_score, console)
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    from lockstep.tools.reward_check.tables import print_report
+
+    print_report(report, console)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    return 0 if report.is_clean else 1
+
+
+def check(
+    config: PPOConfig,
+    num_rows: int,
+    model_samples: int | None = None,
+    gold_score: float | None = None,
+    console: Console | None = None,
+) -> Report:
+    """Score right answers, nonsense, attacks and, when asked, the model's own samples of the configured data with the configured reward.
+
+    Args:
+        num_rows: Rows of data.train_files and data.val_files to try, spread over the data_sources.
+        model_samples: Prompts that the model answers actor_rollout_ref.rollout.n times each; None: no model is loaded.
+        gold_score: What a right answer must get; None: the best that any right answer of its data_source gets.
+        console: Where progress is shown; None: nowhere.
+
+    Raises what training would raise for data without a reward, files that cannot be read and programs that cannot be run.
+    """
+    from lockstep.rewards.manager import RewardManager
+    from lockstep.tools.reward_check.report import make_report
+    from lockstep.tools.reward_check.rows import choose_rows
+    from lockstep.tools.reward_check.scoring import make_cases, make_subjects, score_twice
+    from lockstep.tools.reward_check.traps import Traps
+    from lockstep.trainer.ppo.checks import check_rewards
+    from lockstep.trainer.ppo.ray_trainer import open_dataset
+    from lockstep.utils.tokenizer import hf_tokenizer
+
+    if EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path):
+        config = with_embedded_task(config)
+    model = config.actor_rollout_ref.model
+    tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    datasets = {"train": open_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)}
+    if config.data.val_files:
+        datasets["val"] = open_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
+    manager = RewardManager(tokenizer=tokenizer, num_examine=0, **reward_arguments(config))
+    try:
+        check_rewards(config, manager, manager, datasets["train"], datasets.get("val"))
+        sources = {tag.data_source for dataset in datasets.values() if hasattr(dataset, "tags") for tag in dataset.tags()}
+        rows = choose_rows(datasets, num_rows, len(sources), config.trainer.seed)
+        subjects = make_subjects(manager, rows, config.reward_model.enable, config.reward.timeout_s)
+        notes = _notes(config, len(rows) - len(subjects), sources - {row.data_source for row in rows}, model_samples)
+        with Traps() as traps:
+            cases = make_cases(subjects, traps)
+            if model_samples is not None:
+                sampled = choose_rows(datasets, model_samples, len(sources), config.trainer.seed)
+                answered = make_subjects(manager, sampled, config.reward_model.enable, config.reward.timeout_s)
+                cases += _model_samples(config, tokenizer, manager, datasets, answered)
+            with _progress(console, 2 * len(cases)) as advance:
+                results = score_twice(manager, cases, config.reward.num_workers or min(os.cpu_count() or 1, 8), advance)
+            escapes = traps.sprung()
+    finally:
+        manager.close()
+    return make_report(results, escapes, config.reward.timeout_s, gold_score, notes)
+
+
+def _model_samples(
+    config: PPOConfig, tokenizer: Any, manager: RewardManager, datasets: dict[str, Any], subjects: Sequence[Subject]
+) -> list[Case]:
+    """The model's own responses to these rows, drawn as in training."""
+    import torch
+
+    from lockstep.config.sampling import SamplingParams
+    from lockstep.single_controller.base.worker import WorkerEnvironment, worker_environment
+    from lockstep.tools.reward_check.fuzz import Earns, Response
+    from lockstep.tools.reward_check.scoring import SAMPLE, Case
+    from lockstep.trainer.ppo import stages
+    from lockstep.trainer.ppo.checks import check_models
+    from lockstep.utils.device import resolve_device
+    from lockstep.utils.hf_config import stop_token_ids
+    from lockstep.workers.engine_workers import ActorRolloutRefWorker
+
+    check_models(config, tokenizer)
+    rollout = config.actor_rollout_ref.rollout
+    with worker_environment(WorkerEnvironment(device=torch.device(resolve_device(config.trainer.device)))):
+        worker = ActorRolloutRefWorker(
+            config.actor_rollout_ref,
+            "rollout",
+            seed=config.trainer.seed,
+            pad_token_id=tokenizer.pad_token_id,
+            total_updates=0,
+            max_response_length=config.data.max_response_length,
+        )
+    worker.init_model()
+    shared = {
+        field.name: getattr(rollout, field.name) for field in dataclasses.fields(SamplingParams) if hasattr(rollout, field.name)
+    }
+    sampling = SamplingParams(
+        **shared,
+        max_tokens=config.data.max_response_length,
+        stop_token_ids=stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer),
+        seed=config.trainer.seed,
+    )
+    cases = []
+    for split, dataset in datasets.items():
+        asked = [subject for subject in subjects if subject.row.split == split]
+        if not asked:
+            continue
+        batch = stages.make_prompts(dataset, [subject.row.position for subject in asked], rollout.n, tokenizer.pad_token_id)
+        stages.generate(worker, batch, sampling, step=0)
+        for i, ids in enumerate(batch.ragged("responses").rows()):
+            cases.append(Case(asked[i // rollout.n], Response(SAMPLE, manager.decode(ids), Earns.ANYTHING)))
+    return cases
+
+
+def _notes(config: PPOConfig, num_model_only: int, missed: set[str | None], model_samples: int | None) -> list[str]:
+    """What the check leaves open."""
+    notes = []
+    if num_model_only:
+        notes.append(f"{num_model_only} rows that only the reward model judges")
+    if missed:
+        notes.append(f"data_source {', '.join(sorted(map(str, missed)))}: none of the rows that were read has it; raise --rows")
+    if model_samples is None:
+        notes.append("how many groups carry a signal: add --model-samples N to let the model answer N prompts")
+    elif config.actor_rollout_ref.rollout.n < 2:
+        notes.append("how many groups carry a signal: actor_rollout_ref.rollout.n=1 makes groups of one")
+    return notes
+
+
+@contextmanager
+def _progress(console: Console | None, total: int) -> Iterator[Callable[[], None]]:
+    """Inside: a bar on a terminal, moved on by calling what is yielded."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as progress:
+        task = progress.add_task("scoring", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    return Console(width=None if is_terminal else _WIDTH, markup=False, highlight=False, emoji=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep rewards check",
+        description="Try the configured reward on right answers, on nonsense, on attacks and on the model's own samples.",
+        epilog="The keys are those of lockstep ppo (lockstep ppo --help lists them). Exit status: 0 clean, 1 something is wrong.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as for lockstep ppo")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="read the configuration from a YAML file first")
+    parser.add_argument(
+        "--rows", type=int, default=200, metavar="N", help="rows to try, spread over the data_sources (default 200)"
+    )
+    parser.add_argument("--model-samples", type=int, metavar="N", help="also let the model answer N prompts, rollout.n times each")
+    parser.add_argument(
+        "--gold-score",
+        type=float,
+        metavar="X",
+        help="what a right answer must get (default: the best that one of its data_source gets)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,5 @@
+"""The tutorial's path to `lockstep.rewards`."""
+
+from lockstep.rewards.manager import RewardManager
+
+__all__ = ["RewardManager"]

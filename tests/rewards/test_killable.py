@@ -1,0 +1,133 @@
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from lockstep.rewards.killable import CallCrashed, CallFailed, CallTimeout, KillableWorker, is_portable
+
+
+def add(a, b):
+    return a + b
+
+
+def shout(text):
+    print(text)
+    return os.getpid()
+
+
+def fail(text):
+    raise ValueError(text)
+
+
+def leave(code):
+    sys.exit(code)
+
+
+def end(code):
+    os._exit(code)
+
+
+def backtrack():
+    return re.match(r"(a+)+$", "a" * 40 + "b")
+
+
+def start_and_hang():
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(os.environ["PID_FILE"], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(1000)
+
+
+async def later(value):
+    return value
+
+
+def a_lambda():
+    return lambda: 1
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = KillableWorker()
+    yield worker
+    worker.close()
+
+
+def test_calls_are_computed_in_one_other_process(worker):
+    assert worker.call(add, 5, a=1, b=2) == 3
+    assert worker.call(functools.partial(add, 10), 5, b=2) == 12
+    assert worker.call(later, 5, value="x") == "x"
+    first, second = worker.call(shout, 5, text="to stderr"), worker.call(shout, 5, text="again")
+    assert first == second != os.getpid()
+
+
+@pytest.mark.parametrize("call", [(fail, {"text": "why"}), (leave, {"code": 3}), (a_lambda, {})])
+def test_a_function_that_raises_says_so_and_the_process_goes_on(worker, call):
+    pid = worker.call(shout, 5, text="")
+    with pytest.raises(CallFailed) as caught:
+        worker.call(call[0], 5, **call[1])
+    assert call[0].__name__ in str(caught.value)
+    assert worker.call(shout, 5, text="") == pid
+
+
+def test_a_regular_expression_that_backtracks_is_killed_at_its_deadline(worker):
+    started = time.monotonic()
+    with pytest.raises(CallTimeout, match="0.3 s"):
+        worker.call(backtrack, 0.3)
+    assert time.monotonic() - started < 5
+    assert worker.call(add, 5, a=1, b=1) == 2
+
+
+def test_what_the_function_started_dies_with_it(worker, tmp_path, monkeypatch):
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    fresh = KillableWorker()
+    with pytest.raises(CallTimeout):
+        fresh.call(start_and_hang, 1.0)
+    grandchild = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(grandchild) and psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the grandchild lives on"
+        time.sleep(0.05)
+    fresh.close()
+
+
+def test_a_process_that_ends_during_the_call_is_named_with_its_exit_code(worker):
+    with pytest.raises(CallCrashed, match="exit code 7"):
+        worker.call(end, 5, code=7)
+    assert worker.call(add, 5, a=1, b=1) == 2
+
+
+def test_functions_that_another_process_cannot_find_are_refused(worker):
+    assert is_portable(add)
+    assert is_portable(functools.partial(add, 1))
+    for function in (lambda: 1, a_lambda()):
+        assert not is_portable(function)
+        with pytest.raises(ValueError, match="top of a module"):
+            worker.call(function, 5)
+
+
+def test_children_end_when_their_parent_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import functools, os, threading, time\n"
+        "from lockstep.rewards.killable import KillableWorker\n"
+        "worker = KillableWorker()\n"
+        "print(worker.call(os.getpid, 5), flush=True)\n"
+        "threading.Thread(target=worker.call, args=(functools.partial(time.sleep, 1000), 1000), daemon=True).start()\n"
+        "time.sleep(1000)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    child = int(parent.stdout.readline())
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(child):
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.05)

@@ -1,0 +1,170 @@
+import asyncio
+import functools
+import os
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from helpers.rewards import behave, nap, truth
+
+from lockstep.rewards.outcome import Failure, Score
+from lockstep.rewards.scoring import ScoringPool, check_score
+
+
+async def async_truth(ground_truth):
+    await asyncio.sleep(0.001 * (10 - ground_truth))  # the first row ends last
+    return ground_truth
+
+
+class AsyncTruth:
+    async def __call__(self, ground_truth):
+        return ground_truth
+
+
+@pytest.fixture
+def pool():
+    pool = ScoringPool(num_workers=2, timeout_s=5.0)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [truth, lambda ground_truth: ground_truth, async_truth, AsyncTruth(), functools.partial(async_truth)],
+    ids=["process", "thread", "async", "object", "partial"],
+)
+def test_every_kind_of_function_scores(pool, function):
+    futures = [pool.submit(function, {"ground_truth": i}) for i in range(10)]
+    assert [future.result(10) for future in futures] == [Score(float(i)) for i in range(10)]
+
+
+async def async_nap(seconds):
+    await asyncio.sleep(seconds)
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [nap, lambda seconds: nap(seconds), async_nap], ids=["process", "thread", "async"])
+def test_an_outcome_says_how_long_its_own_call_took(pool, function):
+    # One after the other on two workers: neither the wait for a place nor the start of a process is part of it.
+    began = time.monotonic()
+    outcomes = [future.result(20) for future in [pool.submit(function, {"seconds": 0.1}) for _ in range(6)]]
+    elapsed = time.monotonic() - began
+    assert all(0.1 <= outcome.seconds <= elapsed for outcome in outcomes)
+    if function is not async_nap:
+        assert sum(outcome.seconds for outcome in outcomes) <= 2 * elapsed
+
+
+def test_a_row_that_hangs_dies_or_raises_is_a_failure_of_its_own_and_delays_no_other():
+    pool = ScoringPool(num_workers=2, timeout_s=0.5)
+    rows = ["raise", 1, "hang", 2, "exit", 3, "die", 4, "backtrack", 5, "nan", 6, 7, 8]
+    started = time.monotonic()
+    outcomes = [future.result(20) for future in [pool.submit(behave, {"ground_truth": row}) for row in rows]]
+    assert time.monotonic() - started < 10
+    kinds = {"raise": "raised", "hang": "timeout", "exit": "raised", "die": "crashed", "backtrack": "timeout", "nan": "invalid"}
+    for row, outcome in zip(rows, outcomes, strict=True):
+        if row in kinds:
+            assert isinstance(outcome, Failure)
+            assert outcome.kind == kinds[row], outcome
+        else:
+            assert isinstance(outcome, Score)
+            assert (outcome.value, outcome.extra["pid"] != os.getpid()) == (row, True)
+    assert 'raise KeyError("my own mistake")' in outcomes[0].text
+    pool.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_that_cannot_be_killed_is_given_up_at_its_deadline(is_async):
+    pool, release = ScoringPool(1, timeout_s=0.2), threading.Event()
+
+    def hangs(ground_truth):
+        if ground_truth == 0:
+            release.wait()
+        return 1.0
+
+    async def async_hangs(ground_truth):
+        if ground_truth == 0:
+            await asyncio.sleep(3600)
+        return 1.0
+
+    futures = [pool.submit(async_hangs if is_async else hangs, {"ground_truth": i}) for i in range(3)]
+    outcomes = [future.result(5) for future in futures]
+    assert outcomes[0].kind == "timeout"
+    assert outcomes[1:] == [Score(1.0), Score(1.0)]
+    release.set()
+    pool.close()
+
+
+def test_an_async_function_that_blocks_its_loop_is_given_up_and_later_rows_get_a_new_loop():
+    pool, release = ScoringPool(1, timeout_s=0.2), threading.Event()
+
+    async def blocks(ground_truth):
+        if ground_truth == 0:
+            release.wait()
+        return 1.0
+
+    first = [pool.submit(blocks, {"ground_truth": i}) for i in range(2)]
+    assert [future.result(10).kind for future in first] == ["timeout", "timeout"]
+    assert "must await" in first[1].result().text
+    assert pool.submit(blocks, {"ground_truth": 1}).result(5) == Score(1.0)
+    release.set()
+    pool.close()
+
+
+def test_async_calls_overlap_but_never_more_than_64(pool):
+    running, most = 0, 0
+
+    async def count():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return 0
+
+    for future in [pool.submit(count, {}) for _ in range(200)]:
+        future.result(10)
+    assert most == 64
+
+
+def test_closing_ends_the_processes():
+    pool = ScoringPool(2, 5.0)
+    pids = {future.result(10).extra["pid"] for future in [pool.submit(behave, {"ground_truth": 1}) for _ in range(8)]}
+    pool.close()
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        "1.0",
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        1e39,
+        10**400,
+        1j,
+        [1.0],
+        {},
+        {"acc": 1},
+        {"score": None},
+        torch.ones(2),
+    ],
+    ids=repr,
+)
+def test_a_result_that_is_not_a_finite_number_is_invalid(result):
+    assert check_score(result).kind == "invalid"
+
+
+@pytest.mark.parametrize(
+    "result", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0), torch.ones(1)], ids=repr
+)
+def test_every_kind_of_number_is_a_score(result):
+    score = check_score({"score": result, "note": "n"})
+    assert (type(score.value), score.value, score.extra) == (float, 1.0, {"note": "n"})

@@ -1,0 +1,120 @@
+"""Each property, on one batch by hand: it holds for a good function and catches the one that breaks it."""
+
+import pytest
+import torch
+
+from lockstep.algorithms.masked import zero_outside
+from lockstep.tools.check.properties import (
+    ADVANTAGE_PROPERTIES,
+    LOSS_PROPERTIES,
+    LOSS_WARNINGS,
+    AdvantageCase,
+    AdvantageSubject,
+    LossCase,
+    LossSubject,
+    Violation,
+)
+
+NUMBERS = torch.tensor([[0.5, -1.0, 0.25], [1.5, 0.0, -0.75], [0.75, 2.0, 0.5]], dtype=torch.float64)
+MASK = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0]], dtype=torch.bool)
+LOSS_CASE = LossCase(
+    tokens={"old_log_prob": NUMBERS - 1, "advantages": NUMBERS.flip(1), "log_prob": NUMBERS},
+    mask=MASK,
+    row_keys=torch.tensor([3, 1, 2]),
+    mode="token-mean",
+    order=[2, 0, 1],
+    cut=1,
+)
+ADVANTAGE_CASE = AdvantageCase(
+    tokens={"token_level_rewards": NUMBERS}, rows={"group": torch.tensor([0, 0, 0])}, mask=MASK, order=[1, 2, 0]
+)
+
+
+def good(*, log_prob, old_log_prob, advantages, response_mask):
+    ratio = zero_outside(log_prob - old_log_prob, response_mask).exp()
+    loss = -zero_outside(advantages, response_mask) * ratio
+    return loss, {"ratio": zero_outside(ratio, response_mask).detach()}
+
+
+def changed(change):
+    """`good` with its loss changed."""
+
+    def loss(*, log_prob, old_log_prob, advantages, response_mask):
+        plain, metrics = good(log_prob=log_prob, old_log_prob=old_log_prob, advantages=advantages, response_mask=response_mask)
+        return change(plain, log_prob, response_mask), metrics
+
+    return loss
+
+
+def attached(*, log_prob, response_mask):
+    return zero_outside(log_prob, response_mask), {"log_prob": zero_outside(log_prob, response_mask)}
+
+
+BROKEN_LOSSES = {
+    "one number a token": changed(lambda loss, new, mask: loss.mean()),
+    "finite": changed(lambda loss, new, mask: loss / zero_outside(new * 0, mask)),
+    "masked tokens": changed(lambda loss, new, mask: loss * new.exp()),
+    "padding": changed(lambda loss, new, mask: loss / mask.shape[1]),
+    "order of rows": changed(lambda loss, new, mask: loss * torch.arange(1, len(mask) + 1)[:, None]),
+    "micro-batches and ranks": changed(lambda loss, new, mask: loss / mask.sum().clamp(min=1)),
+}
+
+
+def test_there_is_a_broken_loss_for_every_property():
+    assert BROKEN_LOSSES.keys() == LOSS_PROPERTIES.keys()
+
+
+@pytest.mark.parametrize("name", LOSS_PROPERTIES)
+def test_a_property_of_losses_holds_for_a_good_one_and_catches_a_broken_one(name):
+    LOSS_PROPERTIES[name](LossSubject(good, {}), LOSS_CASE)
+    with pytest.raises(Violation):
+        LOSS_PROPERTIES[name](LossSubject(BROKEN_LOSSES[name], {}), LOSS_CASE)
+
+
+def test_metrics_that_carry_a_gradient_are_caught():
+    with pytest.raises(Violation, match="detached"):
+        LOSS_PROPERTIES["finite"](LossSubject(attached, {}), LOSS_CASE)
+
+
+def test_a_loss_with_a_pull_of_its_own_gets_a_warning():
+    (check,) = LOSS_WARNINGS.values()
+    check(LossSubject(good, {}), LOSS_CASE)
+    with pytest.raises(Violation, match="every advantage"):
+        check(LossSubject(changed(lambda loss, new, mask: loss + zero_outside(new, mask)), {}), LOSS_CASE)
+
+
+def reward_to_go(*, token_level_rewards, response_mask):
+    rewards = zero_outside(token_level_rewards, response_mask)
+    togo = zero_outside(rewards.flip(1).cumsum(1).flip(1), response_mask)
+    return togo, togo
+
+
+def changed_estimator(change):
+    def estimator(*, token_level_rewards, response_mask):
+        togo, _ = reward_to_go(token_level_rewards=token_level_rewards, response_mask=response_mask)
+        return change(togo, token_level_rewards, response_mask), togo
+
+    return estimator
+
+
+BROKEN_ESTIMATORS = {
+    "one number a token": changed_estimator(lambda togo, rewards, mask: togo.sum(1)),
+    "finite": changed_estimator(lambda togo, rewards, mask: togo + 1),
+    "masked tokens": changed_estimator(
+        lambda togo, rewards, mask: togo + zero_outside(rewards.sum(1, True).expand(mask.shape), mask)
+    ),
+    "padding": changed_estimator(lambda togo, rewards, mask: togo / mask.shape[1]),
+    "order of rows": changed_estimator(lambda togo, rewards, mask: togo * torch.arange(1, len(mask) + 1)[:, None]),
+    "empty rows": changed_estimator(lambda togo, rewards, mask: togo / len(mask)),
+}
+
+
+def test_there_is_a_broken_estimator_for_every_property():
+    assert BROKEN_ESTIMATORS.keys() == ADVANTAGE_PROPERTIES.keys()
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_PROPERTIES)
+def test_a_property_of_estimators_holds_for_a_good_one_and_catches_a_broken_one(name):
+    ADVANTAGE_PROPERTIES[name](AdvantageSubject(reward_to_go, {}), ADVANTAGE_CASE)
+    with pytest.raises(Violation):
+        ADVANTAGE_PROPERTIES[name](AdvantageSubject(BROKEN_ESTIMATORS[name], {}), ADVANTAGE_CASE)

@@ -1,0 +1,43 @@
+import io
+import json
+
+from helpers.comparisons import make_comparison
+
+from lockstep.tools.compare.report import print_comparison, visible
+
+
+def printed(comparison):
+    stream = io.StringIO()
+    print_comparison(comparison, stream)
+    return stream.getvalue()
+
+
+def test_the_tables_have_every_number_and_every_reason():
+    text = printed(make_comparison())
+    for expected in ("1.234", "0.250", "0.125", "0.5", "-0.750", "ppo: it reads the column values", "step 7", "lr 0.001"):
+        assert expected in text, expected
+
+
+def test_a_number_that_does_not_exist_is_a_dash():
+    rows = [line.split() for line in printed(make_comparison()).splitlines() if line.startswith("silent_one")]
+    assert rows[0][-1] == "-"
+    assert "(3) silent_one - - -" in [" ".join(line.split()) for line in printed(make_comparison()).splitlines()]
+
+
+def test_markup_in_tokens_and_names_is_text():
+    text = printed(make_comparison(token="[bold]x", name="[red]mine"))
+    assert "[[bold]x]" in text
+    assert "[red]mine" in text
+
+
+def test_what_cannot_be_shown_is_a_sign():
+    assert visible("a\nb\tc\x00\x1b\u200f ") == "a↵b⇥c��� "
+    assert "\x1b" not in printed(make_comparison(token="\x1b[2J"))
+
+
+def test_the_json_has_everything():
+    comparison = make_comparison()
+    data = json.loads(comparison.to_json())
+    assert data["cosines"] == comparison.cosines
+    assert data["results"][0]["pushed_up"][0]["token"] == comparison.results[0].pushed_up[0].token
+    assert data["not_comparable"] == [["ppo", "it reads the column values"]]
