@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.algorithms.masked import masked_mean, masked_sum
 from lockstep.algorithms.registry import unknown_name
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -22,7 +23,7 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 class Denominators:
     """What a mini-batch is divided by, counted over all its ranks and micro-batches.
 
-    Example: a mask [[1, 1, 0], [0, 0, 0]] counts as Denominators(tokens=2, sequences=1).
+    Example: the masks 1 1 0 of one row and 0 0 of another count as Denominators(tokens=2, sequences=1).
     """
 
     tokens: int
@@ -31,10 +32,10 @@ class Denominators:
     """Rows with at least one such token."""
 
     @classmethod
-    def of(cls, response_mask: Tensor) -> Denominators:
-        """Count the mask [B, T] of a whole mini-batch."""
-        written = response_mask.bool()
-        return cls(tokens=int(written.sum()), sequences=int(written.any(dim=-1).sum()))
+    def of(cls, response_mask: Tensor, rows: Rows) -> Denominators:
+        """Count the mask [M] of a whole mini-batch."""
+        written = rows.sum(response_mask.bool())
+        return cls(tokens=int(written.sum()), sequences=int((written > 0).sum()))
 
 
 def agg_loss(
