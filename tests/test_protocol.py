@@ -388,6 +388,16 @@ def test_an_item_counts_from_both_ends():
         batch[2]
 
 
+def test_an_item_equals_the_padded_view_of_its_row_alone_and_is_made_without_padding(monkeypatch):
+    batch = make_batch([[1], [2, 3], [4, 5, 6]])
+    alone = [{name: part.batch[name][0] for name in part.batch} for part in batch.split(1)]
+    monkeypatch.setattr(Ragged, "pad", lambda *args, **kwargs: pytest.fail("padded"))
+    for i, expected in enumerate(alone):
+        item = batch[i].batch
+        assert item.keys() == expected.keys()
+        assert all(torch.equal(item[name], expected[name]) and item[name].dtype == expected[name].dtype for name in item)
+
+
 # -- keeping ---------------------------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,7 @@ def test_each_score_is_on_its_rows_last_token_and_an_empty_response_holds_none(r
         if length:
             expected[i, length - 1] = score
     assert torch.equal(answer["reward_tensor"], expected)
+    assert torch.equal(manager(data, ragged=True).pad(), expected)
     assert answer["reward_extra_info"] == {"score": [score for _, score in rows]}
 
 

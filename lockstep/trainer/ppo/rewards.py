@@ -108,28 +108,27 @@ def score(reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: flo
 def _read_rewards(rewards: Any, responses: Ragged, failures: list[Failure | None]) -> Ragged:
     """What a reward function returned, as float32 on the CPU. Rows with a number that is not finite become failures, in place; rows that
     are failures are zero. Raises RewardError unless there is one number for each token of the responses, or of their padded view."""
-    if isinstance(rewards, Ragged):
-        got, expected = tuple(rewards.lengths.tolist()), tuple(responses.lengths.tolist())
+    if isinstance(rewards, Ragged) and torch.equal(rewards.lengths, responses.lengths):
+        scores = rewards.like(rewards.values.float().cpu())
+        seen: Sequence[Tensor] = scores.rows()
+    elif isinstance(rewards, Tensor) and tuple(rewards.shape) == (len(responses), responses.width):
+        seen = rewards = rewards.float().cpu()
+        scores = Ragged.from_padded(rewards, responses.lengths)
     else:
-        got, expected = tuple(getattr(rewards, "shape", ())), (len(responses), responses.width)
-    if got != expected or not isinstance(rewards, Ragged | Tensor):
-        said = f"a tensor of shape {got}" if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise RewardError(f"the reward function must return a tensor of shape {expected}, like the responses; got {said}")
-    scores = rewards if isinstance(rewards, Ragged) else Ragged.from_padded(rewards, responses.lengths)
-    for i, row in enumerate(rewards.rows() if isinstance(rewards, Ragged) else rewards):
+        got = f"a tensor of shape {tuple(rewards.shape)}" if isinstance(rewards, Tensor) else type(rewards).__name__
+        shape = (len(responses), responses.width)
+        raise RewardError(f"the reward function must return a tensor of shape {shape}, like the responses; got {got}")
+    for i, row in enumerate(seen):
         if not torch.isfinite(row).all():
             failures[i] = failures[i] or Failure("invalid", "the reward function returned a number that is not finite")
     missing = torch.tensor([failure is not None for failure in failures], dtype=torch.bool)
-    if isinstance(rewards, Tensor):
-        behind = torch.arange(responses.width) >= responses.lengths[:, None]
-        rows = ((rewards.cpu() != 0) & behind & ~missing[:, None]).any(1).nonzero().flatten().tolist()
-        if rows:
-            raise RewardError(
-                f"the reward function put rewards after the end of the response, in rows {rows}: the last token of row i is at "
-                "data.ragged('responses').lengths[i] - 1"
-            )
-    kept = torch.where(torch.repeat_interleave(missing, scores.lengths), 0.0, scores.values.float().cpu())
-    return scores.like(kept)
+    behind = [i for i, row in enumerate(seen) if failures[i] is None and row[int(responses.lengths[i]) :].any()]
+    if behind:
+        raise RewardError(
+            f"the reward function put rewards after the end of the response, in rows {behind}: the last token of row i is at "
+            "data.ragged('responses').lengths[i] - 1"
+        )
+    return scores.like(torch.where(torch.repeat_interleave(missing, scores.lengths), 0.0, scores.values))
 
 
 def leave_out(batch: DataProto, rows: Tensor) -> None:

@@ -34,6 +34,18 @@ def test_scores_are_stored_without_padding_and_extra_information_is_passed_on():
     assert rewards.score(with_dict, batch).extra == {"acc": [1, 0]}
 
 
+def test_a_reward_function_that_knows_rows_is_asked_for_them():
+    def unpadded(data, ragged=False):
+        assert ragged
+        return column([[0.0, 0.0, 2.0], [NAN]])
+
+    batch = make_batch()
+    found = rewards.score(unpadded, batch, max_failure_rate=0.5)
+    assert rows_of(batch, "token_level_scores") == [[0.0, 0.0, 2.0], [0.0]]
+    assert [failure and failure.kind for failure in found.failures] == [None, "invalid"]
+    assert rows_of(batch, "response_mask") == [[1, 1, 1], [0]]
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -41,6 +53,8 @@ def test_scores_are_stored_without_padding_and_extra_information_is_passed_on():
         (torch.zeros(2, 4), r"shape \(2, 3\).*got a tensor of shape \(2, 4\)"),
         ([1.0, 2.0], r"shape \(2, 3\).*got list"),
         (None, "got NoneType"),
+        (column([[0.0, 1.0], [1.0]]), r"shape \(2, 3\), like the responses; got Ragged"),
+        (torch.tensor([[0.0, 0.0, 1e300], [0.0, 0.0, 0.0]], dtype=torch.float64), "1 of 2 rewards are missing .invalid: 1."),
         (torch.tensor([[0.0, 0.0, 0.0], [NAN, 0.0, 0.0]]), "1 of 2 rewards are missing .invalid: 1."),
         (torch.tensor([[math.inf, 0.0, 0.0], [0.0, 0.0, 0.0]]), "row 0, dataset row 30"),
         (torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), r"after the end of the response, in rows \[1\]"),
