@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
 from lockstep.errors import DataError
+from lockstep.models.chunked_head import MAX_LOGITS
 from lockstep.models.fast_layers import has_fast_layers
 from lockstep.models.load import Head, model_on_meta
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import activation_bytes, possible_kinds
-from lockstep.models.token_head import MAX_LOGITS
 from lockstep.planner.memory import Keys, Model, Rollout
 
 LEAST_SEQUENCES = 64

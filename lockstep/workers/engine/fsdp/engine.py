@@ -22,15 +22,15 @@ from lockstep.config.engine import FSDPConfig, OptimConfig
 from lockstep.errors import ConfigError, DataError, NumericalError
 from lockstep.models.attention import PACKED
 from lockstep.models.flops import model_cost
+from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, ADAPTER_WEIGHTS, AdaptedSource, Lora, adapter_name, base_name, is_adapter
 from lockstep.models.meta import WeightFiles, WeightSource
-from lockstep.models.outputs import packed_scores
+from lockstep.models.outputs import layer_output
 from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.models.token_head import gives_logits_unchanged, install_token_head
 from lockstep.models.weight_file import write_weights
 from lockstep.protocol import Ragged
-from lockstep.workers.engine.base import OptimResult, TrainEngine, uses_weights
+from lockstep.workers.engine.base import OptimResult, TrainEngine, logits_at_once, uses_weights
 from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.offload import Offload
@@ -87,12 +87,13 @@ class FSDPEngine(TrainEngine):
             source = AdaptedSource(source, lora.values) if source is not None else None
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
-        token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
+        hands_out = head is Head.LANGUAGE_MODEL and hand_out_hidden(module)
         if head is Head.SCORE and self._sequence is not None:
             self.score_layer = pack_score_head(module)
         self.module = self._shard(module, config, meshes, source)
-        if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
-            self.token_head = token_head
+        output = module.get_output_embeddings()
+        if hands_out and logits_are_the_layers(self.module, output, device):
+            self.tokens_at_once = logits_at_once(output.out_features, device)  # type: ignore[arg-type]
         sharding.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._optim, self._total_updates, self._updates = optim, total_updates, 0
@@ -139,8 +140,7 @@ class FSDPEngine(TrainEngine):
         return scores
 
     def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
-        inputs = (packed.input_ids, packed.position_ids, packed.layout, packed.predict_at)
-        return {"scores": packed_scores(self.module, score, *inputs)}
+        return {"scores": layer_output(self.module, score, packed.inputs)[0, packed.predict_at, 0].float()}
 
     def _divided(self, packed: PackedRows, compute: Callable[[PackedRows], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The columns of a micro-batch, computed by this rank or by those that divide its tokens."""

@@ -162,8 +162,9 @@ def _strategy(mesh: DeviceMesh, reshard_after_forward: bool) -> dict[str, Any]:
 
 def own_logits(module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook that makes the model's logits a tensor of their own where they are a view."""
-    if output.logits.requires_grad and output.logits._is_view():
-        output.logits = output.logits.clone()
+    logits = getattr(output, "logits", None)  # none where hidden states were handed out
+    if logits is not None and logits.requires_grad and logits._is_view():
+        output.logits = logits.clone()
 
 
 def reshard(module: nn.Module) -> None:

@@ -18,9 +18,10 @@ from lockstep.errors import DataError, NumericalError
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
-from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.protocol import Ragged
-from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
+from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.observability.metrics import Metric
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine, silent, token_outputs
 from lockstep.workers.engine.checkpoint import OPTIMIZER, ModelFolder, read_updates, write_gathered
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
 from lockstep.workers.engine.megatron.layout import join_layout
@@ -109,14 +110,19 @@ class MegatronEngine(TrainEngine):
         for packed, stacked in zip(packs, self._forward(packs, temperature), strict=True):
             yield self._unstack(self._from_last_stage(stacked, len(packed.predict_at)), entropy_grad=False)
 
-    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
+    def forward_backward(
+        self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> dict[str, Metric]:
         """See TrainEngine. Gradients are reduced over the ranks in `optim_step`."""
+        packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
 
-        def loss(number: int, stacked: Tensor) -> Tensor:
+        def loss_of(number: int, stacked: Tensor) -> Tensor:
+            asked = silent(loss_pass) if packs[number].is_placeholder else loss_pass
             # The schedule divides by the number of micro-batches, but a loss here is a part of a sum and not of a mean.
-            return loss_of(number, self._unstack(stacked, entropy_grad)) * len(packs)
+            return asked.of(token_outputs(self._unstack(stacked, entropy_grad)), packs[number].tokens) * len(packs)
 
-        self._schedule(packs, loss, temperature, entropy_grad, forward_only=False)
+        self._schedule(packs, loss_of, temperature, entropy_grad, forward_only=False)
+        return self._metrics(loss_pass)
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
         packed = pack_sequences(rows, pad_token_id, self.device)

@@ -20,9 +20,10 @@ from lockstep.errors import NumericalError
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightSource
-from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.protocol import Ragged
-from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
+from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.observability.metrics import Metric
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine, silent, token_outputs
 from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
 from lockstep.workers.engine.optim import learning_rate
 from lockstep.workers.engine.precision import compute_dtype
@@ -108,18 +109,23 @@ class TorchtitanEngine(TrainEngine):
         for answer in self._answers([self._inputs(packed, temperature) for packed in packs]):
             yield self._columns(answer)
 
-    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
+    def forward_backward(
+        self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> dict[str, Metric]:
+        packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
         batches = [self._inputs(packed, temperature, entropy_grad) for packed in packs]
 
-        def loss(number: int, answer: Tensor) -> Tensor:
-            return loss_of(number, self._columns(answer, entropy_grad))
+        def loss_of(number: int, answer: Tensor) -> Tensor:
+            asked = silent(loss_pass) if packs[number].is_placeholder else loss_pass
+            return asked.of(token_outputs(self._columns(answer, entropy_grad)), packs[number].tokens)
 
         if self._pipeline is not None:
-            self._pipeline.backward(batches, loss, self.gradient_sync)
-            return
-        for number, inputs in enumerate(batches):
-            with self.gradient_sync(number == len(batches) - 1):
-                loss(number, self.module(*inputs)).backward()
+            self._pipeline.backward(batches, loss_of, self.gradient_sync)
+        else:
+            for number, inputs in enumerate(batches):
+                with self.gradient_sync(number == len(batches) - 1):
+                    loss_of(number, self.module(*inputs)).backward()
+        return self._metrics(loss_pass)
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
         packed = pack_sequences(rows, pad_token_id, self.device)

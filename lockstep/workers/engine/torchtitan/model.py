@@ -24,7 +24,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import packed_attention
-from lockstep.models.token_head import VocabularyPart, target_log_probs
+from lockstep.models.chunked_head import VocabularyPart, chunked_log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class LanguageHead(Linear):
         if isinstance(self.weight, DTensor):  # each rank has a part of the vocabulary, and makes a part of the gradient
             assert isinstance(input, DTensor)
             hidden = input.to_local(grad_placements=[Partial()])[0, question.at]
-            columns = target_log_probs(hidden, self.weight.to_local(), None, *options, part=VocabularyPart.of(self.weight))
+            columns = chunked_log_probs(*options, hidden, self.weight.to_local(), part=VocabularyPart.of(self.weight))
         else:
-            columns = target_log_probs(input[0, question.at], self.weight, None, *options)
+            columns = chunked_log_probs(*options, input[0, question.at], self.weight)
         return torch.stack(columns, dim=-1)
 
 
