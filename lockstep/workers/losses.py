@@ -8,7 +8,8 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import masked_sum, zero_outside
-from lockstep.algorithms.policy_losses import compute_policy_loss, get_policy_loss, loss_inputs
+from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss, loss_inputs
+from lockstep.algorithms.rows import Rows
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
@@ -47,7 +48,7 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         metrics: dict[str, Metric | Pending] = {"check/log_probs": _finite("log-probs", outputs.log_probs, mask, rows)}
         columns = {name: rows.batch[name] for name in names if name in rows.columns}
         own = {"old_log_prob": old_log_probs, "log_prob": outputs.log_probs, "response_mask": mask}
-        loss_mat, token_metrics = compute_policy_loss(policy_loss, config.loss_parameters | columns | own)
+        loss_mat, token_metrics = bind_policy_loss(policy_loss, config.loss_parameters)(columns | own, Rows.of_padded(mask))
         if "rollout_is_weights" in rows:
             loss_mat = loss_mat * zero_outside(rows.batch["rollout_is_weights"], mask)
         metrics["check/policy_loss"] = _finite("policy loss", loss_mat, mask, rows)
