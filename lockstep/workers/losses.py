@@ -44,14 +44,14 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         # The sampler's log-probs are here to be compared with, in some updates only: no loss may come to depend on them.
         given = {name: column for name, column in columns.items() if name != "rollout_log_probs"}
         given |= {"old_log_prob": old_log_probs, "log_prob": log_probs, "response_mask": mask}
-        token_loss, token_metrics = policy_loss(given, rows)
+        token_loss, token_metrics = policy_loss.function(**policy_loss.arguments(given, rows))
         if "rollout_is_weights" in columns:
             token_loss = token_loss * zero_outside(columns["rollout_is_weights"], mask)
 
         aggregate = partial(
             agg_loss,
-            loss_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
+            mask=mask,
+            mode=config.loss_agg_mode,
             denominators=denominators,
             rows=rows,
             loss_scale_factor=loss_scale_factor,
