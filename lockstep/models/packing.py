@@ -128,7 +128,8 @@ def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
     return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
 
 
-def _token_rows(data: DataProto, device: torch.device) -> TokenRows:
+def token_rows(data: DataProto, device: torch.device) -> TokenRows:
+    """The response tokens of these rows, with every column that has a number per token."""
     lengths = data.ragged("responses").lengths
     columns = {
         name: column.values.to(device, non_blocking=True)
@@ -152,7 +153,7 @@ def _pack_whole(data: DataProto, device: torch.device) -> PackedRows:
         layout=PackedLayout(lengths, device),
         predict_at=predict_at.to(device, non_blocking=True),
         targets=responses.values.to(device, non_blocking=True),
-        tokens=_token_rows(data, device),
+        tokens=token_rows(data, device),
     )
 
 
@@ -177,7 +178,7 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
         layout=PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers),
         predict_at=predict_at.to(device, non_blocking=True),
         targets=responses.values.to(device, non_blocking=True),
-        tokens=_token_rows(data, device),
+        tokens=token_rows(data, device),
     )
 
 
