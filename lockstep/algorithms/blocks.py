@@ -23,7 +23,9 @@ def on_blocks(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*, rows: Rows, **inputs: Any) -> Any:
         shape = (len(rows), int(rows.lengths.max()) if len(rows) else 0)
-        flat = {name for name, x in inputs.items() if isinstance(x, Tensor) and name not in PER_ROW and x.shape == (rows.num_tokens,)}
+        flat = {
+            name for name, x in inputs.items() if isinstance(x, Tensor) and name not in PER_ROW and x.shape == (rows.num_tokens,)
+        }
 
         def unpadded(x: Any) -> Any:
             if isinstance(x, dict):
