@@ -2,43 +2,49 @@
 
 A batch is rows. A column of it is one of three things:
 
-- `Ragged`: one vector a row, of any length (token ids, per-token numbers). Stored without padding.
+- `Ragged`: one vector per row, of any length (token ids, per-token numbers). Stored without padding.
 - dense: a tensor whose first dimension is the row.
 - object: a numpy object array (dicts, strings).
 
-`data.batch[name]` shows a ragged column padded, as reward managers written for other systems expect it; `data.ragged(name)`
-gives it as stored. Parameters are never columns: they are arguments of the call, or `meta_info` where they describe the data itself.
+`data.ragged(name)` gives a ragged column as stored, and `data[i]` a row. Only `data.batch[name]` pads: it makes the block that
+reward managers written for other systems expect, and nothing in Lockstep itself reads it. Parameters are never columns: they are
+arguments of the call, or `meta_info` where they describe the data itself.
 
-The ledger of columns (R ragged, D dense, O object; T response tokens, P prompt tokens)
+The ledger of columns (R ragged, D dense, O object; T response tokens, P prompt tokens), each with the function of `trainer/ppo` that adds
+it; tests/trainer/ppo/test_ledger.py compares it with a step.
 
 ```text
-column              kind  shape  written by         meaning
-index               O     -      RLHFDataset        row number in the dataset; part of the sampling key
-raw_prompt          O     -      RLHFDataset        the message list or string before the chat template
-data_source         O     -      RLHFDataset        the tag that chooses the reward
-reward_model        O     -      RLHFDataset        {style, ground_truth}
-extra_info          O     -      RLHFDataset        anything the reward function wants
-uid                 O     -      stages.generate    one id a prompt; its n samples share it
-sample              O     -      stages.generate    0..n-1 within the prompt
-prompts             R     P      RLHFDataset        prompt token ids
-responses           R     T      generate           sampled token ids
-response_mask       R     T      generate           1 where the policy wrote the token, 0 elsewhere (tools, user turns);
-                                                    all 0 in a row that is left out: its reward is missing, or it was rejected
-rollout_log_probs   R     T      generate           log-prob of the token under the sampler
-finish_reason       O     -      generate           "stop", "length", "abort", or "error": a request without a response (0 tokens)
-rm_scores           R     T      reward model       a reward model's score, on the last token
-rm_judged           D     -      rewards.model_scores  whether the reward model scored the row
-token_level_scores  R     T      rewards.score      the reward, on the last token
-old_log_probs       R     T      stages.old_log_prob  log-prob under the policy before the update; absent where the one update computes it
-entropys            R     T      stages.old_log_prob  entropy of the policy at the token
-rollout_is_weights  R     T      stages.correct     weight of the token's policy loss, where algorithm.rollout_correction asks for it
-ref_log_prob        R     T      stages.ref_log_prob  log-prob under the reference policy
-values              R     T      stages.values      the critic's estimate before the token
-reward_baselines    D     -      rewards.baselines  score of the greedy answer to the row's prompt (remax)
-reward_parts        D     K      rewards.set_parts  parts of the reward; meta_info["reward_part_names"] names them (gdpo)
-token_level_rewards R     T      stages.advantage   score minus the KL penalty, where that is on
-advantages, returns R     T      stages.advantage   what the actor and the critic learn from
-input_ids, attention_mask, position_ids             derived from prompts and responses, only in the padded view
+column               kind  shape  written by      meaning
+index                O     -      RLHFDataset     row number in the dataset; part of the sampling key
+raw_prompt           O     -      RLHFDataset     the message list or string before the chat template
+data_source          O     -      RLHFDataset     the tag that chooses the reward
+reward_model         O     -      RLHFDataset     {style, ground_truth}
+extra_info           O     -      RLHFDataset     anything the reward function wants
+prompts              R     P      RLHFDataset     prompt token ids
+uid                  O     -      make_prompts    one id per prompt; its n samples share it
+sample               O     -      make_prompts    0..n-1 within the prompt
+responses            R     T      generate        sampled token ids
+response_mask        R     T      generate        1 where the policy wrote the token, 0 elsewhere (tools, user turns);
+                                                  all 0 in a row that is left out: its reward is missing, or it was rejected
+rollout_log_probs    R     T      generate        log-prob of the token under the sampler
+finish_reason        O     -      generate        "stop", "length", "abort", or "error": a request without a response (0 tokens)
+rm_scores            R     T      model_scores    a reward model's score, on the last token
+rm_judged            D     -      model_scores    whether the reward model scored the row
+token_level_scores   R     T      score           the reward, on the last token
+reward_baselines     D     -      baselines       score of the greedy answer to the row's prompt (remax)
+reward_parts         D     K      set_parts       parts of the reward; meta_info["reward_part_names"] names them (gdpo)
+old_log_probs        R     T      old_log_prob    log-prob under the policy before the update; absent where the one update computes it;
+                                                  from use_sampler_log_probs where the sampler's are exact
+entropys             R     T      old_log_prob    entropy of the policy at the token
+ref_log_prob         R     T      ref_log_prob    log-prob under the reference policy
+values               R     T      values          the critic's estimate before the token
+rollout_is_weights   R     T      correct         weight of the token's policy loss, where algorithm.rollout_correction asks for it
+token_level_rewards  R     T      advantage       score minus the KL penalty, where that is on
+advantages           R     T      advantage       what the actor learns from
+returns              R     T      advantage       what the critic learns from
+input_ids            D     P+T    -               derived from prompts and responses, only in `data.batch` and `data[i]`
+attention_mask       D     P+T    -               likewise
+position_ids         D     P+T    -               likewise
 ```
 """
 
@@ -55,96 +61,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.ragged import Ragged, padding_mask, tensors_equal
+
+__all__ = ["BatchView", "Column", "DataProto", "DataProtoItem", "Ragged", "pad_dataproto_to_divisor", "unpad_dataproto"]
+
 Indices = Sequence[int] | np.ndarray | Tensor | slice
 """What selects rows: positions, a boolean mask, or a slice."""
 
 _DERIVED = ("input_ids", "attention_mask", "position_ids")
 _TOKEN_COLUMNS = ("prompts", "responses")
-
-
-class Ragged:
-    """One vector a row, stored end to end: `values` [total] and `lengths` [rows] (int64, on the CPU)."""
-
-    __slots__ = ("lengths", "values")
-
-    def __init__(self, values: Tensor, lengths: Tensor) -> None:
-        if values.dim() != 1 or lengths.dim() != 1:
-            raise ValueError(f"Ragged takes flat values and lengths, got shapes {tuple(values.shape)}, {tuple(lengths.shape)}")
-        if int(lengths.sum()) != values.shape[0]:
-            raise ValueError(f"Ragged lengths add up to {int(lengths.sum())}, but there are {values.shape[0]} values")
-        self.values = values
-        self.lengths = lengths.to("cpu", torch.int64)
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype | None = None) -> Ragged:
-        """Join one vector a row. `dtype` decides the type when every row is empty."""
-        tensors = [torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows]
-        lengths = torch.tensor([len(t) for t in tensors], dtype=torch.int64)
-        # An empty list is float32 to torch, and would turn the ids of the other rows into floats.
-        filled = [t for t in tensors if len(t)] or tensors
-        values = torch.cat(filled) if filled else torch.empty(0, dtype=dtype)
-        return cls(values, lengths)
-
-    @classmethod
-    def from_padded(cls, padded: Tensor, lengths: Tensor, side: str = "right") -> Ragged:
-        """Take the first (side "right") or last (side "left") `lengths[i]` entries of each row of `padded` [rows, width]."""
-        return cls(padded[_padding_mask(lengths, padded.shape[1], side).to(padded.device)], lengths)
-
-    def pad(self, value: float = 0, side: str = "right", width: int | None = None) -> Tensor:
-        """The column as [rows, width], filled with `value` on the given side; width is the longest row unless given."""
-        width = self.width if width is None else width
-        if width < self.width:
-            raise ValueError(f"width {width} is smaller than the longest row, {self.width}")
-        out = torch.full((len(self) * width,), value, dtype=self.values.dtype, device=self.values.device)
-        places = _padding_mask(self.lengths, width, side).flatten().nonzero().flatten()
-        # (A boolean index on a GPU, like a copy to it that blocks, would wait for all that was asked of it before.)
-        return out.index_copy(0, places.to(out.device, non_blocking=True), self.values).view(len(self), width)
-
-    @property
-    def width(self) -> int:
-        """The longest row."""
-        return int(self.lengths.max()) if len(self) else 0
-
-    def rows(self) -> tuple[Tensor, ...]:
-        """One view a row."""
-        return torch.split(self.values, self.lengths.tolist())
-
-    def like(self, values: Tensor) -> Ragged:
-        """Other values on the same lengths."""
-        return Ragged(values, self.lengths)
-
-    def select(self, positions: Tensor) -> Ragged:
-        """The rows at `positions` (int64), in that order; a row may appear more than once."""
-        starts = torch.cumsum(self.lengths, 0) - self.lengths
-        lengths = self.lengths[positions]
-        first = torch.repeat_interleave(starts[positions] - (torch.cumsum(lengths, 0) - lengths), lengths)
-        index = torch.arange(int(lengths.sum())) + first
-        return Ragged(self.values[index.to(self.values.device)], lengths)
-
-    @staticmethod
-    def cat(columns: Sequence[Ragged]) -> Ragged:
-        """The rows of all columns, one after the other."""
-        return Ragged(torch.cat([c.values for c in columns]), torch.cat([c.lengths for c in columns]))
-
-    def to(self, device: torch.device | str) -> Ragged:
-        """The values on another device; lengths stay on the CPU."""
-        # From pageable memory, which is what these are in, a copy that does not block has read its source when it returns.
-        return Ragged(self.values.to(device, non_blocking=self.values.device.type == "cpu"), self.lengths)
-
-    def equal(self, other: Ragged) -> bool:
-        """Same lengths and same values, bit for bit (NaN equals NaN)."""
-        return torch.equal(self.lengths, other.lengths) and _tensors_equal(self.values, other.values)
-
-    def __len__(self) -> int:
-        return self.lengths.shape[0]
-
-    def __getitem__(self, row: int) -> Tensor:
-        row = range(len(self))[row]
-        start = int(self.lengths[:row].sum())
-        return self.values[start : start + int(self.lengths[row])]
-
-    def __repr__(self) -> str:
-        return f"Ragged(rows={len(self)}, total={self.values.shape[0]}, dtype={self.values.dtype})"
 
 
 Column = Tensor | Ragged
@@ -177,7 +102,7 @@ class BatchView(Mapping[str, Tensor]):
         if name == "input_ids":
             return torch.cat([self["prompts"], self["responses"]], dim=1)
         prompts, responses = self._data.ragged("prompts"), self._data.ragged("responses")
-        masks = [_padding_mask(column.lengths, column.width, side) for column, side in ((prompts, "left"), (responses, "right"))]
+        masks = [padding_mask(column.lengths, column.width, side) for column, side in ((prompts, "left"), (responses, "right"))]
         attention_mask = torch.cat(masks, dim=1).long().to(responses.values.device)
         return attention_mask if name == "attention_mask" else (attention_mask.cumsum(1) - 1).clamp(min=0)
 
@@ -190,7 +115,7 @@ class BatchView(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         columns = self._data.columns
         yield from columns
-        if all(isinstance(columns.get(name), Ragged) for name in _TOKEN_COLUMNS):
+        if self._data.has_token_rows():
             yield from (name for name in _DERIVED if name not in columns)
 
     def __contains__(self, name: object) -> bool:
@@ -203,7 +128,7 @@ class BatchView(Mapping[str, Tensor]):
 
 @dataclass
 class DataProtoItem:
-    """One row, as `data[i]` gives it: `batch` maps names to this row's tensors without padding."""
+    """One row, as `data[i]` gives it: `batch` maps names to views of this row's tensors, without padding."""
 
     batch: dict[str, Tensor]
     non_tensor_batch: dict[str, Any]
@@ -276,6 +201,10 @@ class DataProto:
             raise TypeError(f"column {name!r} is a dense tensor, not ragged")
         return column
 
+    def has_token_rows(self) -> bool:
+        """Whether prompts and responses are both there as stored rows: what input_ids and its masks are derived from."""
+        return all(isinstance(self.columns.get(name), Ragged) for name in _TOKEN_COLUMNS)
+
     def __contains__(self, name: str) -> bool:
         return name in self.columns or name in self.non_tensor_batch
 
@@ -301,9 +230,11 @@ class DataProto:
         """A DataProtoItem for a number, a DataProto for a slice, a list, an array or a mask."""
         if isinstance(item, int | np.integer):
             row = range(len(self))[item]
-            one = self.select_idxs([row])
-            tensors = {name: column[0] for name, column in one.columns.items()}
-            tensors |= {name: one.batch[name][0] for name in one.batch if name not in tensors}
+            tensors = {name: column[row] for name, column in self.columns.items()}
+            if self.has_token_rows():
+                ids = torch.cat([tensors[name] for name in _TOKEN_COLUMNS])
+                derived = (ids, torch.ones_like(ids), torch.arange(len(ids), device=ids.device))
+                tensors = dict(zip(_DERIVED, derived, strict=True)) | tensors
             return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
         return self.select_idxs(item)
 
@@ -447,13 +378,6 @@ def _side(name: str) -> str:
     return "left" if name == "prompts" else "right"
 
 
-def _padding_mask(lengths: Tensor, width: int, side: str) -> Tensor:
-    if side not in ("left", "right"):
-        raise ValueError(f"side must be 'left' or 'right', not {side!r}")
-    positions, lengths = torch.arange(width), lengths.cpu()
-    return positions < lengths[:, None] if side == "right" else positions >= width - lengths[:, None]
-
-
 def _positions(indices: Indices, rows: int) -> Tensor:
     if isinstance(indices, slice):
         return torch.arange(rows)[_forward(indices, rows)]
@@ -482,16 +406,10 @@ def _object_array(values: Any) -> np.ndarray:
     return array
 
 
-def _tensors_equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool(((a == b) | ((a != a) & (b != b))).all()) if a.is_floating_point() else torch.equal(a, b)
-
-
 def _columns_equal(a: Column, b: Column) -> bool:
     if isinstance(a, Ragged) or isinstance(b, Ragged):
         return isinstance(a, Ragged) and isinstance(b, Ragged) and a.equal(b)
-    return _tensors_equal(a, b)
+    return tensors_equal(a, b)
 
 
 def _objects_equal(a: Any, b: Any) -> bool:

@@ -11,7 +11,8 @@ EVERYONE = {"errors"}
 ARROWS: dict[str, set[str]] = {
     # the path of a step
     "errors": set(),
-    "protocol": set(),
+    "ragged": set(),
+    "protocol": {"ragged"},
     "algorithms": set(),
     "utils": set(),
     "config": set(),

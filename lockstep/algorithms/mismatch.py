@@ -14,6 +14,8 @@ every weight is 1 and nothing is rejected.
 
 Weights multiply the loss of a token and stay in the denominators. Rejection takes tokens out of the mask, hence out of
 the denominators, the estimators' sums and the groups' statistics alike.
+
+Columns per token are flat, [M], and `rows` says how they divide into rows.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import masked_mean, masked_sum, zero_outside
+from lockstep.algorithms.masked import masked_mean, zero_outside
 from lockstep.algorithms.registry import unknown_name
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 
 IS_LEVELS = ("token", "sequence")
@@ -112,18 +115,18 @@ def make_correction(
 
 
 def log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """x = old_log_prob - rollout_log_prob [B, T], 0 outside the mask."""
+    """x = old_log_prob - rollout_log_prob [M], 0 outside the mask."""
     return zero_outside(old_log_prob - rollout_log_prob, response_mask)
 
 
-def raw_weights(x: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """exp(x) of each token, or of its whole row, with the exponent within -20 and 20: [B, T], 0 outside the mask."""
-    exponent = x if level == "token" else masked_sum(x, response_mask, dim=-1)[:, None].expand(x.shape)
+def raw_weights(x: Tensor, response_mask: Tensor, rows: Rows, level: str) -> Tensor:
+    """exp(x) of each token, or of its whole row, with the exponent within -20 and 20: [M], 0 outside the mask."""
+    exponent = x if level == "token" else rows.spread(rows.sum(zero_outside(x, response_mask)))
     return zero_outside(exponent.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(), response_mask)
 
 
-def importance_weights(x: Tensor, response_mask: Tensor, level: str, band: Bounds, normalise: bool = False) -> Tensor:
-    """The weights of the loss [B, T], without gradient, 0 outside the mask.
+def importance_weights(x: Tensor, response_mask: Tensor, rows: Rows, level: str, band: Bounds, normalise: bool = False) -> Tensor:
+    """The weights of the loss [M], without gradient, 0 outside the mask.
 
     ```text
     w = min(exp(x), high)                          truncated (Yao et al. 2025), where `band.low` is 0
@@ -133,15 +136,16 @@ def importance_weights(x: Tensor, response_mask: Tensor, level: str, band: Bound
     With x of the token (level "token") or the sum of x over the row ("sequence"). `normalise` divides by the mean, over
     tokens or over rows.
     """
-    weights = _cut(raw_weights(x.detach(), response_mask, level), band)
+    weights = _cut(raw_weights(x.detach(), response_mask, rows, level), band)
     if normalise:
-        mean = _mean_weight(weights, response_mask, level)
+        values = _one_each(weights, response_mask, rows, level)
+        mean = (values.mean() if len(values) else values.sum()).to(weights.dtype)
         weights = weights / torch.where(mean > 0, mean, 1)
     return weights
 
 
-def kept_tokens(x: Tensor, response_mask: Tensor, kind: str, bounds: Bounds, group: Tensor | None = None) -> Tensor:
-    """Which tokens of the mask pass one kind of rejection: bool [B, T].
+def kept_tokens(x: Tensor, response_mask: Tensor, rows: Rows, kind: str, bounds: Bounds, group: Tensor | None = None) -> Tensor:
+    """Which tokens of the mask pass one kind of rejection: bool [M].
 
     Per token k1 is x, k2 is x^2 / 2 and k3 is exp(x) - 1 - x. The statistic is that of the token (token_*), the row's sum,
     mean or largest (seq_sum_*, seq_mean_*, seq_max_*), or the mean over the group's rows of their means (group_*); a row or
@@ -159,14 +163,16 @@ def kept_tokens(x: Tensor, response_mask: Tensor, kind: str, bounds: Bounds, gro
         case "token":
             statistic = value
         case "seq_sum":
-            statistic = masked_sum(value, response_mask, dim=-1)[:, None]
+            statistic = rows.spread(rows.sum(zero_outside(value, response_mask)))
         case "seq_mean":
-            statistic = masked_mean(value, response_mask, dim=-1)[:, None]
+            statistic = rows.spread(rows.mean(value, response_mask))
         case "seq_max":
-            lowest = torch.where(response_mask.bool(), value, -torch.inf)
-            statistic = lowest.amax(dim=-1, keepdim=True) if x.shape[1] else lowest.sum(-1, keepdim=True)
+            lowest = value.new_full((len(rows),), -torch.inf)
+            candidates = torch.where(response_mask.bool(), value, -torch.inf)
+            statistic = rows.spread(lowest.scatter_reduce(0, rows.index, candidates, "amax"))
         case _:
-            statistic = _group_mean(masked_mean(value, response_mask, dim=-1), response_mask, group)[:, None]
+            counted = rows.sum(response_mask.bool()) > 0
+            statistic = rows.spread(_group_mean(rows.mean(value, response_mask), counted, group))
     if divergence == "k1":
         passes = (statistic >= _log(bounds.low)) & (statistic <= math.log(bounds.high))
     else:
@@ -174,7 +180,7 @@ def kept_tokens(x: Tensor, response_mask: Tensor, kind: str, bounds: Bounds, gro
     return response_mask.bool() & passes
 
 
-def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, float]:
+def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, rows: Rows) -> dict[str, float]:
     """How far the proximal policy is from the behaviour policy.
 
     ```text
@@ -188,12 +194,12 @@ def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
     Empty when no token is selected. Numbers that overflow are inf: they say what happened.
     """
     mask = response_mask.bool()
-    rows = mask.any(dim=-1)
-    if not rows.any():
+    counted = rows.sum(mask) > 0
+    if not counted.any():
         return {}
     old, rollout = (zero_outside(p.double(), mask) for p in (old_log_prob, rollout_log_prob))
     x = old - rollout
-    training, sampler = (-masked_mean(p, mask, dim=-1)[rows] for p in (old, rollout))
+    training, sampler = (-rows.mean(p, mask)[counted] for p in (old, rollout))
     difference = training - sampler
     return {
         "kl": masked_mean(-x, mask).item(),
@@ -208,17 +214,17 @@ def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
         "log_ppl_diff_min": difference.min().item(),
         "ppl_ratio": difference.exp().mean().item(),
         "chi2_token": (masked_mean((2 * x).exp(), mask) - 1).item(),
-        "chi2_seq": ((2 * x.sum(-1)[rows]).exp().mean() - 1).item(),
+        "chi2_seq": ((2 * rows.sum(x)[counted]).exp().mean() - 1).item(),
     }
 
 
-def weight_metrics(raw: Tensor, response_mask: Tensor, level: str, band: Bounds) -> dict[str, float]:
+def weight_metrics(raw: Tensor, response_mask: Tensor, rows: Rows, level: str, band: Bounds) -> dict[str, float]:
     """Of the weights before they are cut: rollout_is_{mean, std, min, max, eff_sample_size, ratio_fraction_high, ..._low}.
 
     Over tokens, or over rows for level "sequence". The effective sample size is a share: mean(w)^2 / mean(w^2) of the cut
     weights, 1 when all are equal.
     """
-    values, cut = (_one_each(w, response_mask, level) for w in (raw, _cut(raw, band)))
+    values, cut = (_one_each(w, response_mask, rows, level) for w in (raw, _cut(raw, band)))
     if not len(values):
         return {}
     second = cut.square().mean()
@@ -239,30 +245,23 @@ def _cut(weights: Tensor, band: Bounds) -> Tensor:
     return weights.clamp(max=band.high)
 
 
-def _one_each(weights: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """The weights as a flat list in float64: one a token, or one a row."""
+def _one_each(weights: Tensor, response_mask: Tensor, rows: Rows, level: str) -> Tensor:
+    """The weights in float64: one per selected token, or one per row that has such a token."""
     if level == "token":
         return weights.double()[response_mask.bool()]
-    rows = response_mask.bool().any(dim=-1)
-    return masked_mean(weights.double(), response_mask, dim=-1)[rows]
+    return rows.mean(weights.double(), response_mask)[rows.sum(response_mask.bool()) > 0]
 
 
-def _mean_weight(weights: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    values = _one_each(weights, response_mask, level)
-    return (values.mean() if len(values) else values.sum()).to(weights.dtype)
-
-
-def _group_mean(row_values: Tensor, response_mask: Tensor, group: Tensor | None) -> Tensor:
-    """The mean over the rows of each row's group that have a token, [B]."""
+def _group_mean(row_values: Tensor, counted: Tensor, group: Tensor | None) -> Tensor:
+    """The mean over the counted rows (bool [B]) of each row's group, [B]."""
     if group is None:
         raise ConfigError("rejection by group needs the group of each row")
     index = group.unique(return_inverse=True)[1]
-    counted = response_mask.bool().any(dim=-1).to(row_values.dtype)
 
     def over_group(values: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add(0, index, values)[index]
 
-    return over_group(row_values * counted) / over_group(counted).clamp(min=1)
+    return over_group(row_values * counted) / over_group(counted.to(row_values.dtype)).clamp(min=1)
 
 
 def _rejection_bounds(kind: str, text: str) -> Bounds:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
-from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol import Column, DataProto, Ragged
 from lockstep.rewards.graders import code
 from lockstep.rewards.judges import MODEL, RULE, SANDBOX, Judges, Weights
 from lockstep.rewards.outcome import Failure, Outcome, Score
@@ -101,8 +101,10 @@ class RewardManager:
         """Start scoring a batch whose responses come one by one: `data` has every column but those; see `Scoring.add`."""
         return Scoring(self, data)
 
-    def __call__(self, data: DataProto, return_dict: bool = False, scoring: Scoring | None = None) -> Tensor | dict[str, Any]:
-        """Scores of the responses: float32 [rows, longest response].
+    def __call__(
+        self, data: DataProto, return_dict: bool = False, scoring: Scoring | None = None, ragged: bool = False
+    ) -> Tensor | Ragged | dict[str, Any]:
+        """Scores of the responses: float32 [rows, longest response], or unpadded with `ragged`.
 
         A row's judges are asked, and the weighted sum of their scores is put on its last token. Where a reward model has written
         `rm_scores` (for all rows, or those that the column `rm_judged` marks), they are returned as they are, unless the row has explicit
@@ -121,9 +123,10 @@ class RewardManager:
         scoring = scoring or self.begin(data)
         answer = scoring.finish(data)
         self._print_examples(data, answer)
+        rewards = answer.rewards if ragged else answer.rewards.pad()
         if return_dict:
             return {
-                "reward_tensor": answer.rewards,
+                "reward_tensor": rewards,
                 "failures": answer.failures,
                 "reward_extra_info": answer.extra,
                 "reward_parts": answer.parts,
@@ -131,7 +134,7 @@ class RewardManager:
         for i, failure in enumerate(answer.failures):
             if failure is not None:
                 raise RewardError(describe_failure(failure, i, scoring.sources[i], scoring.texts[i]))
-        return answer.rewards
+        return rewards
 
     def close(self) -> None:
         """End the scoring processes. The manager can be used again."""
@@ -191,7 +194,7 @@ class RewardManager:
 class Answer:
     """What the judges of a batch said."""
 
-    rewards: Tensor
+    rewards: Ragged
     failures: list[Failure | None]
     total: list[float]
     extra: dict[str, list[Any]] = field(default_factory=dict)
@@ -220,17 +223,17 @@ class Scoring:
     def finish(self, data: DataProto) -> Answer:
         """Ask about every row that was not added, wait for all, and combine. Reads responses, rm_scores, rm_judged."""
         manager, responses = self._manager, data.ragged("responses")
-        rm_scores = data.batch["rm_scores"].float() if "rm_scores" in data else None
-        judged = data.batch["rm_judged"].bool().tolist() if "rm_judged" in data else [rm_scores is not None] * len(data)
+        rm_scores = data.columns.get("rm_scores")
+        judged = [bool(row) for row in data.columns["rm_judged"]] if "rm_judged" in data else [rm_scores is not None] * len(data)
         chosen = []
         for i, tag in enumerate(self._tags):
             has_weights = manager.judges.explicit(tag) is not None
             chosen.append({MODEL: 1.0} if judged[i] and not has_weights else manager.judges.of(tag, judged[i]))
-        for i, weights in enumerate(chosen):
+        for i, (weights, row) in enumerate(zip(chosen, responses.rows(), strict=True)):
             if self._asked[i] is None:
-                self._ask(i, responses[i], weights)
+                self._ask(i, row, weights)
         # Each call has its own deadline, so this ends.
-        outcomes = [{judge: asked.result() for judge, asked in (row or {}).items()} for row in self._asked]
+        outcomes = [{judge: asked.result() for judge, asked in (futures or {}).items()} for futures in self._asked]
         return _combine(chosen, outcomes, rm_scores, responses)
 
     def _ask(self, row: int, response_ids: Tensor, weights: Weights) -> None:
@@ -251,10 +254,10 @@ class Scoring:
 
 
 def _combine(
-    chosen: Sequence[Weights], outcomes: Sequence[Mapping[str, Outcome]], rm_scores: Tensor | None, responses: Ragged
+    chosen: Sequence[Weights], outcomes: Sequence[Mapping[str, Outcome]], rm_scores: Column | None, responses: Ragged
 ) -> Answer:
-    lengths, longest = responses.lengths.tolist(), int(responses.lengths.max()) if len(responses) else 0
-    rewards = torch.zeros(len(chosen), longest)
+    rewards = responses.like(torch.zeros(len(responses.values)))
+    row_rewards = rewards.rows()
     failures: list[Failure | None] = [None] * len(chosen)
     total = [0.0] * len(chosen)
     extra_rows: list[dict[str, Any]] = []
@@ -266,9 +269,9 @@ def _combine(
             value: float | None = None
             if judge == MODEL:
                 assert rm_scores is not None
-                scores = rm_scores[i, : lengths[i]]
+                scores = rm_scores[i][: len(row_rewards[i])].float()
                 if torch.isfinite(scores).all():
-                    rewards[i, : lengths[i]] += weight * scores
+                    row_rewards[i].add_(weight * scores)
                     value = scores.sum().item()
                 else:
                     failures[i] = Failure("invalid", "the reward model's score is not a finite number")
@@ -282,9 +285,10 @@ def _combine(
             parts.setdefault(judge, [None] * len(chosen))[i] = value
             total[i] += weight * (value or 0.0)
         if failures[i] is not None:
-            rewards[i], total[i] = 0.0, float("nan")
-        elif lengths[i] and on_last:
-            rewards[i, lengths[i] - 1] += on_last
+            row_rewards[i].zero_()
+            total[i] = float("nan")
+        elif on_last:
+            row_rewards[i][-1:] += on_last
         extra_rows.append(extra)
     names = dict.fromkeys(name for extra in extra_rows for name in extra)
     columns: dict[str, list[Any]] = {name: [extra.get(name) for extra in extra_rows] for name in names}

@@ -3,6 +3,7 @@ import statistics
 
 import pytest
 import torch
+from helpers.blocks import Cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from lockstep.algorithms.mismatch import (
     raw_weights,
     weight_metrics,
 )
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 
 PROPERTY = settings(max_examples=40, deadline=None)
@@ -50,8 +52,9 @@ def test_weights_equal_their_formula(level, band, data, normalise, masks, number
         units += cut[:1] if level == "sequence" else cut
     if normalise and units and sum(units) > 0:
         expected = expected / statistics.fmean(units)
-    actual = importance_weights(x.requires_grad_(), mask, level, band, normalise)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    cut = Cut(mask)
+    actual = importance_weights(cut(x.requires_grad_()), cut(mask), cut.rows, level, band, normalise)
+    torch.testing.assert_close(cut.back(actual), expected, rtol=1e-9, atol=1e-12)
     assert not actual.requires_grad
 
 
@@ -81,30 +84,32 @@ def test_rejection_keeps_what_is_within_the_bounds(kind, data, masks, numbers):
         found = torch.tensor(found if isinstance(found, list) else [found] * len(rows[i]), dtype=x.dtype)
         inside = (found.exp() >= 0.7) & (found.exp() <= 1.9) if kind.endswith("k1") else found <= 1.9
         expected[i][mask[i]] = inside
-    assert kept_tokens(x, mask, kind, bounds, group).equal(expected)
+    cut = Cut(mask)
+    assert cut.back(kept_tokens(cut(x), cut(mask), cut.rows, kind, bounds, group)).equal(expected)
 
 
 @PROPERTY
 @given(data=st.data())
 def test_policies_that_agree_have_weight_one_and_lose_nothing(data, masks, numbers):
-    mask = data.draw(masks)
-    old = data.draw(numbers(mask))
+    block = data.draw(masks)
+    cut = Cut(block)
+    old, mask, rows = cut(data.draw(numbers(block))), cut(block), cut.rows
     x = log_ratio(old, old, mask)
     for level in ("token", "sequence"):
         for band in (TRUNCATE, ICEPOP):
-            assert importance_weights(x, mask, level, band, normalise=True).equal(mask.double())
+            assert importance_weights(x, mask, rows, level, band, normalise=True).equal(mask.double())
     for kind in RS_KINDS:
-        assert kept_tokens(x, mask, kind, Bounds(1.0, 1.0), torch.zeros(len(mask))).equal(mask)
-    metrics = mismatch_metrics(old, old, mask)
+        assert kept_tokens(x, mask, rows, kind, Bounds(1.0, 1.0), torch.zeros(len(rows))).equal(mask)
+    metrics = mismatch_metrics(old, old, mask, rows)
     assert all(value == 0 for name, value in metrics.items() if "diff" in name or "chi2" in name or name.endswith("kl"))
     assert metrics.get("ppl_ratio", 1.0) == 1.0
 
 
 def test_metrics_by_hand():
-    old = torch.log(torch.tensor([[0.5, 0.25, 9.0], [0.5, 9.0, 9.0]], dtype=torch.float64))
-    rollout = torch.log(torch.tensor([[0.25, 0.5, 9.0], [0.25, 9.0, 9.0]], dtype=torch.float64))
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    metrics = mismatch_metrics(old, rollout, mask)
+    old = torch.log(torch.tensor([0.5, 0.25, 9.0, 0.5], dtype=torch.float64))
+    rollout = torch.log(torch.tensor([0.25, 0.5, 9.0, 0.25], dtype=torch.float64))
+    rows, mask = Rows(torch.tensor([3, 1])), torch.tensor([1, 1, 0, 1])
+    metrics = mismatch_metrics(old, rollout, mask, rows)
     log2 = math.log(2)
     assert metrics == pytest.approx(
         {
@@ -123,8 +128,8 @@ def test_metrics_by_hand():
             "chi2_seq": (1 + 4) / 2 - 1,
         }
     )
-    raw = raw_weights(log_ratio(old, rollout, mask), mask, "token")
-    assert weight_metrics(raw, mask, "token", Bounds(0.0, 1.5)) == pytest.approx(
+    raw = raw_weights(log_ratio(old, rollout, mask), mask, rows, "token")
+    assert weight_metrics(raw, mask, rows, "token", Bounds(0.0, 1.5)) == pytest.approx(
         {
             "rollout_is_mean": 1.5,
             "rollout_is_std": math.sqrt(0.5),
@@ -135,8 +140,8 @@ def test_metrics_by_hand():
             "rollout_is_ratio_fraction_low": 1 / 3,
         }
     )
-    assert mismatch_metrics(old, rollout, torch.zeros(2, 3)) == {}
-    assert weight_metrics(raw, torch.zeros(2, 3), "sequence", TRUNCATE) == {}
+    assert mismatch_metrics(old, rollout, torch.zeros(4), rows) == {}
+    assert weight_metrics(raw, torch.zeros(4), rows, "sequence", TRUNCATE) == {}
 
 
 def test_the_options_are_read_in_verls_notation():
@@ -170,4 +175,4 @@ def test_options_that_cannot_work_are_refused(options, message):
 
 def test_rejection_by_group_needs_groups():
     with pytest.raises(ConfigError, match="group of each row"):
-        kept_tokens(torch.zeros(1, 1), torch.ones(1, 1), "group_k2", Bounds(0.0, 1.0))
+        kept_tokens(torch.zeros(1), torch.ones(1), Rows(torch.tensor([1])), "group_k2", Bounds(0.0, 1.0))

@@ -3,41 +3,46 @@
 An estimator is a function whose keyword-only arguments say what it reads, from this vocabulary:
 
 ```text
-token_level_rewards      [B, T] float  reward of each token; read under the mask only
-response_mask            [B, T]        1 where the policy wrote the token
-values                   [B, T] float  the critic's estimate before each token
+rows                     Rows          how the tokens divide into rows
+token_level_rewards      [M] float     reward of each token; read under the mask only
+response_mask            [M]           1 where the policy wrote the token
+values                   [M] float     the critic's estimate before each token
 group                    [B] int64     rows of one prompt share a number
 reward_baselines         [B] float     score of the greedy answer to the row's prompt; the trainer generates it when asked
 reward_parts             [B, K] float  the parts that algorithm.gdpo_reward_keys names, of each row's reward
 reward_part_weights      [K] float     their weights
-old_log_probs            [B, T] float  log-prob of each token under the policy before the update
-sum_pi_squared           [B, T] float  sum over the vocabulary of squared probabilities; no worker writes it yet
-rollout_is_weights       [B, T] float  importance weights, where algorithm.rollout_correction makes them
+old_log_probs            [M] float     log-prob of each token under the policy before the update
+sum_pi_squared           [M] float     sum over the vocabulary of squared probabilities; no worker writes it yet
+rollout_is_weights       [M] float     importance weights, where algorithm.rollout_correction makes them
 gamma, lam               float         discount, and decay of GAE
 norm_adv_by_std_in_grpo  bool          divide by the group's standard deviation
 index                    [B] object    the prompt ids of the rows as a numpy array: `group` as estimators written for verl take it
 config                   object        the section `algorithm` of the configuration, for the same estimators
 ```
 
-It returns `(advantages, returns)`, both [B, T] and 0 outside the mask. A row without a selected token influences no
-other row.
+It returns `(advantages, returns)`, both [M] and 0 outside the mask. A row without a selected token influences no other
+row.
+
+B rows have M tokens in all, which lie end to end (`lockstep.algorithms.rows`). An estimator that does not name `rows`, as
+those written for verl, gets every [M] as a block [B, T] instead, with zeros behind the shorter rows, and returns blocks.
 
 ```text
 gae             from a critic's values: gae
 group           a response against the other responses to its prompt: grpo, grpo_passk, rloo, opo, gpg
 returns         rewards to come, or whitened over the batch: reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, remax
 token_baseline  a baseline for each token: optimal_token_baseline
-scores          the scores of the rows and the statistics of their groups, which these share
+recursion       sums along a row, which these share
+scores          the scores of the rows and the statistics of their groups, likewise
 ```
 
 To add one:
 
 ```python
-@register_adv_est("reward_to_go")
-def reward_to_go(*, token_level_rewards, response_mask):
-    rewards = zero_outside(token_level_rewards, response_mask)
-    togo = zero_outside(rewards.flip(1).cumsum(1).flip(1), response_mask)
-    return togo, togo
+@register_adv_est("reinforce")
+def reinforce(*, token_level_rewards, response_mask, rows):
+    scores = rows.sum(zero_outside(token_level_rewards, response_mask))
+    advantages = zero_outside(rows.spread(scores), response_mask)
+    return advantages, advantages
 ```
 """
 
@@ -53,6 +58,8 @@ from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rlo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
 from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
+from lockstep.algorithms.rows import Rows
+from lockstep.errors import ConfigError
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
@@ -71,6 +78,9 @@ ADV_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "tir_optimal_token_baseline": optimal_token_baseline,
 }
 """Name -> estimator: the values of `algorithm.adv_estimator`."""
+
+TOKEN_INPUTS = ("token_level_rewards", "response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+"""The inputs with one number per token."""
 
 
 def register_adv_est(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
@@ -107,10 +117,24 @@ def required_inputs(estimator: str | AdvantageEstimator) -> tuple[str, ...]:
 def compute_advantage(estimator: str | AdvantageEstimator, available: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Call the estimator, or the one of that name, with those of the `available` inputs that it names. None is not available.
 
-    Raises ConfigError when the name is unknown, an argument is not keyword-only, or a required input is not available.
+    `available` has `rows`, and its tokens are flat; so are the results, also of an estimator that takes and returns blocks.
+
+    Raises ConfigError when the name is unknown, an argument is not keyword-only, or a required input is not available,
+    or when the blocks that an estimator returns have another shape than those it was given.
     """
     what, function = _resolve(estimator)
-    return call_by_name(what, function, available, "choose another algorithm.adv_estimator, or switch on what produces it")
+    remedy = "choose another algorithm.adv_estimator, or switch on what produces it"
+    if "rows" in input_names(what, function):
+        return call_by_name(what, function, available, remedy)
+    rows: Rows = available["rows"]
+    blocks = {name: rows.pad(available[name]) for name in TOKEN_INPUTS if available.get(name) is not None}
+    result = call_by_name(what, function, {**available, **blocks, "rows": None}, remedy)
+    shape = blocks["response_mask"].shape
+    for name, x in zip(("advantages", "returns"), result, strict=True):
+        if not isinstance(x, Tensor) or x.shape != shape:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ConfigError(f"{what} must return one number per token, {tuple(shape)}; its {name} are of {got}")
+    return rows.unpad(result[0]), rows.unpad(result[1])
 
 
 def _resolve(estimator: str | AdvantageEstimator) -> tuple[str, AdvantageEstimator]:

@@ -18,7 +18,7 @@ same everywhere:
 - *A group of equal scores* gets exactly 0.
 - *Rows without a selected token* take no part in their group or in alpha.
 
-All raise ValueError when `group` is not one number a row.
+All raise ValueError when `group` is not one number per row.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.scores import group_scores
+from lockstep.algorithms.rows import Rows
 
 STD_FLOOR = 1e-6
 
 
 def grpo(
-    *, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool, epsilon: float = STD_FLOOR
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    rows: Rows,
+    group: Tensor,
+    norm_adv_by_std_in_grpo: bool,
+    epsilon: float = STD_FLOOR,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (Shao et al., arXiv 2402.03300): a response against the other responses to its prompt.
 
@@ -42,12 +49,18 @@ def grpo(
 
     Without `norm_adv_by_std_in_grpo` nothing is divided (Dr. GRPO, Liu et al., arXiv 2503.20783).
     """
-    rows = group_scores(token_level_rewards, response_mask, group)
-    return rows.over_tokens(rows.normalised(norm_adv_by_std_in_grpo, epsilon)), rows.over_tokens(rows.scores)
+    groups = group_scores(token_level_rewards, response_mask, rows, group)
+    return groups.over_tokens(groups.normalised(norm_adv_by_std_in_grpo, epsilon)), groups.over_tokens(groups.scores)
 
 
 def grpo_passk(
-    *, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool, epsilon: float = STD_FLOOR
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    rows: Rows,
+    group: Tensor,
+    norm_adv_by_std_in_grpo: bool,
+    epsilon: float = STD_FLOOR,
 ) -> tuple[Tensor, Tensor]:
     """By how much the best of the group would drop without this row (Tang et al., arXiv 2503.19595).
 
@@ -58,19 +71,19 @@ def grpo_passk(
     Without `norm_adv_by_std_in_grpo` nothing is divided. When several rows share the best score, no single one is
     missed and all get 0. With rewards of 0 and 1, only a group with exactly one success teaches anything.
     """
-    rows = group_scores(token_level_rewards, response_mask, group)
-    is_best = (rows.below == 0) & (rows.counted > 0)
-    second_below = rows.max(torch.where(is_best, -torch.inf, rows.below))
-    has_margin = is_best & (rows.sum(is_best.double()) == 1) & (rows.size > 1)
+    groups = group_scores(token_level_rewards, response_mask, rows, group)
+    is_best = (groups.below == 0) & (groups.counted > 0)
+    second_below = groups.max(torch.where(is_best, -torch.inf, groups.below))
+    has_margin = is_best & (groups.sum(is_best.double()) == 1) & (groups.size > 1)
     advantage = torch.where(has_margin, -second_below, 0)
     if norm_adv_by_std_in_grpo:
-        advantage = advantage / (rows.std() + epsilon)
+        advantage = advantage / (groups.std() + epsilon)
     # A score that is not finite equals no maximum: it must show, and not become a 0.
-    advantage = torch.where(rows.below.isfinite(), advantage, torch.nan)
-    return rows.over_tokens(advantage), rows.over_tokens(rows.scores)
+    advantage = torch.where(groups.below.isfinite(), advantage, torch.nan)
+    return groups.over_tokens(advantage), groups.over_tokens(groups.scores)
 
 
-def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, group: Tensor) -> tuple[Tensor, Tensor]:
     """REINFORCE with the mean of the *other* rows as baseline (Ahmadian et al., arXiv 2402.14740).
 
     ```text
@@ -79,24 +92,24 @@ def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -
 
     The baseline does not depend on the row itself, so the gradient is unbiased.
     """
-    rows = group_scores(token_level_rewards, response_mask, group)
-    advantage = rows.centred * rows.size / (rows.size - 1).clamp(min=1)
-    return rows.over_tokens(rows.score_if_alone(advantage)), rows.over_tokens(rows.scores)
+    groups = group_scores(token_level_rewards, response_mask, rows, group)
+    advantage = groups.centred * groups.size / (groups.size - 1).clamp(min=1)
+    return groups.over_tokens(groups.score_if_alone(advantage)), groups.over_tokens(groups.scores)
 
 
-def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def opo(*, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, group: Tensor) -> tuple[Tensor, Tensor]:
     """The baseline of least variance when a gradient's squared norm grows with length (Hao et al., arXiv 2505.23585).
 
     ```text
     advantages  = s_i - sum_j(len_j s_j) / sum_j(len_j)    over rows j of the group, len = selected tokens
     ```
     """
-    rows = group_scores(token_level_rewards, response_mask, group)
-    baseline = rows.sum(rows.lengths * rows.below) / rows.sum(rows.lengths).clamp(min=1)
-    return rows.over_tokens(rows.score_if_alone(rows.below - baseline)), rows.over_tokens(rows.scores)
+    groups = group_scores(token_level_rewards, response_mask, rows, group)
+    baseline = groups.sum(groups.lengths * groups.below) / groups.sum(groups.lengths).clamp(min=1)
+    return groups.over_tokens(groups.score_if_alone(groups.below - baseline)), groups.over_tokens(groups.scores)
 
 
-def gpg(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def gpg(*, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, group: Tensor) -> tuple[Tensor, Tensor]:
     """Group policy gradient (Chu et al., arXiv 2504.02546): centred scores, enlarged when many scores are zero.
 
     ```text
@@ -107,6 +120,6 @@ def gpg(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) ->
     alpha is a property of the whole batch, and zero is a special score: adding a constant to all scores changes it, and
     a KL penalty in the reward makes it 1.
     """
-    rows = group_scores(token_level_rewards, response_mask, group)
-    alpha = rows.counted.sum() / rows.scores.count_nonzero().clamp(min=1)
-    return rows.over_tokens(alpha * rows.score_if_alone(rows.centred)), rows.over_tokens(rows.scores)
+    groups = group_scores(token_level_rewards, response_mask, rows, group)
+    alpha = groups.counted.sum() / groups.scores.count_nonzero().clamp(min=1)
+    return groups.over_tokens(alpha * groups.score_if_alone(groups.centred)), groups.over_tokens(groups.scores)

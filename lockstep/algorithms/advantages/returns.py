@@ -16,22 +16,20 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.group import STD_FLOOR
+from lockstep.algorithms.advantages.recursion import discounted_sums, selected
 from lockstep.algorithms.advantages.scores import GroupScores, group_scores
 from lockstep.algorithms.masked import masked_whiten, zero_outside
+from lockstep.algorithms.rows import Rows
 
 
-def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = r_t + gamma G_next [B, T], 0 outside the mask; "next" is the row's next selected token."""
-    rewards, mask = zero_outside(token_level_rewards, response_mask), response_mask.bool()
-    returns = torch.zeros_like(rewards)
-    togo = rewards.new_zeros(rewards.shape[0])
-    for t in reversed(range(rewards.shape[1])):
-        togo = torch.where(mask[:, t], rewards[:, t] + gamma * togo, togo)
-        returns[:, t] = togo
-    return zero_outside(returns, response_mask)
+def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, gamma: float = 1.0) -> Tensor:
+    """G_t = r_t + gamma G_next [M], 0 outside the mask; "next" is the row's next selected token."""
+    rewards = zero_outside(token_level_rewards, response_mask)
+    places, written = selected(response_mask, rows)
+    return torch.zeros_like(rewards).index_copy(0, places, discounted_sums(rewards[places], written, gamma))
 
 
-def reinforce_plus_plus(*, token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(*, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, gamma: float) -> tuple[Tensor, Tensor]:
     """The discounted rewards still to come, whitened.
 
     ```text
@@ -41,11 +39,13 @@ def reinforce_plus_plus(*, token_level_rewards: Tensor, response_mask: Tensor, g
 
     "Next" is the row's next token *of the policy*: tool output in between costs no discount. After the last one G is 0.
     """
-    returns = rewards_to_go(token_level_rewards, response_mask, gamma)
+    returns = rewards_to_go(token_level_rewards, response_mask, rows, gamma)
     return masked_whiten(returns, response_mask), returns
 
 
-def reinforce_plus_plus_baseline(*, token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus_baseline(
+    *, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, group: Tensor
+) -> tuple[Tensor, Tensor]:
     """The score against its group's mean, with one scale for the whole batch instead of one for each group.
 
     ```text
@@ -56,17 +56,18 @@ def reinforce_plus_plus_baseline(*, token_level_rewards: Tensor, response_mask: 
     The special cases of `group` hold before whitening. Its mean is over tokens and is not 0 when lengths differ, so a
     group of equal scores shares one small number; when all groups are such, all get exactly 0.
 
-    Raises ValueError when `group` is not one number a row.
+    Raises ValueError when `group` is not one number per row.
     """
-    rows = group_scores(token_level_rewards, response_mask, group)
-    centred = rows.over_tokens(rows.score_if_alone(rows.centred))
-    return masked_whiten(centred, response_mask), rows.over_tokens(rows.scores)
+    groups = group_scores(token_level_rewards, response_mask, rows, group)
+    centred = groups.over_tokens(groups.score_if_alone(groups.centred))
+    return masked_whiten(centred, response_mask), groups.over_tokens(groups.scores)
 
 
 def gdpo(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
+    rows: Rows,
     group: Tensor,
     reward_parts: Tensor,
     reward_part_weights: Tensor | None = None,
@@ -89,22 +90,21 @@ def gdpo(
 
     The special cases of `group` hold for each part, before whitening. Raises ValueError when shapes do not fit.
     """
-    rows = response_mask.shape[0]
-    if reward_parts.dim() != 2 or reward_parts.shape[0] != rows:
-        raise ValueError(f"reward_parts must be [{rows}, parts], but its shape is {tuple(reward_parts.shape)}")
+    if reward_parts.dim() != 2 or len(reward_parts) != len(rows):
+        raise ValueError(f"reward_parts must be [{len(rows)}, parts], but its shape is {tuple(reward_parts.shape)}")
     weights = reward_parts.new_ones(reward_parts.shape[1]) if reward_part_weights is None else reward_part_weights
     if weights.shape != reward_parts.shape[1:]:
         raise ValueError(f"{reward_parts.shape[1]} reward parts need as many weights, not {tuple(weights.shape)}")
-    written = response_mask.bool().any(dim=-1)
-    total = torch.zeros(rows, dtype=torch.float64, device=reward_parts.device)
+    whole = group_scores(token_level_rewards, response_mask, rows, group)
+    total = torch.zeros_like(whole.scores)
     for part, weight in zip(reward_parts.double().unbind(1), weights.tolist(), strict=True):
-        scores = GroupScores(torch.where(written, part, 0), response_mask, group, token_level_rewards.dtype)
-        total = total + weight * scores.normalised(norm_adv_by_std_in_grpo, epsilon)
-    whole = group_scores(token_level_rewards, response_mask, group)
+        scores = torch.where(whole.counted > 0, part, 0)
+        groups = GroupScores(scores, response_mask, rows, group, token_level_rewards.dtype)
+        total = total + weight * groups.normalised(norm_adv_by_std_in_grpo, epsilon)
     return masked_whiten(whole.over_tokens(total), response_mask), whole.over_tokens(whole.scores)
 
 
-def remax(*, token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
+def remax(*, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
     """REINFORCE with the score of the greedy answer to the same prompt as baseline (Li et al., arXiv 2310.10505).
 
     ```text
@@ -112,14 +112,12 @@ def remax(*, token_level_rewards: Tensor, response_mask: Tensor, reward_baseline
     advantages  = G_t - b_i                b_i: `reward_baselines` [B]
     ```
 
-    It needs one more response for each prompt, and no group: one sample a prompt is enough. Where the greedy answer is
+    It needs one more response for each prompt, and no group: one sample per prompt is enough. Where the greedy answer is
     as good as the samples nothing is learned from the prompt, however they differ from each other.
 
-    Raises ValueError when `reward_baselines` is not one number a row.
+    Raises ValueError when `reward_baselines` is not one number per row.
     """
-    if reward_baselines.shape != response_mask.shape[:1]:
-        raise ValueError(
-            f"reward_baselines must have one number for each of {response_mask.shape[0]} rows, not {tuple(reward_baselines.shape)}"
-        )
-    returns = rewards_to_go(token_level_rewards, response_mask)
-    return zero_outside(returns - reward_baselines.to(returns.dtype)[:, None], response_mask), returns
+    if reward_baselines.shape != rows.lengths.shape:
+        raise ValueError(f"reward_baselines must have one number for each of {len(rows)} rows, not {tuple(reward_baselines.shape)}")
+    returns = rewards_to_go(token_level_rewards, response_mask, rows)
+    return zero_outside(returns - rows.spread(reward_baselines.to(returns.dtype)), response_mask), returns

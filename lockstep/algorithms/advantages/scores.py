@@ -12,13 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import masked_sum, zero_outside
+from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.rows import Rows
 
 
-def group_scores(token_level_rewards: Tensor, response_mask: Tensor, group: Tensor) -> GroupScores:
-    """The statistics of the rows' summed rewards. Raises ValueError when `group` is not one number a row."""
-    scores = masked_sum(token_level_rewards.double(), response_mask, dim=-1)
-    return GroupScores(scores, response_mask, group, token_level_rewards.dtype)
+def group_scores(token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, group: Tensor) -> GroupScores:
+    """The statistics of the rows' summed rewards. Raises ValueError when `group` is not one number per row."""
+    scores = rows.sum(zero_outside(token_level_rewards.double(), response_mask))
+    return GroupScores(scores, response_mask, rows, group, token_level_rewards.dtype)
 
 
 def group_index(group: Tensor, rows: int) -> Tensor:
@@ -29,7 +30,7 @@ def group_index(group: Tensor, rows: int) -> Tensor:
 
 
 class GroupScores:
-    """The scores of a batch and what a group says about them; every attribute is float64 [B], one number a row.
+    """The scores of a batch and what a group says about them; every attribute is float64 [B], one number per row.
 
     ```text
     scores    s_i, the sum of the row's rewards under the mask
@@ -40,15 +41,15 @@ class GroupScores:
     centred   s_i - mean_g
     ```
 
-    Raises ValueError when `group` is not one number a row.
+    Raises ValueError when `group` is not one number per row.
     """
 
-    def __init__(self, scores: Tensor, response_mask: Tensor, group: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, scores: Tensor, response_mask: Tensor, rows: Rows, group: Tensor, dtype: torch.dtype) -> None:
         """`scores` [B] float64, and the dtype of the results of `over_tokens`."""
-        self._mask, self._dtype = response_mask, dtype
-        self._group_index = group_index(group, response_mask.shape[0])
+        self._mask, self._rows, self._dtype = response_mask, rows, dtype
+        self._group_index = group_index(group, len(rows))
         self.scores = scores
-        self.lengths = response_mask.bool().sum(dim=-1).double()
+        self.lengths = rows.sum(response_mask.bool()).double()
         self.counted = (self.lengths > 0).double()
         self.size = self.sum(torch.ones_like(self.scores))
         self.below = torch.where(self.counted > 0, self.scores - self.max(self.scores), 0)
@@ -77,5 +78,5 @@ class GroupScores:
         return torch.where(self.size < 2, self.scores, advantage)
 
     def over_tokens(self, x: Tensor) -> Tensor:
-        """x [B] at every selected token of its row, 0 elsewhere: [B, T] in the dtype of the rewards."""
-        return zero_outside(x.to(self._dtype)[:, None].expand(self._mask.shape), self._mask)
+        """x [B] at every selected token of its row, 0 elsewhere: [M] in the dtype of the rewards."""
+        return zero_outside(self._rows.spread(x.to(self._dtype)), self._mask)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.advantages.recursion import discounted_sums, selected
 from lockstep.algorithms.advantages.returns import rewards_to_go
 from lockstep.algorithms.advantages.scores import group_index
 from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.rows import Rows
 
 _WEIGHT_FLOOR = 1e-12
 """Added to every weight: a group whose tokens were all certain (weight 0) has its plain mean as baseline."""
@@ -17,6 +19,7 @@ def optimal_token_baseline(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
+    rows: Rows,
     group: Tensor,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor | None = None,
@@ -35,55 +38,55 @@ def optimal_token_baseline(
     row of the group has a k-th token the baseline is 0, as for a group of one; equal returns give exactly 0.
 
     Args:
-        old_log_probs: [B, T], log pi of the sampled token.
-        sum_pi_squared: [B, T], the sum over the vocabulary. When None its part of the sampled token stands for it:
+        old_log_probs: [M], log pi of the sampled token.
+        sum_pi_squared: [M], the sum over the vocabulary. When None its part of the sampled token stands for it:
             w = (1 - pi)^2, the squared gradient by that token's own logit.
-        rollout_is_weights: [B, T]; w is multiplied by their square, which minimises the variance under these weights.
+        rollout_is_weights: [M]; w is multiplied by their square, which minimises the variance under these weights.
     """
-    returns, weights = returns_and_energy(token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    order = _selected_first(response_mask)
-    g, w, mask = (x.gather(1, order) for x in (returns, weights, response_mask))
-    advantages = torch.zeros_like(returns).scatter(1, order, against_column(g, w, mask, group))
-    return zero_outside(advantages, response_mask), returns
+    returns, weights = returns_and_energy(
+        token_level_rewards, response_mask, rows, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
+    places, written = selected(response_mask, rows)
+    column = torch.zeros_like(rows.index).index_copy(0, places, written.positions)
+    return against_column(returns, weights, response_mask, rows, group, column), returns
 
 
 def returns_and_energy(
     token_level_rewards: Tensor,
     response_mask: Tensor,
+    rows: Rows,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor | None,
     rollout_is_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """G and W of `optimal_token_baseline`, [B, T] each; W in float64."""
+    """G and W of `optimal_token_baseline`, [M] each; W in float64."""
     pi = zero_outside(old_log_probs.double(), response_mask).exp()
     energy = (1 - pi).square() if sum_pi_squared is None else 1 - 2 * pi + zero_outside(sum_pi_squared.double(), response_mask)
     if rollout_is_weights is not None:
         energy = energy * zero_outside(rollout_is_weights.double(), response_mask).square()
-    return rewards_to_go(token_level_rewards, response_mask), zero_outside(energy, response_mask).cumsum(dim=1)
+    # From the first token to the last is from the last to the first of the rows turned round.
+    turned = Rows(rows.lengths.flip(0), rows.device)
+    so_far = discounted_sums(zero_outside(energy, response_mask).flip(0), turned, 1.0).flip(0)
+    return rewards_to_go(token_level_rewards, response_mask, rows), so_far
 
 
-def against_column(returns: Tensor, weights: Tensor, response_mask: Tensor, group: Tensor) -> Tensor:
-    """Returns [B, T] less the weighted mean, in the same column, of the rows of the group that have a token there.
+def against_column(returns: Tensor, weights: Tensor, response_mask: Tensor, rows: Rows, group: Tensor, column: Tensor) -> Tensor:
+    """Returns [M] less the weighted mean of the group's selected tokens that have the same number in `column` [M] int64.
 
-    The baseline is 0 where a row is alone in its column. Outside the mask the result is 0.
+    The baseline is 0 where a token is alone with its number. Outside the mask the result is 0.
     """
     mask, dtype, returns = response_mask.bool(), returns.dtype, returns.double()
-    index = group_index(group, returns.shape[0])
+    cell = (group_index(group, len(rows))[rows.index] * len(column) + column).unique(return_inverse=True)[1]
 
-    def over_group(x: Tensor) -> Tensor:
-        return torch.zeros_like(x).index_add(0, index, x)[index]
+    def over_cell(x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, cell, x)[cell]
 
     # Of equal returns the distances to their largest are exactly 0, while their rounded mean can differ from each.
     candidates = torch.where(mask, returns, -torch.inf)
-    largest = torch.full_like(returns, -torch.inf).scatter_reduce(0, index[:, None].expand_as(returns), candidates, "amax")[index]
+    largest = torch.full_like(returns, -torch.inf).scatter_reduce(0, cell, candidates, "amax")[cell]
     below = torch.where(mask, returns - largest, 0)
     weights = torch.where(mask, weights + _WEIGHT_FLOOR, 0)
-    total = over_group(weights)
-    centred = below - over_group(weights * below) / torch.where(total == 0, 1, total)
-    alone = over_group(mask.to(returns.dtype)) < 2
+    total = over_cell(weights)
+    centred = below - over_cell(weights * below) / torch.where(total == 0, 1, total)
+    alone = over_cell(mask.to(returns.dtype)) < 2
     return zero_outside(torch.where(alone, returns, centred), mask).to(dtype)
-
-
-def _selected_first(response_mask: Tensor) -> Tensor:
-    """[B, T]: for each row, the positions of its selected tokens in order, then the others."""
-    return response_mask.bool().logical_not().to(torch.int8).argsort(dim=1, stable=True)

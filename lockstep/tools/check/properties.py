@@ -19,6 +19,7 @@ from lockstep.algorithms.advantages import compute_advantage
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.policy_losses import compute_policy_loss, prepare_columns
+from lockstep.algorithms.rows import Rows
 
 TOLERANCE = 1e-9
 """Relative and absolute, of sums in float64 that are taken in another order."""
@@ -189,13 +190,14 @@ class AdvantageSubject:
     def evaluate(self, case: AdvantageCase) -> tuple[Tensor, Tensor]:
         """Advantages and returns."""
         index = case.rows["group"].numpy().astype(str).astype(object)
-        available = {**self.parameters, **case.tokens, **case.rows, "response_mask": case.mask, "index": index}
+        tokens = {name: x.flatten() for name, x in {**case.tokens, "response_mask": case.mask}.items()}
+        available = {**self.parameters, **tokens, **case.rows, "rows": Rows.of_padded(case.mask), "index": index}
         result = compute_advantage(self.estimator, available)
         for name, x in zip(("advantages", "returns"), result, strict=True):
-            if not isinstance(x, Tensor) or x.shape != case.mask.shape:
+            if not isinstance(x, Tensor) or x.numel() != case.mask.numel():
                 got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise Violation(f"{name} must have one number a token, {tuple(case.mask.shape)}, but has {got}")
-        return result
+                raise Violation(f"{name} must have one number per token, {(case.mask.numel(),)}, but has {got}")
+        return result[0].view(case.mask.shape), result[1].view(case.mask.shape)
 
 
 def advantage_is_per_token(subject: AdvantageSubject, case: AdvantageCase) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from lockstep.protocol import Ragged
+
 Gradient = Mapping[str, Tensor]
 """Parameter -> its gradient."""
 
@@ -47,19 +49,19 @@ def effective_share(weights: Tensor) -> float | None:
     return float(w.sum().square()) / (len(w) * squares) if squares > 0 else None
 
 
-def strongest(pushes: Tensor, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The (row, position) of at most `count` tokens that are pushed most up, and most down, from pushes [B, T]; strongest first.
+def strongest(pushes: Ragged, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The (row, position) of at most `count` tokens that are pushed most up, and most down; strongest first.
 
-    At most one token a row: where the advantage is that of the whole row, a list of tokens would be a list of neighbours. Only tokens
+    At most one token per row: where the advantage is that of the whole row, a list of tokens would be a list of neighbours. Only tokens
     that are pushed that way count. Equal pushes come in the order of rows and positions.
     """
 
-    def first(values: Tensor) -> list[tuple[int, int]]:
-        peaks, positions = values.max(1)
-        rows = peaks.argsort(descending=True, stable=True)[:count].tolist()
-        return [(row, int(positions[row])) for row in rows if peaks[row] > 0]
+    def first(sign: int) -> list[tuple[int, int]]:
+        peaks = [(float((sign * row).max()), i, int((sign * row).argmax())) for i, row in enumerate(pushes.rows()) if len(row)]
+        best = sorted((peak for peak in peaks if peak[0] > 0), key=lambda peak: -peak[0])
+        return [(i, position) for _, i, position in best[:count]]
 
-    return first(pushes), first(-pushes)
+    return first(1), first(-1)
 
 
 def ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, limit: float = 20.0) -> Tensor:
@@ -72,15 +74,16 @@ def share(part: Tensor, whole: Tensor) -> float:
     return int((part.bool() & whole.bool()).sum()) / max(int(whole.bool().sum()), 1)
 
 
-def windows(pushes: Sequence[Tensor], count: int) -> list[tuple[int, int]]:
-    """(row, position) of at most `count` tokens, each in another row, that show the pushes [B, T] of all algorithms.
+def windows(pushes: Sequence[Ragged], count: int) -> list[tuple[int, int]]:
+    """(row, position) of at most `count` tokens, each in another row, that show the pushes of all algorithms.
 
     The algorithms take turns; each names the rows of its strongest pushes, strongest first.
     """
     chosen: dict[int, int] = {}
-    orders = [p.abs().amax(1).argsort(descending=True, stable=True).tolist() for p in pushes]
+    sizes = [[row.abs() for row in p.rows()] for p in pushes]
+    orders = [sorted(range(len(rows)), key=lambda i: -float(rows[i].max()) if len(rows[i]) else 0.0) for rows in sizes]
     for turn in zip(*orders, strict=True):
-        for p, row in zip(pushes, turn, strict=True):
-            if row not in chosen and len(chosen) < count and p[row].any():
-                chosen[row] = int(p[row].abs().argmax())
+        for rows, row in zip(sizes, turn, strict=True):
+            if row not in chosen and len(chosen) < count and rows[row].any():
+                chosen[row] = int(rows[row].argmax())
     return list(chosen.items())

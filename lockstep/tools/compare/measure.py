@@ -20,6 +20,7 @@ from torch import Tensor
 from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import make_kl_controller
+from lockstep.algorithms.rows import Rows
 from lockstep.config.engine import EngineChoice
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
@@ -27,13 +28,14 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Metric
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.worker import WorkerEnvironment
 from lockstep.tools.compare import arithmetic, tokens
 from lockstep.tools.compare.named import Algorithm
 from lockstep.tools.compare.report import AlgorithmResult, Comparison
 from lockstep.trainer.ppo import checks, stages
+from lockstep.trainer.ppo.metrics import row_sums
 from lockstep.trainer.ppo.recording import Recording
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import load_reference
@@ -55,15 +57,16 @@ _HOW_TO_RECORD = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One algorithm on the batch, all of it [B, T] beside the gradient."""
+    """One algorithm on the batch."""
 
     gradient: dict[str, Tensor]
     """Parameter -> gradient, float32 on the CPU."""
     metrics: dict[str, Metric]
     """What the policy loss reports."""
-    pushes: Tensor
-    """-d loss / d log_prob; 0 outside the responses."""
+    pushes: Ragged
+    """-d loss / d log_prob."""
     log_probs: Tensor
+    """[M], of the response tokens."""
     rows: DataProto
     """The mini-batch as the engine got it: with advantages, and the mask after the correction."""
 
@@ -141,7 +144,7 @@ def compare(
         results=[_result(algorithms[i], m, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, (i, m) in enumerate(done)],
         cosines=arithmetic.cosines(dots),
         row_prompts=[str(uid) for uid in batch.non_tensor_batch["uid"]],
-        row_scores=batch.batch["token_level_scores"].sum(1).tolist(),
+        row_scores=row_sums(batch, "token_level_scores").tolist(),
         excerpts=tokens.excerpts(batch, [m.pushes for _, m in done], tokenizer, num_excerpts),
         not_comparable=not_comparable,
     )
@@ -185,23 +188,23 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     stages.advantage(data, config.algorithm, make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
     rows = stages.actor_mini_batch(data, torch.arange(len(data)), actor)
     rows.non_tensor_batch["row"] = np.array(range(len(rows)), dtype=object)
-    denominators = Denominators.of(rows.batch["response_mask"].bool())
+    mask = rows.ragged("response_mask")
+    denominators = Denominators.of(mask.values, Rows(mask.lengths))
     if not denominators.tokens:
         raise DataError("no token of the batch is in the loss: every row was left out or rejected")
     loss_fn = make_policy_loss(actor, denominators, actor.loss_scale_factor or float(config.data.max_response_length))
-    lengths = rows.ragged("responses").lengths
-    log_probs = torch.zeros(len(rows), int(lengths.max()))
-    pushes = torch.zeros_like(log_probs)
+    pushes, log_probs = (mask.like(torch.zeros(len(mask.values))) for _ in range(2))
 
     def watched(outputs: TokenOutputs, part: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
         assert outputs.log_probs is not None
-        numbers, width = torch.tensor([int(row) for row in part.non_tensor_batch["row"]]), outputs.log_probs.shape[1]
+        numbers = [int(row) for row in part.non_tensor_batch["row"]]
 
-        def keep(gradient: Tensor) -> None:
-            pushes[numbers, :width] = -gradient.cpu().float()
+        def keep(column: Ragged, block: Tensor) -> None:
+            for row, values in zip(numbers, block.cpu().float(), strict=True):
+                column[row].copy_(values[: len(column[row])])
 
-        log_probs[numbers, :width] = outputs.log_probs.detach().cpu().float()
-        outputs.log_probs.register_hook(keep)
+        keep(log_probs, outputs.log_probs.detach())
+        outputs.log_probs.register_hook(lambda gradient: keep(pushes, -gradient))
         return loss_fn(outputs, part)
 
     budget = Budget(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
@@ -210,7 +213,7 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
         engine.module.zero_grad()
         metrics = engine.forward_backward(rows, watched, budget, temperature, entropy_grad=actor.entropy_coeff != 0)
         gradient = {name: tensor.float().cpu().clone() for name, tensor in own_gradients(engine.module)}
-    return Measured(gradient, metrics, pushes, log_probs, rows)
+    return Measured(gradient, metrics, pushes, log_probs.values, rows)
 
 
 def _measured_or_reason(
@@ -228,13 +231,12 @@ def _result(
     algorithm: Algorithm, m: Measured, grad_norm: float, batch: DataProto, tokenizer: Any, num_tokens: int
 ) -> AlgorithmResult:
     rows = m.rows
-    mask, lengths = rows.batch["response_mask"].bool(), rows.ragged("responses").lengths
-    response = torch.arange(mask.shape[1]) < lengths[:, None]
-    old = rows.batch["old_log_probs"]
-    weights = rows.batch["rollout_is_weights"][mask] if "rollout_is_weights" in rows else 1.0
+    mask, pushes = rows.ragged("response_mask").values.bool(), m.pushes.values
+    everywhere = torch.ones_like(mask)
+    weights = rows.ragged("rollout_is_weights").values[mask] if "rollout_is_weights" in rows else 1.0
     up, down = arithmetic.strongest(m.pushes, num_tokens)
-    ratio = arithmetic.ratios(m.log_probs, old, torch.ones_like(mask)).view(mask.shape)
-    shown = tokens.Shown(batch, tokenizer, m.pushes, rows.batch["advantages"], ratio)
+    ratio = arithmetic.ratios(m.log_probs, rows.ragged("old_log_probs").values, everywhere)
+    shown = tokens.Shown(batch, tokenizer, m.pushes, rows.ragged("advantages"), m.pushes.like(ratio))
     return AlgorithmResult(
         name=algorithm.name,
         settings=dict(algorithm.changes),
@@ -242,14 +244,14 @@ def _result(
         grad_norm=grad_norm,
         clip_fraction=m.reported("pg_clipfrac"),
         dual_clip_fraction=m.reported("pg_clipfrac_lower"),
-        masked_fraction=arithmetic.share(~mask, response),
-        silent_fraction=arithmetic.share(m.pushes == 0, response),
+        masked_fraction=arithmetic.share(~mask, everywhere),
+        silent_fraction=arithmetic.share(pushes == 0, everywhere),
         ratio_effective=arithmetic.effective_share(ratio[mask] * weights),
-        push_effective=arithmetic.effective_share(m.pushes[mask].abs()),
-        largest_push=float(m.pushes.abs().max()),
+        push_effective=arithmetic.effective_share(pushes[mask].abs()),
+        largest_push=float(pushes.abs().max()),
         pushed_up=[shown.token(row, position) for row, position in up],
         pushed_down=[shown.token(row, position) for row, position in down],
-        row_pushes=m.pushes.double().sum(1).tolist(),
+        row_pushes=Rows(m.pushes.lengths).sum(pushes.double()).tolist(),
     )
 
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, Ragged
 from lockstep.tools.compare import arithmetic
 from lockstep.tools.compare.report import Excerpt, TokenPush
+from lockstep.trainer.ppo.metrics import row_sums
 
 _CONTEXT = 8
 """Tokens of text on each side of a token."""
@@ -22,19 +21,19 @@ _PROMPT = 60
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is needed to show the tokens of one algorithm; tensors are [B, T]."""
+    """What is needed to show the tokens of one algorithm."""
 
     batch: DataProto
     tokenizer: Any
-    pushes: Tensor
-    advantages: Tensor
-    ratios: Tensor
+    pushes: Ragged
+    advantages: Ragged
+    ratios: Ragged
 
     def token(self, row: int, position: int) -> TokenPush:
         """The token at a place, with its context and numbers."""
         prompt, response = (self.batch.ragged(name)[row].tolist() for name in ("prompts", "responses"))
         ids, at = prompt + response, len(prompt) + position
-        push = float(self.pushes[row, position])
+        push = float(self.pushes[row][position])
         return TokenPush(
             row=row,
             position=position,
@@ -42,16 +41,16 @@ class Shown:
             before=self.tokenizer.decode(ids[max(at - _CONTEXT, 0) : at]),
             after=self.tokenizer.decode(ids[at + 1 : at + 1 + _CONTEXT]),
             push=push,
-            share=abs(push) / float(self.pushes.abs().double().sum()),
-            advantage=float(self.advantages[row, position]),
-            ratio=float(self.ratios[row, position]),
+            share=abs(push) / float(self.pushes.values.abs().double().sum()),
+            advantage=float(self.advantages[row][position]),
+            ratio=float(self.ratios[row][position]),
         )
 
 
-def excerpts(batch: DataProto, pushes: Sequence[Tensor], tokenizer: Any, count: int) -> list[Excerpt]:
-    """Pieces of at most `count` responses around the most pushed tokens, with the pushes [B, T] of every algorithm."""
+def excerpts(batch: DataProto, pushes: Sequence[Ragged], tokenizer: Any, count: int) -> list[Excerpt]:
+    """Pieces of at most `count` responses around the most pushed tokens, with the pushes of every algorithm."""
     prompts, responses = batch.ragged("prompts"), batch.ragged("responses")
-    scores = batch.batch["token_level_scores"].sum(1)
+    scores = row_sums(batch, "token_level_scores")
     found = []
     for row, position in arithmetic.windows(pushes, count):
         ids = responses[row].tolist()
@@ -64,7 +63,7 @@ def excerpts(batch: DataProto, pushes: Sequence[Tensor], tokenizer: Any, count: 
                 score=float(scores[row]),
                 start=start,
                 tokens=[tokenizer.decode([token]) for token in ids[start:end]],
-                pushes=[p[row, start:end].tolist() for p in pushes],
+                pushes=[p[row][start:end].tolist() for p in pushes],
                 is_cut=end < len(ids),
             )
         )

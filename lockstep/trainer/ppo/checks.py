@@ -22,7 +22,7 @@ from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
 
 _ESTIMATOR_INPUTS = {
-    "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
+    "rows", "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
     "old_log_probs", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
 }  # fmt: skip
 """What `stages.advantage` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""

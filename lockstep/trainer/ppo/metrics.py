@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.rows import Rows
 from lockstep.protocol import DataProto
 
 _AROUND_STAGES = ("step", "testing", "save_checkpoint")
@@ -17,9 +18,9 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
     """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, prompt_length/*."""
     mask = batch.ragged("response_mask").values.bool()
     # A row with tokens of which none is the policy's has been left out, for want of a reward.
-    counted = batch.batch["response_mask"].bool().any(1) | (batch.ragged("responses").lengths == 0)
-    metrics = _spread("critic/score", _row_sums(batch, "token_level_scores")[counted])
-    metrics |= _spread("critic/rewards", _row_sums(batch, "token_level_rewards")[counted])
+    counted = (row_sums(batch, "response_mask") > 0) | (batch.ragged("responses").lengths == 0)
+    metrics = _spread("critic/score", row_sums(batch, "token_level_scores")[counted])
+    metrics |= _spread("critic/rewards", row_sums(batch, "token_level_rewards")[counted])
     metrics |= _spread("critic/advantages", batch.ragged("advantages").values[mask])
     metrics |= _spread("critic/returns", batch.ragged("returns").values[mask])
     if "values" in batch:
@@ -42,7 +43,7 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
 
 
 def balance_metrics(batch: DataProto, shares: list[list[int]]) -> dict[str, float]:
-    """global_seqlen/*: tokens a rank when rows are cut in order, and as they are shared out (`shares`: row numbers of each rank)."""
+    """global_seqlen/*: tokens per rank when rows are cut in order, and as they are shared out (`shares`: row numbers of each rank)."""
     counts = batch.token_counts()
     in_order = [int(part.sum()) for part in counts.tensor_split(len(shares))]
     balanced = [int(counts[rows].sum()) for rows in shares]
@@ -82,8 +83,10 @@ def peak_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: max(values) for name, values in stages.items() if values}
 
 
-def _row_sums(batch: DataProto, name: str) -> Tensor:
-    return batch.batch[name].sum(1)
+def row_sums(batch: DataProto, name: str) -> Tensor:
+    """The sum [B] of a ragged column over each row."""
+    column = batch.ragged(name)
+    return Rows(column.lengths).sum(column.values)
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

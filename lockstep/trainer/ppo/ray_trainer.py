@@ -36,7 +36,7 @@ from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
 from lockstep.trainer.ppo.memory import load_of, place_models
-from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, timing_metrics
+from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, row_sums, timing_metrics
 from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored
 from lockstep.trainer.ppo.role import Role
@@ -547,7 +547,7 @@ class RayPPOTrainer:
         decode = self.tokenizer.batch_decode
         inputs = decode([row.tolist() for row in batch.ragged("prompts").rows()], skip_special_tokens=True)
         outputs = decode([row.tolist() for row in batch.ragged("responses").rows()], skip_special_tokens=True)
-        scores = batch.batch["token_level_scores"].sum(1).tolist()
+        scores = row_sums(batch, "token_level_scores").tolist()
         truths = [(row or {}).get("ground_truth") for row in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
         with (Path(directory) / f"{self.global_steps}.jsonl").open("w") as file:
             for i in range(len(batch)):

@@ -23,13 +23,14 @@ from lockstep.config.reward import OverlongConfig
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
+from lockstep.trainer.ppo.metrics import row_sums
 
 _NUM_EXAMPLES = 3
 
 
 @dataclass
 class Scored:
-    """What is known of the rows of a batch beside their scores; each list has one entry a row."""
+    """What is known of the rows of a batch beside their scores; each list has one entry per row."""
 
     failures: list[Failure | None]
     """Why a row's reward is missing."""
@@ -83,39 +84,52 @@ def score(reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: flo
 
     A reward function takes the batch and returns a tensor like `batch.batch["responses"]`, or a dict with that as "reward_tensor" and
     "reward_extra_info" (it is asked for the dict when it has an argument `return_dict`), and, where it knows them, "failures" and
-    "reward_parts" as in `Scored`. A row with a number that is not finite is a failure too. `scoring` is what `reward_fn.begin` returned.
+    "reward_parts" as in `Scored`. One with an argument `ragged` is asked for a Ragged instead of the padded tensor. A row with a number
+    that is not finite is a failure too. `scoring` is what `reward_fn.begin` returned.
 
     Raises RewardError for a tensor of the wrong shape, and with examples when more than `max_failure_rate` of the rewards are missing.
     """
-    arguments = {"return_dict": True} if "return_dict" in inspect.signature(reward_fn).parameters else {}
+    parameters = inspect.signature(reward_fn).parameters
+    arguments: dict[str, Any] = {name: True for name in ("return_dict", "ragged") if name in parameters}
     if scoring is not None:
         arguments["scoring"] = scoring
     result = reward_fn(batch, **arguments)
     result = result if isinstance(result, dict) else {"reward_tensor": result}
-    rewards, responses = result["reward_tensor"], batch.ragged("responses")
-    expected = tuple(batch.batch["responses"].shape)
-    if not isinstance(rewards, Tensor) or tuple(rewards.shape) != expected:
-        raise RewardError(
-            f"the reward function must return a tensor of shape {expected}, like the responses; got {_describe(rewards)}"
-        )
-    rewards = rewards.float().cpu()
     failures = list(result.get("failures") or [None] * len(batch))
-    for i in (~torch.isfinite(rewards)).any(1).nonzero().flatten().tolist():
-        failures[i] = failures[i] or Failure("invalid", "the reward function returned a number that is not finite")
-    missing = torch.tensor([failure is not None for failure in failures], dtype=torch.bool)
-    rewards = torch.where(missing[:, None], 0.0, rewards)
-    scores = Ragged.from_padded(rewards, responses.lengths)
-    if not torch.equal(scores.pad(), rewards):
-        rows = (scores.pad() != rewards).any(1).nonzero().flatten().tolist()
-        raise RewardError(
-            f"the reward function put rewards after the end of the response, in rows {rows}: the last token of row i is at "
-            "data.ragged('responses').lengths[i] - 1"
-        )
+    scores = _read_rewards(result["reward_tensor"], batch.ragged("responses"), failures)
     batch.set("token_level_scores", scores)
-    scored = Scored(failures, rewards.sum(1).tolist(), result.get("reward_extra_info") or {}, result.get("reward_parts") or {})
+    total = row_sums(batch, "token_level_scores").tolist()
+    scored = Scored(failures, total, result.get("reward_extra_info") or {}, result.get("reward_parts") or {})
     _check_failures(batch, scored, max_failure_rate)
-    leave_out(batch, missing)
+    leave_out(batch, torch.tensor([failure is not None for failure in failures], dtype=torch.bool))
     return scored
+
+
+def _read_rewards(rewards: Any, responses: Ragged, failures: list[Failure | None]) -> Ragged:
+    """What a reward function returned, as float32 on the CPU. Rows with a number that is not finite become failures, in place; rows that
+    are failures are zero. Raises RewardError unless there is one number for each token of the responses, or of their padded view."""
+    if isinstance(rewards, Ragged):
+        got, expected = tuple(rewards.lengths.tolist()), tuple(responses.lengths.tolist())
+    else:
+        got, expected = tuple(getattr(rewards, "shape", ())), (len(responses), responses.width)
+    if got != expected or not isinstance(rewards, Ragged | Tensor):
+        said = f"a tensor of shape {got}" if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise RewardError(f"the reward function must return a tensor of shape {expected}, like the responses; got {said}")
+    scores = rewards if isinstance(rewards, Ragged) else Ragged.from_padded(rewards, responses.lengths)
+    for i, row in enumerate(rewards.rows() if isinstance(rewards, Ragged) else rewards):
+        if not torch.isfinite(row).all():
+            failures[i] = failures[i] or Failure("invalid", "the reward function returned a number that is not finite")
+    missing = torch.tensor([failure is not None for failure in failures], dtype=torch.bool)
+    if isinstance(rewards, Tensor):
+        behind = torch.arange(responses.width) >= responses.lengths[:, None]
+        rows = ((rewards.cpu() != 0) & behind & ~missing[:, None]).any(1).nonzero().flatten().tolist()
+        if rows:
+            raise RewardError(
+                f"the reward function put rewards after the end of the response, in rows {rows}: the last token of row i is at "
+                "data.ragged('responses').lengths[i] - 1"
+            )
+    kept = torch.where(torch.repeat_interleave(missing, scores.lengths), 0.0, scores.values.float().cpu())
+    return scores.like(kept)
 
 
 def leave_out(batch: DataProto, rows: Tensor) -> None:
@@ -127,11 +141,11 @@ def leave_out(batch: DataProto, rows: Tensor) -> None:
 
 
 def baselines(batch: DataProto, greedy: DataProto, greedy_scored: Scored) -> int:
-    """Reads uid. Writes reward_baselines: the score of the greedy response (`greedy`: one row a prompt) to each row's prompt.
+    """Reads uid. Writes reward_baselines: the score of the greedy response (`greedy`: one row per prompt) to each row's prompt.
 
     Rows of a prompt whose baseline is missing are left out; returns how many such prompts there are.
     """
-    totals = greedy.batch["token_level_scores"].sum(1).tolist()
+    totals = row_sums(greedy, "token_level_scores").tolist()
     of_prompt = dict(zip(greedy.non_tensor_batch["uid"], zip(totals, greedy_scored.failures, strict=True), strict=True))
     found = [of_prompt[uid] for uid in batch.non_tensor_batch["uid"]]
     batch.set("reward_baselines", torch.tensor([total for total, _ in found], dtype=torch.float32))
@@ -176,11 +190,11 @@ def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
 
 def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
     """Row numbers of the groups in which `metric` differs between samples; missing rewards do not count."""
-    counted = batch.batch["response_mask"].bool().any(1) & torch.tensor([f is None for f in scored.failures])
+    counted = (row_sums(batch, "response_mask") > 0) & torch.tensor([f is None for f in scored.failures])
     if metric == "score":
         values = torch.tensor(scored.total, dtype=torch.float64)
     elif metric == "seq_reward":
-        values = batch.batch["token_level_scores"].sum(1)
+        values = row_sums(batch, "token_level_scores")
     elif metric in scored.extra:
         said = scored.extra[metric]
         lacking = [i for i, value in enumerate(said) if counted[i] and not isinstance(value, int | float | np.number | np.bool_)]
@@ -244,7 +258,3 @@ def _check_failures(batch: DataProto, scored: Scored, max_failure_rate: float) -
         f"{len(failed)} of {len(batch)} rewards are missing ({', '.join(f'{kind}: {n}' for kind, n in kinds.items())}), more than "
         f"reward.max_failure_rate={max_failure_rate:g} allows\n{examples}"
     )
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"

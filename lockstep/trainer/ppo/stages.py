@@ -19,6 +19,7 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
 from lockstep.algorithms.policy_losses import FLAT_WITHOUT_ADVANTAGE, get_policy_loss, prepare_columns, prepare_inputs
+from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
@@ -124,25 +125,24 @@ def correct(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, floa
     correction = read_correction(config)
     if not correction.is_on:
         return {}
-    responses, mask = batch.ragged("responses"), batch.batch["response_mask"].bool()
-    old, rollout = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
-    metrics = mismatch.mismatch_metrics(old, rollout, mask)
+    rows, mask = _rows_and_mask(batch)
+    old, rollout = (batch.ragged(name).values for name in ("old_log_probs", "rollout_log_probs"))
+    metrics = mismatch.mismatch_metrics(old, rollout, mask, rows)
     x = mismatch.log_ratio(old, rollout, mask)
     if correction.level is not None:
-        raw = mismatch.raw_weights(x, mask, correction.level)
-        metrics |= mismatch.weight_metrics(raw, mask, correction.level, correction.band)
-        weights = mismatch.importance_weights(x, mask, correction.level, correction.band, correction.normalise)
-        batch.set("rollout_is_weights", Ragged.from_padded(weights, responses.lengths))
-        _check_finite(batch, "rollout_is_weights")
+        raw = mismatch.raw_weights(x, mask, rows, correction.level)
+        metrics |= mismatch.weight_metrics(raw, mask, rows, correction.level, correction.band)
+        weights = mismatch.importance_weights(x, mask, rows, correction.level, correction.band, correction.normalise)
+        _set_tokens(batch, "rollout_is_weights", weights)
     kept = mask
     for kind, bounds in correction.rejections:
-        passed = mismatch.kept_tokens(x, mask, kind, bounds, _group(batch))
+        passed = mismatch.kept_tokens(x, mask, rows, kind, bounds, _group(batch))
         metrics[f"rollout_rs_{kind}_masked_fraction"] = _share_lost(mask, passed)
         kept = kept & passed
     if correction.rejections:
         metrics["rollout_rs_masked_fraction"] = _share_lost(mask, kept)
-        metrics["rollout_rs_seq_masked_fraction"] = _share_lost(mask.any(1), kept.any(1))
-        batch.set("response_mask", Ragged.from_padded(kept.long(), responses.lengths))
+        metrics["rollout_rs_seq_masked_fraction"] = _share_lost(rows.sum(mask) > 0, rows.sum(kept) > 0)
+        _set_tokens(batch, "response_mask", kept.long())
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -163,19 +163,22 @@ def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLControlle
 
     Writes token_level_rewards, advantages, returns. With KL in the reward, `kl_control` is updated.
     """
-    responses, mask = batch.ragged("responses"), batch.batch["response_mask"].bool()
-    rewards = batch.batch["token_level_scores"]
+    rows, mask = _rows_and_mask(batch)
+    rewards = batch.ragged("token_level_scores").values
     metrics = {}
     if config.use_kl_in_reward:
-        penalty = kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty)
-        kl = masked_mean(masked_mean(penalty, mask, dim=1), mask.any(1)).item()
+        old, reference = (batch.ragged(name).values for name in ("old_log_probs", "ref_log_prob"))
+        penalty = kl_penalty(old, reference, config.kl_penalty)
+        kl = masked_mean(rows.mean(penalty, mask), rows.sum(mask)).item()
         rewards = rewards - kl_control.value * torch.where(mask, penalty, 0.0)
         metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_control.value}
         kl_control.update(kl, n_steps=len(batch))
+    optional = {name: batch.columns[name] for name in _OPTIONAL_INPUTS if name in batch}
     available = {
+        "rows": rows,
         "token_level_rewards": rewards,
         "response_mask": mask,
-        **{name: batch.batch[name] for name in _OPTIONAL_INPUTS if name in batch},
+        **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
         "reward_parts": _reward_parts(batch, config),
         "reward_part_weights": torch.tensor(config.gdpo_reward_weights, dtype=torch.float64)
         if config.gdpo_reward_weights
@@ -188,9 +191,8 @@ def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLControlle
         "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
     }
     advantages, returns = compute_advantage(load_reference(config.adv_estimator) or config.adv_estimator, available)
-    for name, padded in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
-        batch.set(name, Ragged.from_padded(padded, responses.lengths))
-        _check_finite(batch, name)
+    for name, values in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
+        _set_tokens(batch, name, values)
     return metrics
 
 
@@ -281,17 +283,29 @@ def actor_mini_batch(batch: DataProto, rows: Tensor, config: ActorConfig) -> Dat
         (int(index) << 24) + int(sample)
         for index, sample in zip(mini_batch.non_tensor_batch["index"], mini_batch.non_tensor_batch["sample"], strict=True)
     ]
+    kept, mask = _rows_and_mask(mini_batch)
     available = config.loss_parameters | {
-        "old_log_prob": mini_batch.batch["old_log_probs"] if "old_log_probs" in mini_batch else None,
-        "advantages": mini_batch.batch["advantages"],
-        "response_mask": mini_batch.batch["response_mask"].bool(),
+        "rows": kept,
+        "old_log_prob": mini_batch.ragged("old_log_probs").values if "old_log_probs" in mini_batch else None,
+        "advantages": mini_batch.ragged("advantages").values,
+        "response_mask": mask,
         "row_keys": torch.tensor(keys, dtype=torch.int64),
     }
-    lengths = mini_batch.ragged("responses").lengths
-    for name, column in prepare_columns(load_reference(mode) or get_policy_loss(mode), available).items():
-        mini_batch.set(name, Ragged.from_padded(column, lengths))
-        _check_finite(mini_batch, name)
+    for name, values in prepare_columns(load_reference(mode) or get_policy_loss(mode), available).items():
+        _set_tokens(mini_batch, name, values)
     return mini_batch
+
+
+def _rows_and_mask(batch: DataProto) -> tuple[Rows, Tensor]:
+    """How the response tokens divide into rows, and which of them the policy wrote (bool [M])."""
+    mask = batch.ragged("response_mask")
+    return Rows(mask.lengths), mask.values.bool()
+
+
+def _set_tokens(batch: DataProto, name: str, values: Tensor) -> None:
+    """Write a column of one number per response token [M]. Raises NumericalError when one is not finite."""
+    batch.set(name, batch.ragged("responses").like(values))
+    _check_finite(batch, name)
 
 
 def _group(batch: DataProto) -> Tensor:
@@ -310,7 +324,9 @@ def _reward_parts(batch: DataProto, config: AlgorithmConfig) -> Tensor | None:
             f"algorithm.gdpo_reward_keys names {config.gdpo_reward_keys}, but the reward function gave the parts {names}: make it "
             f"return a dict with {missing or config.gdpo_reward_keys}, or change the keys"
         )
-    return batch.batch["reward_parts"][:, [names.index(key) for key in config.gdpo_reward_keys]]
+    parts = batch.columns["reward_parts"]
+    assert isinstance(parts, Tensor)
+    return parts[:, [names.index(key) for key in config.gdpo_reward_keys]]
 
 
 def _share_lost(before: Tensor, after: Tensor) -> float:
@@ -327,13 +343,15 @@ def rows_with_gradient(mini_batch: DataProto, config: ActorConfig) -> Tensor:
     loss = load_reference(mode) or get_policy_loss(mode)
     if config.entropy_coeff or config.use_kl_loss or loss not in FLAT_WITHOUT_ADVANTAGE or not len(mini_batch):
         return everything
-    has_advantage = ((mini_batch.batch["advantages"] != 0) & mini_batch.batch["response_mask"].bool()).any(1)
+    rows, mask = _rows_and_mask(mini_batch)
+    has_advantage = rows.sum((mini_batch.ragged("advantages").values != 0) & mask) > 0
     return everything[has_advantage] if has_advantage.any() else everything[:1]
 
 
 def _update(update: Callable[..., Any], mini_batch: DataProto, rows: Tensor | None = None) -> dict[str, Metric]:
     """One optimizer step on `rows` (all, if not given) of a mini-batch; the denominators are those of the whole of it."""
-    denominators = Denominators.of(mini_batch.batch["response_mask"].bool())
+    all_rows, mask = _rows_and_mask(mini_batch)
+    denominators = Denominators.of(mask, all_rows)
     sent = mini_batch if rows is None or len(rows) == len(mini_batch) else mini_batch.select_idxs(rows)
     return merge_metrics(update(sent, denominators=denominators))
 

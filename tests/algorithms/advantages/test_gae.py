@@ -2,6 +2,7 @@ import math
 import statistics
 
 import torch
+from helpers.blocks import estimate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,13 +39,14 @@ def slow_gae(rewards, values, mask, gamma, lam):
 def test_gae_equals_its_definition_over_the_tokens_of_the_policy(data, gamma, lam, masks, numbers):
     mask = data.draw(masks)
     rewards, values = data.draw(numbers(mask)), data.draw(numbers(mask))
-    actual = gae(token_level_rewards=rewards, response_mask=mask, values=values, gamma=gamma, lam=lam)
+    actual = estimate(gae, token_level_rewards=rewards, response_mask=mask, values=values, gamma=gamma, lam=lam)
     for a, b in zip(actual, slow_gae(rewards, values, mask, gamma, lam), strict=True):
         close(a, b)
 
 
 def test_gae_by_hand_skips_a_tool_token():
-    _, returns = gae(
+    _, returns = estimate(
+        gae,
         token_level_rewards=torch.tensor([[0.0, 9.0, 1.0]]),
         response_mask=torch.tensor([[1, 0, 1]]),
         values=torch.tensor([[0.5, 9.0, 0.25]]),

@@ -2,10 +2,9 @@ import statistics
 
 import pytest
 import torch
+from helpers import blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from lockstep.algorithms.advantages import compute_advantage
 
 PROPERTY = settings(max_examples=50, deadline=None)
 GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg")
@@ -16,8 +15,8 @@ def close(actual, expected, tolerance=1e-12):
 
 
 def estimate(name, rewards, mask, group, normalise=True):
-    available = {"token_level_rewards": rewards, "response_mask": mask, "group": group, "norm_adv_by_std_in_grpo": normalise}
-    return compute_advantage(name, available)
+    inputs = {"token_level_rewards": rewards, "response_mask": mask, "group": group, "norm_adv_by_std_in_grpo": normalise}
+    return blocks.estimate(name, **inputs)
 
 
 def of_scores(name, scores, group, normalise=True, dtype=torch.float64):
@@ -150,6 +149,6 @@ def test_a_score_that_is_not_finite_shows(name, bad):
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_a_group_that_is_not_one_number_a_row_is_refused(name):
+def test_a_group_that_is_not_one_number_per_row_is_refused(name):
     with pytest.raises(ValueError, match="2 rows"):
         estimate(name, torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64))

@@ -1,9 +1,11 @@
 import pytest
 import torch
+from helpers.blocks import estimate
 
 from lockstep.algorithms import advantages as module
 from lockstep.algorithms.advantages import compute_advantage, get_adv_estimator, required_inputs
 from lockstep.algorithms.masked import masked_whiten
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 
 
@@ -14,7 +16,7 @@ def scratch_registry(monkeypatch):
 
 
 def test_an_estimator_says_what_it_requires():
-    assert set(required_inputs("gae")) == {"token_level_rewards", "response_mask", "values", "gamma", "lam"}
+    assert set(required_inputs("gae")) == {"rows", "token_level_rewards", "response_mask", "values", "gamma", "lam"}
     assert "values" not in required_inputs("grpo")
 
 
@@ -26,16 +28,16 @@ def test_an_unknown_estimator_is_answered_with_the_nearest():
 @pytest.mark.usefixtures("scratch_registry")
 def test_an_estimator_gets_the_inputs_its_signature_names_and_no_others():
     @module.register_adv_est("probe")
-    def probe(*, response_mask, gamma=0.5, lam=0.25):
-        return response_mask, (gamma, lam)
+    def probe(*, rows, response_mask, gamma=0.5, lam=0.25):
+        return rows, (response_mask, gamma, lam)
 
-    assert required_inputs("probe") == ("response_mask",)
-    assert compute_advantage("probe", {"response_mask": 1, "lam": 0.75, "values": 2}) == (1, (0.5, 0.75))
+    assert required_inputs("probe") == ("rows", "response_mask")
+    assert compute_advantage("probe", {"rows": 7, "response_mask": 1, "lam": 0.75, "values": 2}) == (7, (1, 0.5, 0.75))
 
 
 @pytest.mark.parametrize("available", [{"gamma": 1.0, "values": None}, {"gamma": 1.0}])
 def test_a_missing_input_is_named_with_its_estimator(available):
-    with pytest.raises(ConfigError, match=r"'gae' needs token_level_rewards, response_mask, values, lam.*has gamma"):
+    with pytest.raises(ConfigError, match=r"'gae' needs token_level_rewards, response_mask, rows, values, lam.*has gamma"):
         compute_advantage("gae", available)
 
 
@@ -76,7 +78,7 @@ def inputs_of(scores, lengths, width=3):
 @pytest.mark.parametrize("name", COMPARING)
 def test_a_group_of_one_has_the_baseline_zero(name):
     inputs = inputs_of([2.0, -3.0, 0.5], [2, 2, 2]) | {"group": torch.tensor([0, 1, 2])}
-    advantages, _ = compute_advantage(name, inputs)
+    advantages, _ = estimate(name, **inputs)
     expected = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)[:, None] * inputs["response_mask"]
     if name == "grpo_passk":
         expected = torch.zeros_like(expected)  # no second best to be better than
@@ -91,7 +93,7 @@ def test_groups_of_equal_scores_get_exactly_zero(name, dtype):
     # The mean of seven times 0.1 is not 0.1, neither in float32 nor in float64.
     inputs = inputs_of([0.1] * 7 + [0.3] * 3, [2] * 10) | {"group": torch.tensor([4] * 7 + [2] * 3)}
     inputs["token_level_rewards"] = inputs["token_level_rewards"].to(dtype)
-    advantages, _ = compute_advantage(name, inputs)
+    advantages, _ = estimate(name, **inputs)
     assert advantages.dtype == dtype
     assert not advantages.any()
 
@@ -104,7 +106,7 @@ def test_an_empty_row_or_one_without_a_reward_is_as_if_it_were_not_there(name):
         full[missing][2] = torch.nan
     kept = [0, 1, 3]
     reduced = {key: x[kept] if isinstance(x, torch.Tensor) else x for key, x in full.items()}
-    for x, y in zip(compute_advantage(name, full), compute_advantage(name, reduced), strict=True):
+    for x, y in zip(estimate(name, **full), estimate(name, **reduced), strict=True):
         torch.testing.assert_close(x[kept], y)
         assert not x[2].any()
 
@@ -112,7 +114,7 @@ def test_an_empty_row_or_one_without_a_reward_is_as_if_it_were_not_there(name):
 @pytest.mark.parametrize("name", sorted(module.ADV_ESTIMATORS))
 def test_a_batch_without_any_token_gives_zeros(name):
     inputs = inputs_of([1.0, 4.0], [0, 0]) | {"group": torch.tensor([0, 0])}
-    for x in compute_advantage(name, inputs):
+    for x in estimate(name, **inputs):
         assert x.shape == (2, 3)
         assert not x.any()
 
@@ -126,15 +128,49 @@ def test_tool_tokens_in_the_middle_are_skipped(name):
     for key in ("token_level_rewards", "values", "old_log_probs", "response_mask"):
         spread[key] = torch.full((3, 7), 0.0 if key == "response_mask" else torch.nan, dtype=torch.float64)
         spread[key][:, places] = plain[key].double()
-    for x, y in zip(compute_advantage(name, spread), compute_advantage(name, plain), strict=True):
+    for x, y in zip(estimate(name, **spread), estimate(name, **plain), strict=True):
         torch.testing.assert_close(x[:, places], y)
 
 
-def test_a_function_can_be_used_without_registering_it():
-    def mine(*, response_mask, gamma):
-        return response_mask * gamma, response_mask
+# -- estimators of users ----------------------------------------------------------------------------------------------------
 
-    assert required_inputs(mine) == ("response_mask", "gamma")
-    assert compute_advantage(mine, {"response_mask": 2, "gamma": 3, "lam": 1}) == (6, 2)
+ROWS = Rows(torch.tensor([2, 0, 3]))
+FLAT = {"rows": ROWS, "response_mask": torch.tensor([1, 1, 1, 0, 1]), "token_level_rewards": torch.arange(1.0, 6.0), "gamma": 2.0}
+
+
+def test_a_function_that_names_rows_is_called_with_flat_columns_without_registering_it():
+    def mine(*, token_level_rewards, rows, gamma):
+        return rows.spread(rows.sum(token_level_rewards)) * gamma, token_level_rewards
+
+    assert required_inputs(mine) == ("token_level_rewards", "rows", "gamma")
+    advantages, returns = compute_advantage(mine, FLAT)
+    assert advantages.tolist() == [6.0, 6.0, 24.0, 24.0, 24.0]
+    assert returns.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     with pytest.raises(ConfigError, match="advantage estimator 'mine' needs gamma"):
-        compute_advantage(mine, {"response_mask": 2})
+        compute_advantage(mine, FLAT | {"gamma": None})
+
+
+def test_a_function_that_does_not_name_rows_gets_blocks_and_returns_them():
+    seen = {}
+
+    def mine(*, token_level_rewards, response_mask, group, values=None):
+        seen.update(rewards=token_level_rewards.tolist(), mask=response_mask.tolist(), group=group, values=values)
+        return token_level_rewards.flip(1).cumsum(1).flip(1), 9 * torch.ones_like(token_level_rewards)
+
+    group = torch.tensor([0, 0, 1])
+    advantages, returns = compute_advantage(mine, FLAT | {"group": group})
+    assert seen["rewards"] == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 5.0]]
+    assert seen["mask"] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
+    assert seen["group"] is group
+    assert seen["values"] is None
+    assert advantages.tolist() == [3.0, 2.0, 12.0, 9.0, 5.0]
+    assert returns.tolist() == [9.0] * 5
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(3, 2), 1.0])
+def test_blocks_of_another_shape_are_an_error_that_names_the_estimator(wrong):
+    def mine(*, response_mask):
+        return response_mask, wrong
+
+    with pytest.raises(ConfigError, match=r"'mine' must return one number per token, \(3, 3\)"):
+        compute_advantage(mine, FLAT)

@@ -3,6 +3,7 @@ import statistics
 
 import pytest
 import torch
+from helpers.blocks import estimate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def test_reinforce_plus_plus_whitens_the_discounted_rewards_to_come(data, gamma,
         for k, t in enumerate(at):
             raw[i, t] = math.fsum(gamma ** (j - k) * rewards[i, at[j]].item() for j in range(k, len(at)))
             returns[i, t] = raw[i, t]
-    actual = reinforce_plus_plus(token_level_rewards=rewards, response_mask=mask, gamma=gamma)
+    actual = estimate(reinforce_plus_plus, token_level_rewards=rewards, response_mask=mask, gamma=gamma)
     close(actual, (slow_whiten(raw, rewards), returns))
 
 
@@ -55,7 +56,7 @@ def test_the_baseline_variant_whitens_the_distance_to_the_groups_mean(data, mask
         for t in mask[i].nonzero().flatten().tolist():
             raw[i, t] = score - statistics.fmean(peers) if len(peers) > 1 else score
             returns[i, t] = score
-    actual = reinforce_plus_plus_baseline(token_level_rewards=rewards, response_mask=mask, group=group)
+    actual = estimate(reinforce_plus_plus_baseline, token_level_rewards=rewards, response_mask=mask, group=group)
     close(actual, (slow_whiten(raw, rewards), returns))
 
 
@@ -64,7 +65,10 @@ def test_the_baseline_variant_whitens_the_distance_to_the_groups_mean(data, mask
 def test_without_a_critic_and_with_lambda_one_gae_is_reinforce_plus_plus(data, gamma, masks, numbers):
     mask = data.draw(masks)
     inputs = {"token_level_rewards": data.draw(numbers(mask)), "response_mask": mask, "gamma": gamma}
-    close(reinforce_plus_plus(**inputs), gae(**inputs, values=torch.zeros(mask.shape, dtype=torch.float64), lam=1.0))
+    close(
+        estimate(reinforce_plus_plus, **inputs),
+        estimate(gae, **inputs, values=torch.zeros(mask.shape, dtype=torch.float64), lam=1.0),
+    )
 
 
 @PROPERTY
@@ -74,7 +78,9 @@ def test_the_baseline_variant_ignores_a_groups_level_and_the_scale_of_all_scores
     group = torch.tensor([0, 0, 1, 1, 1])
 
     def advantages(rewards):
-        return reinforce_plus_plus_baseline(token_level_rewards=rewards, response_mask=torch.ones_like(rewards), group=group)[0]
+        return estimate(
+            reinforce_plus_plus_baseline, token_level_rewards=rewards, response_mask=torch.ones_like(rewards), group=group
+        )[0]
 
     plain = advantages(scores)
     close(advantages(scores + shift * (group == 1)[:, None]), plain)
@@ -85,16 +91,19 @@ def test_the_baseline_variant_ignores_a_groups_level_and_the_scale_of_all_scores
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_baseline_variant_gives_exactly_zero_when_every_group_is_of_equal_scores(dtype):
     rewards = torch.tensor([0.1] * 7 + [0.3] * 3, dtype=dtype)[:, None]
-    advantages, _ = reinforce_plus_plus_baseline(
-        token_level_rewards=rewards, response_mask=torch.ones(10, 1), group=torch.tensor([4] * 7 + [2] * 3)
+    advantages, _ = estimate(
+        reinforce_plus_plus_baseline,
+        token_level_rewards=rewards,
+        response_mask=torch.ones(10, 1),
+        group=torch.tensor([4] * 7 + [2] * 3),
     )
     assert advantages.dtype == dtype
     assert not advantages.any()
 
 
 def test_a_tool_token_costs_no_discount():
-    _, returns = reinforce_plus_plus(
-        token_level_rewards=torch.tensor([[0.0, 9.0, 1.0]]), response_mask=torch.tensor([[1, 0, 1]]), gamma=0.5
+    _, returns = estimate(
+        reinforce_plus_plus, token_level_rewards=torch.tensor([[0.0, 9.0, 1.0]]), response_mask=torch.tensor([[1, 0, 1]]), gamma=0.5
     )
     assert returns.tolist() == [[0.5, 0.0, 1.0]]
 
@@ -121,7 +130,8 @@ def test_gdpo_normalises_each_part_in_its_group_then_sums_and_whitens(data, norm
         for t in mask[i].nonzero().flatten().tolist():
             raw[i, t] = total
             returns[i, t] = sum(rewards[i][mask[i]].tolist())
-    actual = gdpo(
+    actual = estimate(
+        gdpo,
         token_level_rewards=rewards,
         response_mask=mask,
         group=group,
@@ -135,8 +145,8 @@ def test_gdpo_normalises_each_part_in_its_group_then_sums_and_whitens(data, norm
 def test_gdpo_gives_a_narrow_part_the_same_voice_as_a_wide_one():
     parts = torch.tensor([[100.0, 0.0], [0.0, 0.01], [0.0, 0.0], [100.0, 0.01]], dtype=torch.float64)
     mask = torch.ones(4, 1)
-    advantages, _ = gdpo(
-        token_level_rewards=parts.sum(1, keepdim=True), response_mask=mask, group=torch.zeros(4), reward_parts=parts
+    advantages, _ = estimate(
+        gdpo, token_level_rewards=parts.sum(1, keepdim=True), response_mask=mask, group=torch.zeros(4), reward_parts=parts
     )
     first, second, worst, best = advantages.flatten().tolist()
     assert first == pytest.approx(second, abs=1e-3)
@@ -147,7 +157,7 @@ def test_gdpo_gives_a_narrow_part_the_same_voice_as_a_wide_one():
 def test_parts_that_do_not_fit_are_refused(wrong):
     inputs = {"token_level_rewards": torch.ones(2, 1), "response_mask": torch.ones(2, 1), "group": torch.zeros(2)}
     with pytest.raises(ValueError, match="part"):
-        gdpo(**inputs, **({"reward_parts": torch.ones(2, 2)} | wrong))
+        estimate(gdpo, **inputs, **({"reward_parts": torch.ones(2, 2)} | wrong))
 
 
 @PROPERTY
@@ -162,9 +172,9 @@ def test_remax_is_the_reward_to_come_less_the_greedy_score(data, masks, numbers)
         for k, t in enumerate(at):
             returns[i, t] = math.fsum(rewards[i, j].item() for j in at[k:])
             advantages[i, t] = returns[i, t] - baselines[i]
-    close(remax(token_level_rewards=rewards, response_mask=mask, reward_baselines=baselines), (advantages, returns))
+    close(estimate(remax, token_level_rewards=rewards, response_mask=mask, reward_baselines=baselines), (advantages, returns))
 
 
-def test_remax_refuses_baselines_that_are_not_one_number_a_row():
+def test_remax_refuses_baselines_that_are_not_one_number_per_row():
     with pytest.raises(ValueError, match="2 rows"):
-        remax(token_level_rewards=torch.ones(2, 3), response_mask=torch.ones(2, 3), reward_baselines=torch.ones(2, 1))
+        estimate(remax, token_level_rewards=torch.ones(2, 3), response_mask=torch.ones(2, 3), reward_baselines=torch.ones(2, 1))

@@ -1,6 +1,7 @@
 import math
 
 import torch
+from helpers.blocks import estimate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,8 @@ def test_the_baseline_is_the_mean_of_the_group_at_the_same_token_weighted_by_ene
     squares = pi.square() + 0.3 * (1 - pi).square() if with_squares else None
     weights = data.draw(numbers(mask)).abs().clamp(max=2.0) if with_weights else None
     group = torch.tensor(data.draw(st.lists(st.sampled_from([-3, 0, 10**12]), min_size=len(mask), max_size=len(mask))))
-    actual = optimal_token_baseline(
+    actual = estimate(
+        optimal_token_baseline,
         token_level_rewards=rewards,
         response_mask=mask,
         group=group,
@@ -61,8 +63,8 @@ def test_tool_tokens_are_skipped_and_a_row_that_outlasts_the_others_has_the_base
     rewards = torch.tensor([[0.0, 9.0, 1.0, 9.0], [0.0, 2.0, 9.0, 9.0], [0.0, 0.0, 0.0, 3.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
     even = torch.full_like(rewards, math.log(0.5))
-    advantages, returns = optimal_token_baseline(
-        token_level_rewards=rewards, response_mask=mask, group=torch.zeros(3), old_log_probs=even
+    advantages, returns = estimate(
+        optimal_token_baseline, token_level_rewards=rewards, response_mask=mask, group=torch.zeros(3), old_log_probs=even
     )
     assert returns.tolist() == [[1.0, 0.0, 1.0, 0.0], [2.0, 2.0, 0.0, 0.0], [3.0, 3.0, 3.0, 3.0]]
     expected = torch.tensor([[-1.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 3.0, 3.0]], dtype=torch.float64)
@@ -71,7 +73,11 @@ def test_tool_tokens_are_skipped_and_a_row_that_outlasts_the_others_has_the_base
 
 def test_tokens_that_were_certain_have_the_plain_mean_as_baseline():
     rewards = torch.tensor([[1.0], [4.0]], dtype=torch.float64)
-    advantages, _ = optimal_token_baseline(
-        token_level_rewards=rewards, response_mask=torch.ones(2, 1), group=torch.zeros(2), old_log_probs=torch.zeros_like(rewards)
+    advantages, _ = estimate(
+        optimal_token_baseline,
+        token_level_rewards=rewards,
+        response_mask=torch.ones(2, 1),
+        group=torch.zeros(2),
+        old_log_probs=torch.zeros_like(rewards),
     )
     torch.testing.assert_close(advantages.flatten().tolist(), [-1.5, 1.5])

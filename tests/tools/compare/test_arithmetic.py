@@ -5,12 +5,18 @@ import math
 import pytest
 import torch
 
+from lockstep.protocol import Ragged
 from lockstep.tools.compare import arithmetic
 
 
 def gradients(count=3):
     generator = torch.Generator().manual_seed(0)
     return [{"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)} for _ in range(count)]
+
+
+def ragged(block):
+    """Rows of all their columns, and one more row without tokens."""
+    return Ragged.from_rows([*block, []], dtype=block.dtype)
 
 
 def flat(gradient):
@@ -51,20 +57,20 @@ def test_the_effective_share_is_that_of_kish(weights, share):
 def test_the_strongest_are_the_peaks_of_the_rows_in_order():
     pushes = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
     pushes[4] = 0.0
-    for sign, found in zip((1, -1), arithmetic.strongest(pushes, 4), strict=True):
+    for sign, found in zip((1, -1), arithmetic.strongest(ragged(pushes), 4), strict=True):
         peaks = sorted(((sign * pushes[r]).max().item(), -r) for r in range(9))[::-1]
         expected = [(-r, int((sign * pushes[-r]).argmax())) for value, r in peaks if value > 0][:4]
         assert found == expected
-    assert arithmetic.strongest(torch.zeros(2, 3), 4) == ([], [])
+    assert arithmetic.strongest(ragged(torch.zeros(2, 3)), 4) == ([], [])
 
 
 def test_windows_are_in_different_rows_and_serve_each_algorithm_in_turn():
     first, second = torch.zeros(4, 3), torch.zeros(4, 3)
     first[0, 2], first[1, 0] = -9.0, 1.0
     second[3, 1], second[0, 0] = 0.1, -0.05
-    assert arithmetic.windows([first, second], 4) == [(0, 2), (3, 1), (1, 0)]
-    assert arithmetic.windows([first, second], 2) == [(0, 2), (3, 1)]
-    assert arithmetic.windows([torch.zeros(4, 3)], 2) == []
+    assert arithmetic.windows([ragged(first), ragged(second)], 4) == [(0, 2), (3, 1), (1, 0)]
+    assert arithmetic.windows([ragged(first), ragged(second)], 2) == [(0, 2), (3, 1)]
+    assert arithmetic.windows([ragged(torch.zeros(4, 3))], 2) == []
 
 
 def test_ratios_and_shares_read_the_selected_tokens_only():
