@@ -46,12 +46,13 @@ from helpers.tiny import save_tiny_model
 from lockstep.config import PPOConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import DataError, NumericalError
+from lockstep.models import packing
 from lockstep.models.load import Head, load_model
 from lockstep.models.packing import Budget
 from lockstep.models.weight_file import Tensors, write_weights
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine import checkpoint, packing
+from lockstep.workers.engine import checkpoint
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.weight_sync.shared import SharedWeights
