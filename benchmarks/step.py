@@ -116,7 +116,7 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
             ActorRolloutRefWorker, policy, "ref", seed=SEED, pad_token_id=0, total_updates=0, max_response_length=options.response
         )
     started = time.perf_counter()
-    with LocalWorkerGroup(ResourcePool([1]), classes, device=options.device) as group:
+    with LocalWorkerGroup(ResourcePool([1]), classes, device=options.device, timeout_s=3600, start_timeout_s=600) as group:
         roles = group.spawn()
         rows = options.prompts * options.n
         line = place_models("global_pool", roles, dict.fromkeys(roles, Load(options.prompt + options.response, rows, rows)))

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from helpers.distributed import run_distributed
+from helpers.groups import TIMEOUTS
 from helpers.rollouts import make_requests, sampling
 from helpers.tiny import save_tiny_model, tiny_model
 from hypothesis import given
@@ -59,11 +60,11 @@ def policy_class(path: str, role: str, **rollout: Any) -> ClassWithInitArgs:
 @contextmanager
 def workers(**classes: ClassWithInitArgs) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The views of the roles, and the workers behind them; models are loaded."""
-    with LocalWorkerGroup(ResourcePool([1]), classes) as group:
+    with LocalWorkerGroup(ResourcePool([1]), classes, **TIMEOUTS) as group:
         roles = group.spawn()
         for role in roles.values():
             role.init_model()
-        yield roles, group._host._workers
+        yield roles, group._host.workers
 
 
 def prompts() -> DataProto:

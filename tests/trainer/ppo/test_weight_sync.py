@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.groups import TIMEOUTS
 from helpers.rollouts import make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 
@@ -120,7 +121,7 @@ def test_workers_in_other_processes_generate_from_the_actors_weights_after_a_syn
         config = ActorRolloutRefConfig(model=ModelConfig(path=save_tiny_model(tmp_path / role, seed=seed)))
         arguments = {"seed": 1, "pad_token_id": 0, "total_updates": 1, "max_response_length": 12}
         worker = ClassWithInitArgs(ActorRolloutRefWorker, config, role, **arguments)
-        return RayWorkerGroup(ResourcePool([1], use_gpu=False), worker)
+        return RayWorkerGroup(ResourcePool([1], use_gpu=False), worker, **TIMEOUTS)
 
     requests = make_requests(4)
     prompts = Ragged.from_rows([request.prompt_ids for request in requests])
