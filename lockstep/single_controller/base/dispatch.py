@@ -21,18 +21,18 @@ _GROUPS_PER_RANK = 4
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and keyword arguments of one rank's call."""
 Collect = Callable[[list[Any]], Any]
-Plan = tuple[list[Call], Collect]
-Planner = Callable[[tuple[Any, ...], dict[str, Any], int], Plan]
+RankCalls = tuple[list[Call], Collect]
+Mode = Callable[[tuple[Any, ...], dict[str, Any], int], RankCalls]
 Split = Callable[[tuple[Any, ...], dict[str, Any], int], list[Call]]
 
 
-def plan(mode: Dispatch | str, args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
+def plan(mode: Dispatch | str, args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
     """The calls of each rank (the first ranks, where there are fewer calls than ranks) and the function that collects
     their results.
 
     Raises ValueError for an unknown mode and for arguments that do not suit it.
     """
-    calls, collect = _planner(mode)(args, kwargs, world_size)
+    calls, collect = _mode(mode)(args, kwargs, world_size)
     if not 1 <= len(calls) <= world_size:
         raise ValueError(f"dispatch mode {mode!r} made {len(calls)} calls for {world_size} ranks; rank i gets call i")
     return calls, collect
@@ -40,7 +40,7 @@ def plan(mode: Dispatch | str, args: tuple[Any, ...], kwargs: dict[str, Any], wo
 
 def check_mode(mode: Dispatch | str) -> None:
     """Raise ValueError unless the mode is known."""
-    _planner(mode)
+    _mode(mode)
 
 
 def register_dispatch_mode(name: str, split: Split, collect: Collect) -> None:
@@ -49,28 +49,28 @@ def register_dispatch_mode(name: str, split: Split, collect: Collect) -> None:
     `split(args, kwargs, world_size)` returns an `(args, kwargs)` per rank; `collect(results)` makes the value from the
     list of results. Raises ValueError when the name is taken.
     """
-    if name in _PLANNERS or any(name == mode.value for mode in Dispatch):
+    if name in _MODES or any(name == mode.value for mode in Dispatch):
         raise ValueError(f"dispatch mode {name!r} is already registered")
-    _PLANNERS[name] = lambda args, kwargs, world_size: (split(args, kwargs, world_size), collect)
+    _MODES[name] = lambda args, kwargs, world_size: (split(args, kwargs, world_size), collect)
 
 
-def _planner(mode: Dispatch | str) -> Planner:
+def _mode(mode: Dispatch | str) -> Mode:
     try:
-        return _PLANNERS[mode]
+        return _MODES[mode]
     except KeyError:
-        names = [m if isinstance(m, str) else f"Dispatch.{m.name}" for m in _PLANNERS]
+        names = [m if isinstance(m, str) else f"Dispatch.{m.name}" for m in _MODES]
         raise ValueError(f"unknown dispatch mode {mode!r}; there are {names}; add one with register_dispatch_mode") from None
 
 
-def _rank_zero(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
+def _rank_zero(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
     return [(args, kwargs)], lambda results: results[0]
 
 
-def _one_to_all(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
+def _one_to_all(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
     return [(args, kwargs)] * world_size, list
 
 
-def _one_entry_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
+def _one_entry_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
     for name, value in _named(args, kwargs):
         if not isinstance(value, list | tuple):
             raise ValueError(f"{name} must be a list with one entry for each of {world_size} ranks, got {type(value).__name__}")
@@ -81,23 +81,23 @@ def _one_entry_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any], world_size:
     ], list
 
 
-def _rows_in_order(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
+def _rows_in_order(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
     shares = _share_rows(args, kwargs, world_size)
     return _cut(args, kwargs, shares), lambda results: _restore(results, shares)
 
 
-def _rows_with_function(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
+def _rows_with_function(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
     if not args or not callable(args[0]):
         got = type(args[0]).__name__ if args else "no positional argument"
         raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a function first, got {got}")
     return _rows_in_order(args, kwargs, world_size)
 
 
-def _rows_to_list(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Plan:
+def _rows_to_list(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
     return _cut(args, kwargs, _share_rows(args, kwargs, world_size)), list
 
 
-_PLANNERS: dict[Dispatch | str, Planner] = {
+_MODES: dict[Dispatch | str, Mode] = {
     Dispatch.RANK_ZERO: _rank_zero,
     Dispatch.ONE_TO_ALL: _one_to_all,
     Dispatch.ALL_TO_ALL: _one_entry_a_rank,

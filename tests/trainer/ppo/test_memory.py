@@ -13,6 +13,7 @@ from helpers.run import STEPS, make_trainer, read_metrics, roles
 from helpers.tiny import save_tiny_model
 
 from lockstep.config import PPOConfig
+from lockstep.config.actor_rollout_ref import POLICY_ROLES
 from lockstep.errors import ResourceError
 from lockstep.planner.memory import plan_memory
 from lockstep.planner.needs import policy_needs, training_needs
@@ -35,9 +36,9 @@ def placed(trainer: RayPPOTrainer) -> dict[str, tuple[bool, bool]]:
     """Engine -> whether its weights and its moments rest on the host."""
     workers = {name: worker for group in trainer._groups for name, worker in group._host.workers.items()}
     engines = {
-        "actor": workers["actor_rollout"].actor,
+        "actor": workers["actor_rollout"].actor.engine,
         "critic": workers["critic"].engine,
-        "ref": workers["ref"].ref,
+        "ref": workers["ref"].ref.engine,
         **({"reward_model": workers["rm"].engine} if "rm" in workers else {}),
     }
     return {name: (engine._rest is not None, engine._offload) for name, engine in engines.items()}
@@ -50,7 +51,7 @@ def run(config: PPOConfig) -> tuple[list[dict[str, Any]], dict[str, tuple[bool, 
         trainer.init_workers()
         trainer.fit()
         workers = trainer._groups[0]._host.workers
-        engines = {"actor": workers["actor_rollout"].actor, "critic": workers["critic"].engine}
+        engines = {"actor": workers["actor_rollout"].actor.engine, "critic": workers["critic"].engine}
         weights = {f"{role}.{name}": tensor.clone() for role, engine in engines.items() for name, tensor in engine.export_weights()}
         return read_metrics(config), placed(trainer), weights
     finally:
@@ -87,8 +88,8 @@ def smallest_that_fits(config: PPOConfig) -> int:
     """The least memory, to the byte, with which the models of NAMES can be planned."""
     load = load_of(config, Role.Critic, ranks=1)
     options = {"load": load, "world_size": 1, "element": 4}
-    models, rollout = policy_needs(config.actor_rollout_ref, "actor_rollout", **options)
-    models += policy_needs(config.actor_rollout_ref, "ref", **options)[0]
+    models, rollout = policy_needs(config.actor_rollout_ref, POLICY_ROLES["actor_rollout"], **options)
+    models += policy_needs(config.actor_rollout_ref, POLICY_ROLES["ref"], **options)[0]
     critic = dataclasses.replace(config.critic, model=config.actor_rollout_ref.model)
     models.append(training_needs(critic, **options))
     low, high = 0, 1 << 30

@@ -31,7 +31,7 @@ class Answer:
         return self._value
 
 
-class Parcel:
+class WeightOffer:
     def __init__(self, manifest: Any) -> None:
         self.manifest = manifest
 
@@ -47,7 +47,7 @@ class Actor:
 
     def offer_weights(self, method: str, version: int, num_receivers: int) -> list[Any]:
         self.calls.append(("offer", method, version, num_receivers))
-        return [Parcel(None if method == "broadcast" else MANIFEST), None]
+        return [WeightOffer(None if method == "broadcast" else MANIFEST), None]
 
     def send_weights(self) -> Answer:
         self.calls.append("send")
@@ -66,7 +66,7 @@ class Rollout:
     def machine(self) -> list[str]:
         return self.machines
 
-    def receive_weights(self, parcel: Parcel) -> Answer:
+    def receive_weights(self, offer: WeightOffer) -> Answer:
         return Answer(self.received if isinstance(self.received, Exception) else [MANIFEST, self.received, MANIFEST])
 
 
