@@ -295,7 +295,7 @@ def assert_weights_may_come_in_another_form(layout: Layout, folder: Path, model_
     def make() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         engine = layout.engine(path, decoder_attention="sdpa")
         assert engine.decoder is not None
-        with SharedWeights(engine, torch.float32).lent():
+        with SharedWeights(engine, torch.float32).borrowed():
             lent = {name: parameter.detach().clone() for name, parameter in engine.decoder.named_parameters()}
         return weights_of(engine), lent
 
@@ -418,7 +418,7 @@ def assert_a_rank_generates_alone(layout: Layout, path: str) -> None:
         engine = layout.engine(path, decoder_attention="sdpa")
         assert engine.decoder is not None
         assert type(engine.decoder).__module__.startswith("transformers.")
-        with torch.no_grad(), SharedWeights(engine, torch.float32).lent():
+        with torch.no_grad(), SharedWeights(engine, torch.float32).borrowed():
             return engine.decoder(input_ids=ids).logits if engine.rank else torch.empty(0)
 
     *_, logits = layout.run(decode)

@@ -156,7 +156,7 @@ def loaded_policy(config: PPOConfig, path: Path, lr: float) -> Iterator[TrainEng
     device = resolve_device(config.trainer.device)
     environment = WorkerEnvironment(device=torch.device("cuda", 0) if device == "cuda" else torch.device(device), name="compare")
     host = WorkerHost()
-    host.setup(environment, timeout_s=config.trainer.worker_timeout_s)
+    host.setup(environment, start_timeout_s=config.trainer.start_timeout_s, timeout_s=config.trainer.worker_timeout_s)
     optim = dataclasses.replace(
         actor_rollout_ref.actor.optim, lr=lr, lr_scheduler_type="constant", lr_warmup_steps=0, lr_warmup_steps_ratio=0.0
     )

@@ -30,8 +30,7 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking, check_trackers
 from lockstep.protocol import DataProto
-from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
-from lockstep.single_controller.base.partition import share_rows
+from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup, share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, recording, rewards, stages
 from lockstep.trainer.ppo.batches import BatchMaker
