@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lockstep.config.engine import EngineChoice
 from lockstep.models.compile import compile_layers
-from lockstep.models.fast_layers import has_fast_layers, install_fast_layers
+from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, check_packing
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
@@ -23,12 +23,9 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     # A rank that will keep a part of the model never holds the whole of it. One rank keeps what was loaded, without a copy.
     module, source = spec.load() if dist.get_world_size() > 1 else (spec.load_whole(), None)
     decoder = spec.decoder(module)
-    if not config.use_torch_compile:
-        install_fast_layers(module)
-    lora = Lora(module, model, spec.head, spec.seed) if model.lora_rank and spec.optim is not None else None
     dtype = compute_dtype(config.dtype, device)
-    half_on_gpu = device.type == "cuda" and dtype != torch.float32
-    fast = half_on_gpu and has_fast_layers(module) and not config.use_torch_compile
+    fast = device.type == "cuda" and dtype != torch.float32 and not config.use_torch_compile and install_fast_layers(module)
+    lora = Lora(module, model, spec.head, spec.seed) if model.lora_rank and spec.optim is not None else None
     apply_recompute(module, spec.recompute(module, dtype, fast))
     if config.use_torch_compile:
         compile_layers(module)
