@@ -10,6 +10,7 @@ step_12/
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import shutil
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from lockstep.config.load import load_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rewards import Scored
+from lockstep.trainer.ppo.rewards import Scored, set_parts
 from lockstep.utils.hf_config import read_model_config
 
 PREFIX = "step_"
@@ -40,6 +41,19 @@ class Recording:
     config: PPOConfig
     model: Path
     """The policy that wrote the responses."""
+
+
+def save_step(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_coef: float, actor: Any, tokenizer: Any) -> Path:
+    """Record the batch of a step, with every number that the judges gave as reward_parts; returns the folder. Changes `batch`."""
+    batch.meta_info["global_step"] = step
+    if names := number_parts(scored):
+        set_parts(batch, scored, names)
+    kl_ctrl = dataclasses.replace(config.algorithm.kl_ctrl, kl_coef=kl_coef)
+    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, kl_ctrl=kl_ctrl))
+    folder = Path(str(config.trainer.record_batch_dir)) / f"{PREFIX}{step}"
+    (weights,) = (exported for exported in actor.export_weights() if exported is not None)
+    save_recording(folder, batch, config, weights, tokenizer)
+    return folder
 
 
 def save_recording(
