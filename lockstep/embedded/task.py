@@ -58,17 +58,14 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> Embedde
     directory.mkdir(parents=True, exist_ok=True)
     words = _words(seed)
     train, val = words[:_NUM_TRAIN], words[_NUM_TRAIN:]
-    tokenizer = make_tokenizer()
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), _one_thread(), TemporaryDirectory() as run_dir:
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(_model_config(tokenizer))
-        with TemporaryDirectory() as run_dir:
-            warm_up = _WarmUp(model, tokenizer, train, val, target_accuracy, seed, run_dir)
-            warm_up.fit()
+        warm_up = _WarmUp(train, val, target_accuracy, random.Random(seed), run_dir)
+        warm_up.fit()
     model_dir = directory / "model"
     with quiet_transformers():
-        model.save_pretrained(model_dir)
-        tokenizer.save_pretrained(model_dir)
+        warm_up.model.save_pretrained(model_dir)
+        warm_up.tokenizer.save_pretrained(model_dir)
     _write_rows(directory / "train.parquet", train, "train")
     _write_rows(directory / "val.parquet", val, "val")
     return EmbeddedTask(model_dir, directory / "train.parquet", directory / "val.parquet", warm_up.global_steps, warm_up.accuracy)
@@ -148,28 +145,20 @@ class _WarmUpConfig:
 class _WarmUp(Run):
     """Supervised steps until the right answers of `val` have the probability `target_accuracy`."""
 
-    def __init__(
-        self,
-        model: LlamaForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        train: list[str],
-        val: list[str],
-        target_accuracy: float,
-        seed: int,
-        run_dir: str,
-    ) -> None:
+    def __init__(self, train: list[str], val: list[str], target_accuracy: float, rng: random.Random, run_dir: str) -> None:
         trainer = TrainerConfig(default_local_dir=run_dir, val_before_train=False, test_freq=_CHECK_EVERY, save_freq=0)
         super().__init__(_WarmUpConfig(trainer), _MAX_WARMUP_STEPS, NoDisplay(), has_validation=True)
-        self._model, self._tokenizer, self._words = model, tokenizer, train
-        self._val = _examples(tokenizer, val, [word[::-1] for word in val])
-        self._target_accuracy, self._rng = target_accuracy, random.Random(seed)
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        self.tokenizer = make_tokenizer()
+        self.model = LlamaForCausalLM(_model_config(self.tokenizer))
         self.accuracy = 0.0
+        self._words, self._target_accuracy, self._rng = train, target_accuracy, rng
+        self._val = _examples(self.tokenizer, val, [word[::-1] for word in val])
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 
     def _step(self) -> dict[str, float]:
         words = self._rng.sample(self._words, _BATCH)
         answers = [word if self._rng.random() < _CARELESS else word[::-1] for word in words]
-        log_probs = _token_log_probs(self._model, *_examples(self._tokenizer, words, answers))
+        log_probs = _token_log_probs(self.model, *_examples(self.tokenizer, words, answers))
         loss = -log_probs.sum() / (log_probs != 0).sum()
         loss.backward()
         self._optimizer.step()
@@ -179,7 +168,7 @@ class _WarmUp(Run):
     def _validate(self) -> dict[str, float]:
         """The probability of the right answers. When it is high enough this step is the last."""
         with torch.no_grad():
-            self.accuracy = _token_log_probs(self._model, *self._val).sum(1).exp().mean().item()
+            self.accuracy = _token_log_probs(self.model, *self._val).sum(1).exp().mean().item()
         if self.accuracy >= self._target_accuracy:
             self.total_steps = self.global_steps
         elif self.global_steps == self.total_steps:
@@ -188,13 +177,8 @@ class _WarmUp(Run):
             )
         return {"accuracy": self.accuracy}
 
-    # It is over in seconds: nothing is saved on the way.
-
-    def _state(self) -> dict[str, Any]:
-        return {}
-
     def _save(self, folder: Path) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("it is over in seconds: nothing is saved on the way")
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         raise NotImplementedError

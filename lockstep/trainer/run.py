@@ -68,9 +68,9 @@ class Run(ABC):
         """Metrics of the model as it is. Called only where `has_validation`."""
         return {}
 
-    @abstractmethod
     def _state(self) -> dict[str, Any]:
         """What is needed to go on, beside the models and `global_steps`, as JSON."""
+        return {}
 
     @abstractmethod
     def _save(self, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from lockstep.config.ppo import PPOConfig
@@ -19,24 +20,22 @@ _TRAINED, _FROZEN = 16, 4
 _BYTES = {"Actor": _TRAINED, "ActorRollout": _TRAINED, "ActorRolloutRef": _TRAINED + _FROZEN, "Critic": _TRAINED}
 
 
+@dataclass
 class Workers:
-    """The workers of a run. `classes` gives the class of each role, `manager` its pool; `say` tells the user something.
+    """The workers of a run. Roles may be members of any Enum: what the trainer does with one depends on its name alone."""
 
-    Roles may be members of any Enum: what the trainer does with one depends on its name alone.
-    """
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        classes: Mapping[Enum, type],
-        manager: ResourcePoolManager,
-        group_cls: type[WorkerGroup],
-        say: Callable[[str], None],
-    ) -> None:
-        self._config, self._classes, self._manager, self._group_cls, self._say = config, classes, manager, group_cls, say
-        self.groups: list[WorkerGroup] = []
-        """One per pool."""
-        self.by_role: dict[Enum, RoleGroup] = {}
+    config: PPOConfig
+    classes: Mapping[Enum, type]
+    """The class of each role."""
+    manager: ResourcePoolManager
+    """The pool of each role."""
+    group_cls: type[WorkerGroup]
+    say: Callable[[str], None]
+    """Tells the user something."""
+    groups: list[WorkerGroup] = field(default_factory=list)
+    """One per pool, once started."""
+    by_role: dict[Enum, RoleGroup] = field(default_factory=dict)
+    """The workers of each role, once started."""
 
     def start(self, total_steps: int, pad_token_id: int) -> None:
         """Check the resources, start a process for each slot of the pools, and load every role's model.
@@ -65,23 +64,23 @@ class Workers:
         actor, rollout = self.find("Actor"), self.find("Rollout")
         if actor is None or rollout is None:
             return None
-        pools = {self._manager.mapping[role] for role in self.by_role if role.name in ("Actor", "Rollout")}
+        pools = {self.manager.mapping[role] for role in self.by_role if role.name in ("Actor", "Rollout")}
         return WeightExchange(
             actor,
             rollout,
-            self._config.actor_rollout_ref.rollout,
-            same_process=len(pools) == 1 or self._group_cls.in_driver,
-            cuda=self._config.trainer.device == "cuda",
+            self.config.actor_rollout_ref.rollout,
+            same_process=len(pools) == 1 or self.group_cls.in_driver,
+            cuda=self.config.trainer.device == "cuda",
         )
 
     def _start(self, total_steps: int, pad_token_id: int) -> None:
-        trainer, manager = self._config.trainer, self._manager
-        manager.create_resource_pool(self._group_cls.nodes(), trainer.device == "cuda", self._host_memory(), roles=self._classes)
+        trainer, manager = self.config.trainer, self.manager
+        manager.create_resource_pool(self.group_cls.nodes(), trainer.device == "cuda", self._host_memory(), roles=self.classes)
         by_pool: dict[str, dict[str, Enum]] = {}
-        for role in self._classes:
+        for role in self.classes:
             by_pool.setdefault(manager.mapping[role], {})[str(role)] = role
         for pool, roles in by_pool.items():
-            group = self._group_cls(
+            group = self.group_cls(
                 manager.resource_pool_dict[pool],
                 {name: self._worker(role, total_steps, pad_token_id) for name, role in roles.items()},
                 placement=manager.placement[pool],
@@ -99,7 +98,7 @@ class Workers:
 
     def _worker(self, role: Enum, total_steps: int, pad_token_id: int) -> ClassWithInitArgs:
         """A role's class with its section of the config."""
-        config, cls, seed, name = self._config, self._classes[role], self._config.trainer.seed, role.name
+        config, cls, seed, name = self.config, self.classes[role], self.config.trainer.seed, role.name
         batch = config.data.train_batch_size
         if name == "Critic":
             model = dataclasses.replace(config.critic.model, path=config.critic.model.path or config.actor_rollout_ref.model.path)
@@ -123,23 +122,23 @@ class Workers:
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]]) -> None:
         """Decide, for each device, which models are offloaded while others work, and say so."""
-        if self._group_cls.in_driver:  # one process, one device
+        if self.group_cls.in_driver:  # one process, one device
             by_pool = {", ".join(by_pool): {name: role for roles in by_pool.values() for name, role in roles.items()}}
         for pool, roles in by_pool.items():
             groups = {role: self.by_role[role] for role in roles.values()}
-            loads = {role: load_of(self._config, role, group.world_size) for role, group in groups.items()}
+            loads = {role: load_of(self.config, role, group.world_size) for role, group in groups.items()}
             if (line := place_models(pool, groups, loads)) is not None:
-                self._say(line)
+                self.say(line)
 
     def _host_memory(self) -> dict[str, int]:
         """Bytes that a process of each pool needs for its models; on GPUs they are not in host memory."""
-        config, manager = self._config, self._manager
+        config, manager = self.config, self.manager
         needed: dict[str, int] = dict.fromkeys(manager.resource_pool_spec, 0)
         if config.trainer.device == "cuda":
             return needed
         policy = config.actor_rollout_ref.model.path
         paths = {"Critic": config.critic.model.path or policy, "RewardModel": config.reward_model.model.path}
-        for role in self._classes:
+        for role in self.classes:
             if role.name in Role.__members__:
                 pool = manager.mapping[role]
                 parameters = count_parameters(str(paths.get(role.name, policy))) or 0

@@ -208,7 +208,7 @@ class RayPPOTrainer(Run):
         recorded = batch.select()
         if "reward_baselines" not in recorded:
             self.greedy_baseline(recorded, self.prompts.num_taken)
-        folder = recording.save_step(recorded, scored, self.config, step, self.kl_control.value, self.actor_wg, self.tokenizer)
+        folder = recording.record(recorded, scored, self.config, step, self.kl_control.value, self.actor_wg, self.tokenizer)
         self.display.message(f"the batch of step {step} is in {folder}")
 
     # -- what the run asks for ---------------------------------------------------------------------------------------------

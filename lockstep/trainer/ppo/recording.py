@@ -13,13 +13,11 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from lockstep.config.load import load_config, to_yaml
 from lockstep.config.ppo import PPOConfig
@@ -43,26 +41,18 @@ class Recording:
     """The policy that wrote the responses."""
 
 
-def save_step(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_coef: float, actor: Any, tokenizer: Any) -> Path:
-    """Record the batch of a step, with every number that the judges gave as reward_parts; returns the folder. Changes `batch`."""
+def record(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_coef: float, actor: Any, tokenizer: Any) -> Path:
+    """Write the batch of a step, with every number that the judges gave as reward_parts; returns the folder. Changes `batch`.
+
+    The folder has its name only when it is complete; one that is there already is replaced. `actor` is the group that has the policy,
+    `kl_coef` the present weight of the KL in the reward.
+    """
     batch.meta_info["global_step"] = step
     if names := number_parts(scored):
         set_parts(batch, scored, names)
     kl_ctrl = dataclasses.replace(config.algorithm.kl_ctrl, kl_coef=kl_coef)
     config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, kl_ctrl=kl_ctrl))
     folder = Path(str(config.trainer.record_batch_dir)) / f"{PREFIX}{step}"
-    (weights,) = (exported for exported in actor.export_weights() if exported is not None)
-    save_recording(folder, batch, config, weights, tokenizer)
-    return folder
-
-
-def save_recording(
-    folder: Path, batch: DataProto, config: PPOConfig, weights: Iterable[tuple[str, Tensor]], tokenizer: Any
-) -> None:
-    """Write a recording. The folder has its name only when it is complete; one that is there already is replaced.
-
-    `weights` are (Hugging Face name, tensor) of the policy on the CPU.
-    """
     draft = folder.with_name(f"{folder.name}.incomplete")
     shutil.rmtree(draft, ignore_errors=True)
     (draft / _MODEL).mkdir(parents=True)
@@ -71,10 +61,12 @@ def save_recording(
     model = config.actor_rollout_ref.model
     read_model_config(str(model.path), model.trust_remote_code, **model.override_config).save_pretrained(draft / _MODEL)
     tokenizer.save_pretrained(draft / _MODEL)
+    (weights,) = (exported for exported in actor.export_weights() if exported is not None)
     tensors = {name: tensor.contiguous() for name, tensor in weights}
     save_file(tensors, draft / _MODEL / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
+    return folder
 
 
 def load_recording(folder: Path) -> Recording:
