@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "checkpoint": set(),
     "data": {"utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
-    "embedded": {"utils"},
+    "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
     "rewards/killable": set(),
     "rewards/sandbox": set(),
@@ -40,10 +40,11 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/updates", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
+    "trainer/run": {"config", "checkpoint", "observability"},
     "trainer/ppo": {
-        "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "checkpoint", "observability", "utils",
+        "trainer/run", "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "observability", "utils",
     },
-    "trainer/summary": {"trainer/ppo"},
+    "trainer/summary": {"trainer/run"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
     "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},

@@ -34,7 +34,7 @@ def device_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def placed(trainer: RayPPOTrainer) -> dict[str, tuple[bool, bool]]:
     """Engine -> whether its weights and its moments rest on the host."""
-    workers = {name: worker for group in trainer._groups for name, worker in group._host.workers.items()}
+    workers = {name: worker for group in trainer.workers.groups for name, worker in group._host.workers.items()}
     engines = {
         "actor": workers["actor_rollout"].actor.engine,
         "critic": workers["critic"].engine,
@@ -50,7 +50,7 @@ def run(config: PPOConfig) -> tuple[list[dict[str, Any]], dict[str, tuple[bool, 
     try:
         trainer.init_workers()
         trainer.fit()
-        workers = trainer._groups[0]._host.workers
+        workers = trainer.workers.groups[0]._host.workers
         engines = {"actor": workers["actor_rollout"].actor.engine, "critic": workers["critic"].engine}
         weights = {f"{role}.{name}": tensor.clone() for role, engine in engines.items() for name, tensor in engine.export_weights()}
         return read_metrics(config), placed(trainer), weights
@@ -120,7 +120,7 @@ def test_enough_memory_offloads_nothing_and_says_nothing(
         trainer.init_workers()
         none = (False, False)
         assert placed(trainer) == {"actor": none, "critic": (False, True), "ref": none, "reward_model": none}
-        workers = trainer._groups[0]._host.workers
+        workers = trainer.workers.groups[0]._host.workers
         assert workers["actor_rollout"].config.model.enable_gradient_checkpointing is False  # there is room for all activations
     finally:
         trainer.close()
@@ -181,6 +181,6 @@ def test_a_worker_that_says_nothing_of_its_memory_is_started_as_ever(
     trainer.role_worker_mapping[Role.RewardModel] = Judge
     try:
         trainer.init_workers()
-        assert trainer._groups[0]._host.workers["rm"].loaded
+        assert trainer.workers.groups[0]._host.workers["rm"].loaded
     finally:
         trainer.close()
