@@ -91,7 +91,9 @@ def _report(queue: Any, strategy: str, options: argparse.Namespace, folder: str)
 def _measure(strategy: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     device, host = torch.device(options.device), WorkerHost()
     on_gpu = device.type == "cuda"
-    host.setup(WorkerEnvironment(device=torch.device("cuda", 0) if on_gpu else device, name="engines"), timeout_s=600)
+    host.setup(
+        WorkerEnvironment(device=torch.device("cuda", 0) if on_gpu else device, name="engines"), start_timeout_s=600, timeout_s=600
+    )
     started = time.perf_counter()
     engine = make_engine(
         EngineChoice(strategy),

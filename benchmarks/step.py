@@ -5,7 +5,7 @@
 
 Random weights of a real shape, forced response lengths, random rewards: what is measured is the work, not the learning. The first step
 compiles, captures and warms up, and is shown apart; the others are averaged. --old-log-prob adds the pass that a sampler whose
-log-probs are the trainer's own makes unnecessary. What rests in host memory is planned as in training; --memory-gb makes the GPU smaller.
+log-probs are the trainer's own makes unnecessary. What is offloaded is planned as in training; --memory-gb makes the GPU smaller.
 One table for each algorithm, and benchmarks/results/step_*.json.
 """
 
@@ -116,11 +116,11 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
             ActorRolloutRefWorker, policy, "ref", seed=SEED, pad_token_id=0, total_updates=0, max_response_length=options.response
         )
     started = time.perf_counter()
-    with LocalWorkerGroup(ResourcePool([1]), classes, device=options.device) as group:
+    with LocalWorkerGroup(ResourcePool([1]), classes, device=options.device, timeout_s=3600, start_timeout_s=600) as group:
         roles = group.spawn()
         rows = options.prompts * options.n
         line = place_models("global_pool", roles, dict.fromkeys(roles, Load(options.prompt + options.response, rows, rows)))
-        print(line or "nothing rests in host memory", flush=True)
+        print(line or "nothing is offloaded to host memory", flush=True)
         for role in roles.values():
             role.init_model()
         start_up = time.perf_counter() - started

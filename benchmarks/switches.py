@@ -105,7 +105,7 @@ def _train(options: argparse.Namespace, folder: str, switches: Switches) -> list
     packing.MIN_SHARED = 1 if switches.shared else 1 << 30
     actor = ActorConfig()
     device, host = torch.device(options.device), WorkerHost()
-    host.setup(WorkerEnvironment(device=device, name="switches"), timeout_s=600)
+    host.setup(WorkerEnvironment(device=device, name="switches"), start_timeout_s=600, timeout_s=600)
     try:
         engine = make_engine(
             EngineChoice("fsdp2", fsdp_config=FSDPConfig(dtype=options.dtype, use_torch_compile=switches.compiled)),

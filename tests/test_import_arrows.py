@@ -20,24 +20,31 @@ ARROWS: dict[str, set[str]] = {
     "checkpoint": set(),
     "data": {"utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
-    "embedded": {"utils"},
+    "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
     "rewards/killable": set(),
     "rewards/sandbox": set(),
     "rewards/graders": {"rewards/killable", "rewards/sandbox", "utils"},
-    "models": {"protocol", "config", "utils"},
+    "models": {"algorithms/rows", "protocol", "config", "utils"},
     "planner": {"models", "config"},
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/updates": {"workers/engine", "models", "protocol", "observability"},
+    "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
+    "workers/training_worker": {
+        "workers/engine", "workers/losses", "workers/updates", "single_controller/base", "planner", "models", "algorithms", "protocol",
+        "config", "observability", "utils",
+    },
     "workers/engine_workers": {
-        "workers/engine", "workers/rollout", "workers/weight_sync", "workers/losses", "single_controller/base",
-        "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
+        "workers/policy", "workers/training_worker", "workers/updates", "workers/engine", "workers/rollout", "workers/weight_sync",
+        "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
+    "trainer/run": {"config", "checkpoint", "observability"},
     "trainer/ppo": {
-        "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "checkpoint", "observability", "utils",
+        "trainer/run", "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "observability", "utils",
     },
-    "trainer/summary": {"trainer/ppo"},
+    "trainer/summary": {"trainer/run"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
     "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},
@@ -113,6 +120,6 @@ def test_the_configuration_the_algorithms_and_the_sandbox_import_nothing_heavy()
 
 
 def test_rows_are_packed_in_one_file_for_training():
-    # models/load and models/token_head pack rows of their own to check what a family does.
+    # models/load and models/hidden pack rows of their own to check what a family does.
     users = [name for name, path in modules() if "PackedLayout(" in path.read_text()]
-    assert users == ["models/load", "models/packing", "models/token_head"]
+    assert users == ["models/hidden", "models/load", "models/packing"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lockstep.algorithms.masked import masked_mean, masked_sum
+from lockstep.algorithms.masked import masked_sum
 from lockstep.algorithms.registry import unknown_name
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
@@ -39,10 +39,11 @@ class Denominators:
 
 
 def agg_loss(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
+    loss: Tensor,
+    mask: Tensor,
+    mode: str,
     denominators: Denominators,
+    rows: Rows,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """The share of these rows in the mini-batch's loss.
@@ -58,30 +59,31 @@ def agg_loss(
     ```
 
     Args:
-        loss_mat: [B, T].
-        loss_mask: [B, T]. Rows without a selected token add nothing.
+        loss: [M], per token.
+        mask: [M]. Rows without a selected token add nothing.
         denominators: counts of the whole mini-batch, of which these rows are a part. Where a count is 0 the loss is 0.
+        rows: the rows of these tokens.
         loss_scale_factor: read by seq-mean-token-sum-norm only, which needs it (a constant length, as in Dr. GRPO).
 
     Raises:
         ConfigError: the mode is unknown, or its loss_scale_factor is missing or not positive.
     """
     tokens, sequences = max(denominators.tokens, 1), max(denominators.sequences, 1)
-    match loss_agg_mode:
+    match mode:
         case "token-mean":
-            return masked_sum(loss_mat, loss_mask) / tokens
+            return masked_sum(loss, mask) / tokens
         case "token-sum":
-            return masked_sum(loss_mat, loss_mask)
+            return masked_sum(loss, mask)
         case "seq-mean-token-sum":
-            return masked_sum(loss_mat, loss_mask) / sequences
+            return masked_sum(loss, mask) / sequences
         case "seq-mean-token-mean":
-            return masked_mean(loss_mat, loss_mask, dim=-1).sum() / sequences
+            return rows.mean(loss, mask).sum() / sequences
         case "seq-mean-token-sum-norm":
             if loss_scale_factor is None or not loss_scale_factor > 0:
                 raise ConfigError(
                     "loss_agg_mode seq-mean-token-sum-norm divides by loss_scale_factor, which must be positive, "
                     f"not {loss_scale_factor}: set it, for example, to the longest response length"
                 )
-            return masked_sum(loss_mat, loss_mask) / (sequences * loss_scale_factor)
+            return masked_sum(loss, mask) / (sequences * loss_scale_factor)
         case _:
-            raise unknown_name("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+            raise unknown_name("loss_agg_mode", mode, LOSS_AGG_MODES)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from lockstep.algorithms.rows import Rows
 
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit number
 _FACTORS = ((30, -4658895280553007687), (27, -7723592293110705685))
 
 
-def token_numbers(row_keys: Tensor, width: int) -> Tensor:
-    """One 64-bit number [B, width] for each position of the rows with these keys [B] int64, evenly spread.
+def token_numbers(row_keys: Tensor, rows: Rows) -> Tensor:
+    """A 64-bit number [M] per token of the rows with these keys [B] int64, evenly spread.
 
     It is the same however the rows are batched, ordered or padded. The mixing is SplitMix64's (Steele, Lea, Flood 2014).
     """
-    positions = torch.arange(width, device=row_keys.device)
-    return _mix(_mix(row_keys * _STEP + 1)[:, None] ^ (positions * _STEP + 1))
+    return _mix(rows.spread(_mix(row_keys * _STEP + 1)) ^ (rows.positions * _STEP + 1))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -18,14 +18,14 @@ def clipped_value_loss(
     ```
 
     Args:
-        vpreds: v [B, T], what the critic says now; the gradient flows here.
-        values: v_old [B, T], what it said before the update.
-        returns: R [B, T].
-        response_mask: [B, T]; outside it nothing is read.
+        vpreds: v [M], what the critic says now; the gradient flows here.
+        values: v_old [M], what it said before the update.
+        returns: R [M].
+        response_mask: [M]; outside it nothing is read.
         cliprange_value: c.
 
     Returns:
-        The loss per token [B, T], for `aggregation.agg_loss`, and the metrics per token: `vf_clipfrac` [B, T] is 1
+        The loss per token [M], for `aggregation.agg_loss`, and the metrics per token: `vf_clipfrac` [M] is 1
         where the clipped error is strictly larger. Both are 0 outside the mask.
     """
     vpreds, values, returns = (zero_outside(x, response_mask) for x in (vpreds, values, returns))

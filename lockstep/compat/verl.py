@@ -2,6 +2,7 @@
 
 Thin adapters over `lockstep.algorithms`, which is where the formulas are. What they change on the way:
 
+- Padded blocks [B, T] are read as B rows of T tokens, and results are put into that shape again.
 - `index`, a numpy array of prompt ids, becomes the group of each row.
 - Losses come aggregated over the batch that is given, as (loss, metrics): `Denominators.of` that batch, unless `config` has a
   `global_batch_info` with the counts of a larger one.
@@ -13,6 +14,7 @@ form, which returns the loss per token: an aggregated loss could not be independ
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,64 +27,34 @@ from torch import Tensor
 
 from lockstep.algorithms import advantages as estimators
 from lockstep.algorithms import aggregation, kl, masked, policy_losses
-from lockstep.algorithms.advantages import group as group_estimators
-from lockstep.algorithms.advantages import returns as return_estimators
 from lockstep.algorithms.advantages import token_baseline
+from lockstep.algorithms.blocks import PER_ROW
 from lockstep.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
-from lockstep.algorithms.policy_losses import covariance
-from lockstep.algorithms.policy_losses.per_token import vanilla
-from lockstep.algorithms.policy_losses.ratio import clipped_surrogate, token_log_ratio
+from lockstep.algorithms.rows import Rows
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 
 __all__ = [
-    "AdaptiveKLController",
-    "AdvantageEstimator",
-    "FixedKLController",
-    "agg_loss",
-    "compute_entropy_loss",
-    "compute_gae_advantage_return",
-    "compute_gdpo_outcome_advantage",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_multi_turn_optimal_token_baseline_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_optimal_token_baseline_advantage",
-    "compute_policy_loss",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dppo_kl",
-    "compute_policy_loss_dppo_tv",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rewards",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "compute_value_loss",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "get_policy_loss_fn",
-    "kl_penalty",
-    "kl_penalty_forward",
-    "masked_mean",
-    "masked_whiten",
-    "register_adv_est",
-    "register_policy_loss",
-]
+    "AdaptiveKLController", "AdvantageEstimator", "FixedKLController", "agg_loss", "compute_entropy_loss",
+    "compute_gae_advantage_return", "compute_gdpo_outcome_advantage", "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage", "compute_grpo_passk_outcome_advantage", "compute_grpo_vectorized_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage", "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage", "compute_policy_loss", "compute_policy_loss_cispo", "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl", "compute_policy_loss_dppo_tv", "compute_policy_loss_dro", "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg", "compute_policy_loss_gspo", "compute_policy_loss_kl_cov", "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla", "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage", "compute_remax_outcome_advantage", "compute_rewards",
+    "compute_rloo_outcome_advantage", "compute_rloo_vectorized_outcome_advantage", "compute_value_loss", "get_adv_estimator_fn",
+    "get_kl_controller", "get_policy_loss_fn", "kl_penalty", "kl_penalty_forward", "masked_mean", "masked_whiten",
+    "register_adv_est", "register_policy_loss",
+]  # fmt: skip
 
 Advantages = tuple[Tensor, Tensor]
-Index = np.ndarray | Tensor
+EstimatorFn = Callable[..., Advantages]
+PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
+
+_ROW_MEAN = "seq-mean-token-mean"
 
 
 class AdvantageEstimator(StrEnum):
@@ -104,7 +76,7 @@ class AdvantageEstimator(StrEnum):
     GDPO = "gdpo"
 
 
-# -- masks -----------------------------------------------------------------------------------------------------------------
+register_policy_loss = policy_losses.register_policy_loss
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
@@ -120,229 +92,163 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 # -- advantages ------------------------------------------------------------------------------------------------------------
 
 
-def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float | Tensor, lam: float | Tensor
-) -> Advantages:
-    """`advantages.gae`: whitened advantages, and returns."""
-    return estimators.gae(
-        token_level_rewards=token_level_rewards, response_mask=response_mask, values=values, gamma=float(gamma), lam=float(lam)
-    )
-
-
-def compute_grpo_outcome_advantage(
+def _same_position(
+    *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> Advantages:
-    """`group.grpo`."""
-    return _twice(
-        group_estimators.grpo(
-            token_level_rewards=token_level_rewards,
-            response_mask=response_mask,
-            group=_group(index, response_mask),
-            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-            epsilon=epsilon,
-        )
-    )
-
-
-compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
-
-
-def compute_gdpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    non_tensor_batch: Mapping[str, Any] | None = None,
-    batch: Any = None,
-    **kwargs: Any,
-) -> Advantages:
-    """`returns.gdpo` of the parts that `config.gdpo_reward_keys` names in `non_tensor_batch`; of the reward itself without keys."""
-    keys, weights = _value(config, "gdpo_reward_keys"), _value(config, "gdpo_reward_weights")
-    scores = masked.masked_sum(token_level_rewards, response_mask, dim=-1)
-    parts = [scores]
-    if keys:
-        found = non_tensor_batch or {}
-        parts = [torch.as_tensor(np.asarray(found[key], dtype=np.float64)).to(scores) for key in keys]
-    return _twice(
-        return_estimators.gdpo(
-            token_level_rewards=token_level_rewards,
-            response_mask=response_mask,
-            group=_group(index, response_mask),
-            reward_parts=torch.stack(parts, dim=1),
-            reward_part_weights=torch.tensor(list(weights), dtype=torch.float64) if keys and weights else None,
-            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-            epsilon=epsilon,
-        )
-    )
-
-
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
-    """`group.grpo_passk`. `config.norm_adv_by_std_in_grpo`, where there is a config, comes before the argument, as in verl."""
-    by_std = _value(config, "norm_adv_by_std_in_grpo")
-    return _twice(
-        group_estimators.grpo_passk(
-            token_level_rewards=token_level_rewards,
-            response_mask=response_mask,
-            group=_group(index, response_mask),
-            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo if by_std is None else by_std,
-            epsilon=epsilon,
-        )
-    )
-
-
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
-) -> Advantages:
-    """`returns.reinforce_plus_plus_baseline`. `epsilon` is not read."""
-    return _twice(_of_groups(return_estimators.reinforce_plus_plus_baseline, token_level_rewards, response_mask, index))
-
-
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
-) -> Advantages:
-    """`group.rloo`. `epsilon` is not read."""
-    return _twice(_of_groups(group_estimators.rloo, token_level_rewards, response_mask, index))
-
-
-compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
-
-
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
-) -> Advantages:
-    """`group.opo`. `epsilon` is not read."""
-    return _twice(_of_groups(group_estimators.opo, token_level_rewards, response_mask, index))
-
-
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    f_norm: float = 1.0,
-    alpha: float = 1.0,
-    config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
-    """`group.gpg` divided by `f_norm`. `epsilon` and `alpha` are not read: alpha follows from the batch."""
-    advantages, _ = _of_groups(group_estimators.gpg, token_level_rewards, response_mask, index)
-    return advantages / f_norm, advantages / f_norm
-
-
-def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
-) -> Advantages:
-    """`returns.reinforce_plus_plus` with `config.gamma`."""
-    gamma = _value(config, "gamma", AlgorithmConfig().gamma)
-    return return_estimators.reinforce_plus_plus(token_level_rewards=token_level_rewards, response_mask=response_mask, gamma=gamma)
-
-
-def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
-) -> Advantages:
-    """`returns.remax`."""
-    return return_estimators.remax(
-        token_level_rewards=token_level_rewards, response_mask=response_mask, reward_baselines=reward_baselines
-    )
-
-
-def compute_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
+    group: Tensor,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
-    epsilon: float = 1e-8,
-    **kwargs: Any,
 ) -> Advantages:
-    """The optimal token baseline with tokens compared at the same *position*: for responses of one turn.
-
-    `handle_zero_tail` and `epsilon` are not read: the baseline is 0 wherever a row is alone, and weights have a floor of 1e-12.
-    """
+    """The optimal token baseline with tokens compared at the same *position*: for responses of one turn."""
     returns, weights = token_baseline.returns_and_energy(
         token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights
     )
-    return token_baseline.against_column(returns, weights, response_mask, _group(index, response_mask)), returns
+    return token_baseline.against_column(returns, weights, response_mask, group), returns
 
 
-def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
-    epsilon: float = 1e-8,
-    **kwargs: Any,
-) -> Advantages:
-    """`token_baseline.optimal_token_baseline`: the k-th tokens of the policy are compared, whatever lies between them."""
-    return token_baseline.optimal_token_baseline(
-        token_level_rewards=token_level_rewards,
-        response_mask=response_mask,
-        group=_group(index, response_mask),
-        old_log_probs=old_log_probs,
-        sum_pi_squared=sum_pi_squared,
-        rollout_is_weights=rollout_is_weights,
-    )
+_BLOCKS = "token_level_rewards response_mask "
+_GROUPS = _BLOCKS + "index epsilon=1e-6 "
+_NORMALISED = _GROUPS + "norm_adv_by_std_in_grpo=True config=None "
+_BASELINE = _BLOCKS + "index old_log_probs sum_pi_squared rollout_is_weights=None handle_zero_tail=True epsilon=1e-8 **kwargs"
 
-
-_ADVANTAGES: dict[str, Callable[..., Advantages]] = {
-    AdvantageEstimator.GAE: compute_gae_advantage_return,
-    AdvantageEstimator.GRPO: compute_grpo_outcome_advantage,
-    AdvantageEstimator.REINFORCE_PLUS_PLUS: compute_reinforce_plus_plus_outcome_advantage,
-    AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE: compute_reinforce_plus_plus_baseline_outcome_advantage,
-    AdvantageEstimator.REMAX: compute_remax_outcome_advantage,
-    AdvantageEstimator.RLOO: compute_rloo_outcome_advantage,
-    AdvantageEstimator.OPO: compute_opo_outcome_advantage,
-    AdvantageEstimator.GRPO_PASSK: compute_grpo_passk_outcome_advantage,
-    AdvantageEstimator.GPG: compute_gpg_outcome_advantage,
-    AdvantageEstimator.RLOO_VECTORIZED: compute_rloo_vectorized_outcome_advantage,
-    AdvantageEstimator.GRPO_VECTORIZED: compute_grpo_vectorized_outcome_advantage,
-    AdvantageEstimator.OPTIMAL_TOKEN_BASELINE: compute_optimal_token_baseline_advantage,
-    AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE: compute_multi_turn_optimal_token_baseline_advantage,
-    AdvantageEstimator.GDPO: compute_gdpo_outcome_advantage,
+_ESTIMATORS: dict[str, tuple[EstimatorFn, str, bool]] = {
+    "gae": (estimators.gae, "token_level_rewards values response_mask gamma lam", True),
+    "grpo": (estimators.grpo, _NORMALISED, False),
+    "grpo_vectorized": (estimators.grpo, _NORMALISED, False),
+    "grpo_passk": (estimators.grpo_passk, _NORMALISED + "**kwargs", False),
+    "gdpo": (estimators.gdpo, _NORMALISED + "non_tensor_batch=None batch=None **kwargs", False),
+    "rloo": (estimators.rloo, _GROUPS + "config=None **kwargs", False),
+    "rloo_vectorized": (estimators.rloo, _GROUPS + "config=None **kwargs", False),
+    "opo": (estimators.opo, _GROUPS + "config=None **kwargs", False),
+    "reinforce_plus_plus_baseline": (estimators.reinforce_plus_plus_baseline, _GROUPS + "config=None **kwargs", False),
+    "gpg": (estimators.gpg, _GROUPS + "f_norm=1.0 alpha=1.0 config=None **kwargs", False),
+    "reinforce_plus_plus": (estimators.reinforce_plus_plus, _BLOCKS + "config=None **kwargs", True),
+    "remax": (estimators.remax, "token_level_rewards reward_baselines response_mask config=None **kwargs", True),
+    "optimal_token_baseline": (_same_position, _BASELINE, True),
+    "tir_optimal_token_baseline": (estimators.optimal_token_baseline, _BASELINE, True),
 }
+"""verl's name -> our estimator, verl's arguments, and whether verl's function has returns that are not its advantages."""
+
+_NAMES = {
+    "gae": "compute_gae_advantage_return",
+    "optimal_token_baseline": "compute_optimal_token_baseline_advantage",
+    "tir_optimal_token_baseline": "compute_multi_turn_optimal_token_baseline_advantage",
+}
+"""The others are called compute_<name>_outcome_advantage."""
 
 
-def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Callable[..., Advantages]], Callable[..., Advantages]]:
+def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns: bool) -> EstimatorFn:
+    signature = _signature(arguments)
+
+    def compute(*args: Any, **kwargs: Any) -> Advantages:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        inputs = given.arguments | _from_config(key, given.arguments)
+        advantages, returns = _estimate(estimator, inputs)
+        advantages = advantages / inputs.get("f_norm", 1.0)
+        return advantages, returns if has_returns else advantages
+
+    compute.__name__ = compute.__qualname__ = _NAMES.get(key, f"compute_{key}_outcome_advantage")
+    compute.__doc__ = f"The estimator {key!r} on padded blocks. Of its arguments it reads those that {estimator.__name__} has."
+    compute.__signature__ = signature  # type: ignore[attr-defined]
+    return compute
+
+
+def _signature(arguments: str) -> inspect.Signature:
+    """Of words like `index`, `epsilon=1e-6` and `**kwargs`."""
+    parameters = []
+    for word in arguments.split():
+        name, _, default = word.partition("=")
+        kind = inspect.Parameter.VAR_KEYWORD if word.startswith("**") else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        value = ast.literal_eval(default) if default else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(name.lstrip("*"), kind, default=value))
+    return inspect.Signature(parameters)
+
+
+def _estimate(estimator: EstimatorFn, inputs: Mapping[str, Any]) -> Advantages:
+    """The estimator on padded blocks, as blocks."""
+    mask, available = inputs["response_mask"], dict(inputs)
+    if "index" in inputs:
+        ids = inputs["index"].cpu().numpy() if isinstance(inputs["index"], Tensor) else np.asarray(inputs["index"])
+        available["group"] = torch.from_numpy(np.unique(ids.astype(str), return_inverse=True)[1]).to(mask.device)
+    if "rows" not in inspect.signature(estimator).parameters:
+        return estimators.compute_advantage(estimator, available)
+    flat = {name: x.flatten() if isinstance(x, Tensor) and name not in PER_ROW else x for name, x in available.items()}
+    advantages, returns = estimators.compute_advantage(estimator, flat | {"rows": Rows.of_padded(mask)})
+    return advantages.view(mask.shape), returns.view(mask.shape)
+
+
+def _from_config(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that verl's function finds in its `config`, which comes before an argument; as numbers where verl allows tensors."""
+    config = given.get("config")
+    match key:
+        case "gae":
+            return {name: float(given[name]) for name in ("gamma", "lam")}
+        case "reinforce_plus_plus":
+            return {"gamma": _value(config, "gamma", AlgorithmConfig().gamma)}
+        case "grpo_passk":
+            by_std = _value(config, "norm_adv_by_std_in_grpo")
+            return {} if by_std is None else {"norm_adv_by_std_in_grpo": by_std}
+        case "gdpo":
+            return _reward_parts(config, given)
+        case _:
+            return {}
+
+
+def _reward_parts(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts that `config.gdpo_reward_keys` names in `non_tensor_batch`, or the whole reward without keys, and their weights."""
+    keys, weights = _value(config, "gdpo_reward_keys"), _value(config, "gdpo_reward_weights")
+    parts = [masked.masked_sum(given["token_level_rewards"], given["response_mask"], dim=-1)]
+    if keys:
+        found = given["non_tensor_batch"] or {}
+        parts = [torch.as_tensor(np.asarray(found[key], dtype=np.float64)).to(parts[0]) for key in keys]
+    return {
+        "reward_parts": torch.stack(parts, dim=1),
+        "reward_part_weights": torch.tensor(list(weights), dtype=torch.float64) if keys and weights else None,
+    }
+
+
+_ADVANTAGES = {key: _estimator_fn(key, *row) for key, row in _ESTIMATORS.items()}
+
+compute_gae_advantage_return = _ADVANTAGES["gae"]
+compute_grpo_outcome_advantage = _ADVANTAGES["grpo"]
+compute_grpo_vectorized_outcome_advantage = _ADVANTAGES["grpo_vectorized"]
+compute_grpo_passk_outcome_advantage = _ADVANTAGES["grpo_passk"]
+compute_gdpo_outcome_advantage = _ADVANTAGES["gdpo"]
+compute_rloo_outcome_advantage = _ADVANTAGES["rloo"]
+compute_rloo_vectorized_outcome_advantage = _ADVANTAGES["rloo_vectorized"]
+compute_opo_outcome_advantage = _ADVANTAGES["opo"]
+compute_reinforce_plus_plus_baseline_outcome_advantage = _ADVANTAGES["reinforce_plus_plus_baseline"]
+compute_gpg_outcome_advantage = _ADVANTAGES["gpg"]
+compute_reinforce_plus_plus_outcome_advantage = _ADVANTAGES["reinforce_plus_plus"]
+compute_remax_outcome_advantage = _ADVANTAGES["remax"]
+compute_optimal_token_baseline_advantage = _ADVANTAGES["optimal_token_baseline"]
+compute_multi_turn_optimal_token_baseline_advantage = _ADVANTAGES["tir_optimal_token_baseline"]
+
+
+def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[EstimatorFn], EstimatorFn]:
     """Make the decorated function an estimator of `algorithm.adv_estimator`; written for verl or for Lockstep.
 
     Arguments are matched by name with Lockstep's vocabulary (`lockstep.algorithms.advantages`), which has verl's `index` and `config`.
     Raises ConfigError when the name is taken.
     """
 
-    def decorate(function: Callable[..., Advantages]) -> Callable[..., Advantages]:
+    def decorate(function: EstimatorFn) -> EstimatorFn:
         estimators.register_adv_est(str(name_or_enum))(_by_keyword(function))
         return function
 
     return decorate
 
 
-def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Callable[..., Advantages]:
+def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
     """The function above of that name, or the estimator that was registered; ConfigError when there is none."""
     name = str(name_or_enum)
     return _ADVANTAGES[name] if name in _ADVANTAGES else estimators.get_adv_estimator(name)
 
 
-def _by_keyword(function: Callable[..., Advantages]) -> Callable[..., Advantages]:
+def _by_keyword(function: EstimatorFn) -> EstimatorFn:
     """The function with the same arguments, keyword-only; **kwargs, which verl asks for, has nothing to take."""
 
     @functools.wraps(function)
@@ -375,10 +281,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
     """The controller that a section like `algorithm.kl_ctrl` describes."""
-    adaptive = {name: _value(kl_ctrl, name) for name in ("target_kl", "horizon")}
-    return kl.make_kl_controller(
-        _value(kl_ctrl, "type"), _value(kl_ctrl, "kl_coef"), adaptive["target_kl"] or 0.0, adaptive["horizon"] or 0
-    )
+    return kl.make_kl_controller(*(_value(kl_ctrl, name) or 0 for name in ("type", "kl_coef", "target_kl", "horizon")))
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------------
@@ -397,13 +300,14 @@ def agg_loss(
 
     seq-mean-token-sum-norm divides by the width of the mask unless `loss_scale_factor` is given.
     """
-    here = aggregation.Denominators.of(loss_mask)
+    loss, mask, rows = loss_mat.flatten(), loss_mask.flatten(), Rows.of_padded(loss_mask)
+    here = aggregation.Denominators.of(mask, rows)
     denominators = aggregation.Denominators(
         tokens=here.tokens if batch_num_tokens is None else int(batch_num_tokens),
         sequences=here.sequences if global_batch_size is None else int(global_batch_size),
     )
     scale = float(loss_mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
-    return aggregation.agg_loss(loss_mat, loss_mask, loss_agg_mode, denominators, scale) * dp_size
+    return aggregation.agg_loss(loss, mask, loss_agg_mode, denominators, rows, scale) * dp_size
 
 
 def compute_policy_loss(
@@ -421,98 +325,67 @@ def compute_policy_loss(
     low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
     if low is None or high is None:
         raise ValueError("compute_policy_loss needs cliprange, or both cliprange_low and cliprange_high")
-    loss, metrics = vanilla(
-        old_log_prob=old_log_prob,
-        log_prob=log_prob,
-        advantages=advantages,
-        response_mask=response_mask,
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        clip_ratio_c=clip_ratio_c,
-    )
-    means = {name: masked.masked_mean(values, response_mask) for name, values in metrics.items()}
-    total = agg_loss(loss, response_mask, loss_agg_mode)
-    return total, means["pg_clipfrac"], means["ppo_kl"], means["pg_clipfrac_lower"]
+    numbers = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
+    loss, means = _policy_loss("vanilla", numbers, (old_log_prob, log_prob, advantages, response_mask))
+    return agg_loss(loss, response_mask, loss_agg_mode), means["pg_clipfrac"], means["ppo_kl"], means["pg_clipfrac_lower"]
 
 
-PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
+def _policy_loss(name: str, numbers: Mapping[str, Any], blocks: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss per token, a block, and the means of its metrics. The blocks are old_log_prob, log_prob, advantages and the mask."""
+    rows = Rows.of_padded(blocks[-1])
+    names = ("old_log_prob", "log_prob", "advantages", "response_mask")
+    columns = {key: block.flatten() for key, block in zip(names, blocks, strict=True)}
+    loss_fn = policy_losses.get_policy_loss(name)
+    if name in ("clip_cov", "kl_cov"):
+        # As verl chooses: from the current log-probs, and never a token that the clip already holds.
+        none = {"cov_selected": torch.zeros_like(columns["advantages"])}
+        clipped = policy_losses.bind_policy_loss(policy_losses.clip_cov, numbers)(columns | none, rows)[1]["pg_clipfrac"]
+        current = {"old_log_prob": columns["log_prob"].detach(), "eligible": clipped == 0, "rows": rows}
+        row_keys = torch.arange(len(rows), device=clipped.device)
+        columns |= policy_losses.prepare_columns(loss_fn, {**numbers, **columns, **current, "row_keys": row_keys})
+    loss, metrics = policy_losses.bind_policy_loss(loss_fn, numbers)(columns, rows)
+    means = {key: masked.masked_mean(values, columns["response_mask"]) for key, values in metrics.items()}
+    return loss.view(blocks[-1].shape), means
 
 
-def _policy_loss_fn(name: str, default_mode: str = "token-mean", only_mode: str | None = None) -> PolicyLossFn:
+def _policy_loss_fn(name: str) -> PolicyLossFn:
+    only_mode = _ROW_MEAN if name in ("gspo", "sapo", "geo_mean") else None
+
     def compute(
         old_log_prob: Tensor,
         log_prob: Tensor,
         advantages: Tensor,
         response_mask: Tensor,
-        loss_agg_mode: str = default_mode,
+        loss_agg_mode: str = _ROW_MEAN if name in ("gspo", "sapo") else "token-mean",
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        loss_fn = policy_losses.get_policy_loss(name)
-        available = _loss_parameters(config) | {
-            "old_log_prob": old_log_prob,
-            "log_prob": log_prob,
-            "advantages": advantages,
-            "response_mask": response_mask,
-        }
-        if name in ("clip_cov", "kl_cov"):
-            available["cov_selected"] = _choose_by_covariance(name, available)
-        loss, metrics = policy_losses.compute_policy_loss(loss_fn, available)
+        loss, means = _policy_loss(name, _loss_parameters(config), (old_log_prob, log_prob, advantages, response_mask))
         if rollout_is_weights is not None:
             loss = loss * masked.zero_outside(rollout_is_weights, response_mask)
-        total = agg_loss(loss, response_mask, only_mode or loss_agg_mode, **(_value(config, "global_batch_info") or {}))
-        means = {f"actor/{key}": masked.masked_mean(values, response_mask).item() for key, values in metrics.items()}
-        return total, means
+        counts = _value(config, "global_batch_info") or {}
+        total = agg_loss(loss, response_mask, only_mode or loss_agg_mode, **counts)
+        return total, {f"actor/{key}": mean.item() for key, mean in means.items()}
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{name}"
     fixed = f" Always aggregated as {only_mode}." if only_mode else ""
-    compute.__doc__ = (
-        f"The policy loss {name!r} of a whole batch, as (loss, metrics). `config` is like actor_rollout_ref.actor.{fixed}"
-    )
+    compute.__doc__ = f"The policy loss {name!r} of a batch, as (loss, metrics). `config` is like actor_rollout_ref.actor.{fixed}"
     return compute
 
 
-def _choose_by_covariance(name: str, available: Mapping[str, Any]) -> Tensor:
-    """As verl does: from the current log-probs, and never a token that the clip already holds."""
-    log_prob, mask, advantages = (available[key] for key in ("log_prob", "response_mask", "advantages"))
-    row_keys = torch.arange(mask.shape[0], device=mask.device)
-    current = {"old_log_prob": log_prob.detach(), "advantages": advantages, "response_mask": mask, "row_keys": row_keys}
-    if name == "kl_cov":
-        return covariance.choose_kl_cov(**current, kl_cov_ratio=available["kl_cov_ratio"])["cov_selected"]
-    ratio = token_log_ratio(log_prob.detach(), available["old_log_prob"], mask).exp()
-    bounds = available["clip_ratio_low"], available["clip_ratio_high"]
-    _, is_clipped = clipped_surrogate(masked.zero_outside(advantages, mask), ratio, *bounds)
-    limits = {key: available[key] for key in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")}
-    return covariance.choose_clip_cov(**current, **limits, eligible=~is_clipped)["cov_selected"]
+_LOSSES = {name: _policy_loss_fn(name) for name in policy_losses.POLICY_LOSSES}
 
-
-compute_policy_loss_vanilla = _policy_loss_fn("vanilla")
-compute_policy_loss_dppo_tv = _policy_loss_fn("dppo_tv")
-compute_policy_loss_dppo_kl = _policy_loss_fn("dppo_kl")
-compute_policy_loss_gspo = _policy_loss_fn("gspo", "seq-mean-token-mean", only_mode="seq-mean-token-mean")
-compute_policy_loss_sapo = _policy_loss_fn("sapo", "seq-mean-token-mean", only_mode="seq-mean-token-mean")
-compute_policy_loss_gpg = _policy_loss_fn("gpg")
-compute_policy_loss_clip_cov = _policy_loss_fn("clip_cov")
-compute_policy_loss_kl_cov = _policy_loss_fn("kl_cov")
-compute_policy_loss_geo_mean = _policy_loss_fn("geo_mean", only_mode="seq-mean-token-mean")
-compute_policy_loss_dro = _policy_loss_fn("dro")
-compute_policy_loss_cispo = _policy_loss_fn("cispo")
-
-_LOSSES: dict[str, PolicyLossFn] = {
-    "vanilla": compute_policy_loss_vanilla,
-    "dppo_tv": compute_policy_loss_dppo_tv,
-    "dppo_kl": compute_policy_loss_dppo_kl,
-    "gspo": compute_policy_loss_gspo,
-    "sapo": compute_policy_loss_sapo,
-    "gpg": compute_policy_loss_gpg,
-    "clip_cov": compute_policy_loss_clip_cov,
-    "kl_cov": compute_policy_loss_kl_cov,
-    "geo_mean": compute_policy_loss_geo_mean,
-    "dro": compute_policy_loss_dro,
-    "cispo": compute_policy_loss_cispo,
-}
-
-register_policy_loss = policy_losses.register_policy_loss
+compute_policy_loss_vanilla = _LOSSES["vanilla"]
+compute_policy_loss_dppo_tv = _LOSSES["dppo_tv"]
+compute_policy_loss_dppo_kl = _LOSSES["dppo_kl"]
+compute_policy_loss_gspo = _LOSSES["gspo"]
+compute_policy_loss_sapo = _LOSSES["sapo"]
+compute_policy_loss_gpg = _LOSSES["gpg"]
+compute_policy_loss_clip_cov = _LOSSES["clip_cov"]
+compute_policy_loss_kl_cov = _LOSSES["kl_cov"]
+compute_policy_loss_geo_mean = _LOSSES["geo_mean"]
+compute_policy_loss_dro = _LOSSES["dro"]
+compute_policy_loss_cispo = _LOSSES["cispo"]
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
@@ -543,24 +416,6 @@ def compute_value_loss(
     return agg_loss(loss, response_mask, loss_agg_mode), masked.masked_mean(metrics["vf_clipfrac"], response_mask)
 
 
-# -- helpers ---------------------------------------------------------------------------------------------------------------
-
-
-def _group(index: Index, response_mask: Tensor) -> Tensor:
-    """Prompt ids of any kind as numbers [B]."""
-    ids = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
-    return torch.from_numpy(np.unique(ids.astype(str), return_inverse=True)[1]).to(response_mask.device)
-
-
-def _of_groups(estimator: Callable[..., Advantages], rewards: Tensor, response_mask: Tensor, index: Index) -> Advantages:
-    return estimator(token_level_rewards=rewards, response_mask=response_mask, group=_group(index, response_mask))
-
-
-def _twice(result: Advantages) -> Advantages:
-    """verl's outcome estimators return their advantages as returns too."""
-    return result[0], result[0]
-
-
 def _value(config: Any, name: str, default: Any = None) -> Any:
     """A value of a dataclass, an OmegaConf node or a mapping; the default where it has none."""
     if isinstance(config, Mapping):
@@ -570,14 +425,8 @@ def _value(config: Any, name: str, default: Any = None) -> Any:
 
 def _loss_parameters(config: Any) -> dict[str, Any]:
     """The parameters of the losses from a section like `actor_rollout_ref.actor`; our defaults where it says nothing."""
-    defaults = ActorConfig()
-    if config is None or isinstance(config, ActorConfig):
-        return (config or defaults).loss_parameters
-    clip = _value(config, "clip_ratio", defaults.clip_ratio)
-    given = {name: _value(config, name) for name in ("clip_ratio_low", "clip_ratio_high")}
-    found = defaults.loss_parameters | {name: clip if value is None else value for name, value in given.items()}
-    own = _value(config, "policy_loss")
-    for name in found:
-        value = next((v for v in (_value(own, name), _value(config, name)) if v is not None), None)
-        found[name] = found[name] if value is None else value
-    return found
+    if isinstance(config, ActorConfig):
+        return config.loss_parameters
+    found = ActorConfig(clip_ratio=_value(config, "clip_ratio", ActorConfig().clip_ratio)).loss_parameters
+    sections = config, _value(config, "policy_loss")
+    return found | {name: x for section in sections for name in found if (x := _value(section, name)) is not None}

@@ -10,6 +10,25 @@ from lockstep.config.sampling import check_sampling
 from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
 
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of the policy that one worker holds."""
+
+    actor: bool = False
+    rollout: bool = False
+    reference: bool = False
+
+
+POLICY_ROLES = {
+    "actor": Parts(actor=True),
+    "rollout": Parts(rollout=True),
+    "actor_rollout": Parts(actor=True, rollout=True),
+    "ref": Parts(reference=True),
+    "actor_rollout_ref": Parts(actor=True, rollout=True, reference=True),
+}
+"""Role of an ActorRolloutRefWorker -> its parts."""
+
 ROLLOUTS = ("native", "hf", "vllm", "sglang")
 """Generation engines that can be named in rollout.name."""
 
@@ -185,6 +204,12 @@ class RolloutConfig:
     chooses, see docs/rollouts.md."""
     weight_sync_dir: str | None = None
     """disk: a folder that both sides see; null means /dev/shm, or the folder for temporary files."""
+    weight_sync_timeout_s: float = 300.0
+    """broadcast: longest time that one side waits for the other, to meet and for each tensor."""
+    start_timeout_s: float = 900.0
+    """vllm and sglang: longest time that the engine's process may take to start."""
+    silence_timeout_s: float = 600.0
+    """vllm and sglang: longest time that it may work without a sign of life."""
     fallback_to_hf: bool = False
     """Generate with transformers (slow) from a model that the native engine cannot compute; otherwise such a model is an error."""
     exactness_bound: float = 1e-4
@@ -199,6 +224,8 @@ class RolloutConfig:
         at_least("actor_rollout_ref.rollout.max_num_batched_tokens", self.max_num_batched_tokens, 1)
         in_range("actor_rollout_ref.rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         at_least("actor_rollout_ref.rollout.exactness_bound", self.exactness_bound, 0.0)
+        for name in ("weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s"):
+            at_least(f"actor_rollout_ref.rollout.{name}", getattr(self, name), 0.001)
         one_of("actor_rollout_ref.rollout.weight_sync", self.weight_sync, WEIGHT_SYNCS)
         if self.batch_invariant and self.name != "native":
             raise ConfigError(
@@ -249,9 +276,9 @@ class ActorRolloutRefConfig:
         """The reference's engine: the actor's, with what is its own."""
         return replace(self.actor, fsdp_config=replace(self.actor.fsdp_config, param_offload=self.ref.param_offload))
 
-    def makes_reference(self, role: str) -> bool:
-        """Whether a worker of this role loads a reference; an actor with adapters is one without them."""
-        return role == "ref" or (role == "actor_rollout_ref" and not self.model.lora_rank)
+    def loads_reference(self, parts: Parts) -> bool:
+        """Whether a worker with these parts loads a reference; an actor with adapters is one without them."""
+        return parts.reference and not (parts.actor and self.model.lora_rank)
 
 
 def _check_drawing(prefix: str, section: SamplingConfig | RolloutConfig) -> None:

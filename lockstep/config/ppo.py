@@ -7,6 +7,7 @@ from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import EMBEDDED, DataConfig
 from lockstep.config.reward import RewardConfig, RewardModelConfig
+from lockstep.config.sampling import SamplingParams
 from lockstep.config.trainer import RayConfig, TrainerConfig
 from lockstep.errors import ConfigError
 
@@ -54,6 +55,22 @@ class PPOConfig:
     def critic_epochs(self) -> int:
         """Passes of the critic over each batch."""
         return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
+
+    def sampling(self, stop_token_ids: tuple[int, ...], validation: bool = False) -> SamplingParams:
+        """How tokens are drawn in training, or in validation."""
+        rollout = self.actor_rollout_ref.rollout
+        source = rollout.val_kwargs if validation else rollout
+        return SamplingParams(
+            temperature=source.temperature,
+            top_k=source.top_k,
+            top_p=source.top_p,
+            min_p=source.min_p,
+            repetition_penalty=source.repetition_penalty,
+            max_tokens=self.data.max_response_length,
+            stop_token_ids=stop_token_ids,
+            stop=tuple(rollout.stop),
+            seed=self.trainer.seed,
+        )
 
     @property
     def data_seed(self) -> int:

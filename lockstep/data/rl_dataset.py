@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.data.encoder import PromptEncoder
-from lockstep.data.prompt_shapes import PromptShapes, prompt_shapes
+from lockstep.data.encoder import PromptEncoder, num_bytes
 from lockstep.data.row_files import RowFiles, Values
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TRUNCATIONS = ("error", "left", "right", "middle")
-_MEASURE_AT_ONCE = 2048
-"""Prompts tokenised in one call while their lengths are measured."""
 _CHECK_BYTES = 2 * 2**20
 """How much text is tokenised at most to find prompts that are too long before training starts: under a second of work."""
 
@@ -54,11 +52,11 @@ class RLHFDataset(Dataset):
             Overlong prompts are filtered after that.
 
     Construction reads the prompt column once and raises DataError for a file that cannot be used, a missing prompt
-    column, a prompt that is empty or neither a string nor a message list, roles that the chat template refuses, and for
-    no rows at all. With `truncation` "error" it also raises for prompts that are too long, with their number and the
+    column, a prompt that is empty, neither a string nor a message list, or refused by the chat template, and for no rows
+    at all. With `truncation` "error" it also raises for prompts that are too long, with their number and the
     first of them. For that, and for the filter, only prompts are tokenised that could be too long by their number of
-    bytes. The filter tokenises all of those; "error" the largest, 2 MB of them, so that a million rows open in seconds,
-    and says when some are left that it measures only when they are read.
+    bytes. The filter tokenises all of those; "error" the largest, 2 MB of them, and says when some are left that it
+    measures only when they are read.
     """
 
     num_filtered: int
@@ -90,9 +88,9 @@ class RLHFDataset(Dataset):
         self._rows = _choose(len(self._files), max_samples, config.shuffle, config.seed)
         self.num_filtered = 0
         if config.filter_overlong_prompts:
-            self._filter(self._check_prompts(measure_bytes=None))
+            self._filter(self._overlong(math.inf))
         else:
-            self._refuse(self._check_prompts(measure_bytes=_CHECK_BYTES if self._truncation == "error" else 0))
+            self._refuse(self._overlong(_CHECK_BYTES if self._truncation == "error" else 0))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -122,81 +120,57 @@ class RLHFDataset(Dataset):
 
     def tags(self) -> set[Tag]:
         """The different tags of the rows: what decides who judges them."""
-        sources, reward_models = self._numbered("data_source"), self._numbered("reward_model")
-        pairs = np.unique(np.stack([sources[0], reward_models[0]]), axis=1)
-        return {Tag.of(sources[1][i], reward_models[1][j]) for i, j in pairs.T.tolist()}
+        return set(map(Tag.of, self._column("data_source"), self._column("reward_model")))
 
-    def _numbered(self, column: str) -> tuple[np.ndarray, list[Any]]:
-        """For each row which of the different values it has, as far as a tag can tell them apart; and these values."""
-        numbers, values_found = np.zeros(len(self._rows), np.int64), [None]
-        if column not in self._files.columns:
-            return numbers, values_found
-        known: dict[str, int] = {}
-        done = 0
-        for rows, values in self._batches(column, self._rows):
-            for value, here in _distinct(values):
-                number = known.setdefault(repr(value), len(known) + 1)
-                if number == len(values_found):
-                    values_found.append(value)
-                numbers[done + here] = number
-            done += len(rows)
-        return numbers, values_found
+    def _column(self, name: str) -> Iterator[Any]:
+        """The values of a column in the dataset's rows; None for all where no file has it."""
+        if name not in self._files.columns:
+            return iter([None] * len(self._rows))
+        return (value for _, values in self._batches(name, self._rows) for value in values)
 
-    def _batches(self, column: str, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Values]]:
-        """The values of a column in these rows (their numbers ascend), some at a time, with the row numbers."""
+    def _batches(self, column: str, rows: np.ndarray) -> Iterator[tuple[list[int], list[Any]]]:
+        """Row numbers and values of a column in `rows` (their numbers ascend), some at a time."""
         for start, values in self._files.batches(column):
             low, high = np.searchsorted(rows, [start, start + len(values)])
-            here = rows[low:high]
-            if len(here):
-                yield here, values if len(here) == len(values) else _pick(values, here - start)
+            here = rows[low:high].tolist()
+            if len(here) == len(values):
+                yield here, _objects(values, here)
+            elif here:
+                positions = [row - start for row in here]
+                chosen = values.take(pa.array(positions)) if isinstance(values, pa.Array) else [values[i] for i in positions]
+                yield here, _objects(chosen, here)
 
-    def _check_prompts(self, measure_bytes: int | None) -> list[_Length]:
+    def _overlong(self, measure_bytes: float) -> list[_Length]:
         """Raise for prompts that cannot be used; return the rows whose prompt is too long.
 
-        Only prompts that may be too long by their size are tokenised: the largest, `measure_bytes` of them together; None is all.
+        Every prompt goes through the template. Only those that may be too long by their size are tokenised: the largest,
+        `measure_bytes` of them together.
         """
-        overlong: list[_Length] = []
-        largest = _Largest(measure_bytes or 0)
-        num_suspects = 0
-        for rows, values in self._batches(self._prompt_key, self._rows):
-            shapes = prompt_shapes(values)
-            for position in np.flatnonzero(shapes.needs_look).tolist():
-                _check_prompt(_value(values, position, rows), rows[position])
-            suspects = np.flatnonzero(~self._fits(values, shapes, rows))
-            num_suspects += len(suspects)
-            if measure_bytes is None:
-                overlong += self._measure(_objects(_pick(values, suspects)), rows[suspects].tolist())
-            else:
-                large = suspects[shapes.num_bytes[suspects] > largest.smallest]
-                largest.add(shapes.num_bytes[large].tolist(), rows[large].tolist(), _objects(_pick(values, large)))
-        if measure_bytes:
-            overlong += self._measure(largest.prompts, largest.rows)
-            if num_suspects > len(largest.rows) and not overlong:
-                print(
-                    f"data: {num_suspects} prompts may be longer than data.max_prompt_length={self._max_prompt_length} tokens; the largest "
-                    f"{len(largest.rows)} are not, the others are measured when they are read (data.filter_overlong_prompts measures all)"
-                )
-        return sorted(overlong)
-
-    def _measure(self, prompts: list[Any], rows: list[int]) -> list[_Length]:
-        """The prompts that are too long, by tokenising them."""
-        overlong = []
-        for start in range(0, len(rows), _MEASURE_AT_ONCE):
-            numbers = rows[start : start + _MEASURE_AT_ONCE]
-            ids = self._encoder.encode(prompts[start : start + _MEASURE_AT_ONCE], numbers)
-            overlong += [(n, len(row)) for n, row in zip(numbers, ids, strict=True) if len(row) > self._max_prompt_length]
+        found: list[int] = []
+        for rows, prompts in self._batches(self._prompt_key, self._rows):
+            for prompt, row in zip(prompts, rows, strict=True):
+                _check_prompt(prompt, row)
+            found += map(num_bytes, self._encoder.render(prompts, rows))
+        sizes = np.array(found)
+        suspects = np.flatnonzero(sizes + self._encoder.tokens_beyond_bytes > self._max_prompt_length)
+        suspects = suspects[np.argsort(-sizes[suspects], kind="stable")]
+        num_measured = int(np.searchsorted(np.cumsum(sizes[suspects]), measure_bytes)) + 1 if measure_bytes else 0
+        overlong = self._measure(np.sort(self._rows[suspects[:num_measured]]))
+        if 0 < num_measured < len(suspects) and not overlong:
+            print(
+                f"data: {len(suspects)} prompts may be longer than data.max_prompt_length={self._max_prompt_length} tokens; the largest "
+                f"{num_measured} are not, the others are measured when they are read (data.filter_overlong_prompts measures all)"
+            )
         return overlong
 
-    def _fits(self, values: Values, shapes: PromptShapes, rows: np.ndarray) -> np.ndarray:
-        """True where the prompt has so few bytes that it cannot be too long. Raises for roles that the template refuses."""
-        fits = np.zeros(len(rows), bool)
-        for kind, roles in [(-1, None), *enumerate(shapes.role_lists)]:
-            same = np.flatnonzero((shapes.roles == kind) & ~shapes.needs_look)
-            if len(same):
-                first = int(same[0])
-                extra = self._encoder.max_tokens_beyond_bytes(roles, _value(values, first, rows), rows[first])
-                fits[same] = extra is not None and shapes.num_bytes[same] + extra <= self._max_prompt_length
-        return fits
+    def _measure(self, rows: np.ndarray) -> list[_Length]:
+        """Those of the rows whose prompt is too long, by tokenising it."""
+        return [
+            (row, len(ids))
+            for numbers, prompts in self._batches(self._prompt_key, rows)
+            for row, ids in zip(numbers, self._encoder.encode(prompts, numbers), strict=True)
+            if len(ids) > self._max_prompt_length
+        ]
 
     def _filter(self, overlong: list[_Length]) -> None:
         """Leave these rows out."""
@@ -219,62 +193,6 @@ class RLHFDataset(Dataset):
                 f"data.max_prompt_length={self._max_prompt_length} tokens: {shown}{', ...' if len(overlong) > 5 else ''}; "
                 "set data.truncation to left, right or middle, or data.filter_overlong_prompts to true"
             )
-
-
-def _distinct(values: Values) -> Iterator[tuple[Any, np.ndarray]]:
-    """The different values with their positions; of a reward_model only what a tag reads. Ground truths are as many as rows."""
-    if (
-        isinstance(values, pa.Array)
-        and pa.types.is_struct(values.type)
-        and not {"weights", "test_cases"} & set(_field_names(values))
-    ):
-        styles = values.field("style") if "style" in _field_names(values) else pa.nulls(len(values), pa.string())
-        for style, positions in _distinct(styles):
-            yield {"style": style}, positions
-        return
-    if isinstance(values, pa.Array) and not pa.types.is_nested(values.type):
-        encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode(null_encoding="encode")
-        codes = encoded.indices.to_numpy(zero_copy_only=False)
-        for code, value in enumerate(encoded.dictionary.to_pylist()):
-            yield value, np.flatnonzero(codes == code)
-        return
-    for position, value in enumerate(_objects(values)):
-        if isinstance(value, dict):
-            value = {"style": value.get("style"), "weights": value.get("weights"), "test_cases": value.get("test_cases") and ()}
-        yield value, np.array([position])
-
-
-def _field_names(values: pa.StructArray) -> list[str]:
-    return [field.name for field in values.type]
-
-
-class _Largest:
-    """Keeps the largest prompts that are added, about `max_bytes` of them together."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._kept: list[tuple[int, int, Any]] = []
-        self.smallest = 0 if max_bytes else np.iinfo(np.int64).max
-        """A prompt that is not larger will not be kept."""
-
-    def add(self, sizes: list[int], rows: list[int], prompts: list[Any]) -> None:
-        self._kept += zip(sizes, rows, prompts, strict=True)
-        self._kept.sort(key=lambda kept: (-kept[0], kept[1]))
-        total = 0
-        for position, (size, _, _) in enumerate(self._kept):
-            total += size
-            if total >= self._max_bytes:
-                del self._kept[position + 1 :]
-                self.smallest = size
-                break
-
-    @property
-    def rows(self) -> list[int]:
-        return [row for _, row, _ in self._kept]
-
-    @property
-    def prompts(self) -> list[Any]:
-        return [prompt for _, _, prompt in self._kept]
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
@@ -302,21 +220,16 @@ def _choose(num_rows: int, max_samples: int, shuffle: bool, seed: int | None) ->
     return torch.randperm(num_rows, generator=generator)[:max_samples].sort().values.numpy()
 
 
-def _pick(values: Values, positions: np.ndarray) -> Values:
-    """The values at some positions."""
-    return values.take(pa.array(positions)) if isinstance(values, pa.Array) else [values[position] for position in positions]
-
-
-def _objects(values: Values) -> list[Any]:
-    return values.to_pylist() if isinstance(values, pa.Array) else values
-
-
-def _value(values: Values, position: int, rows: np.ndarray) -> Any:
-    """One value as Python objects."""
+def _objects(values: Values, rows: list[int]) -> list[Any]:
+    """The values of these rows as Python objects. Raises DataError for text that is not UTF-8."""
+    if not isinstance(values, pa.Array):
+        return values
     try:
-        return values[position].as_py() if isinstance(values, pa.Array) else values[position]
+        return values.to_pylist()
     except UnicodeDecodeError as error:
-        raise DataError(f"row {rows[position]}: the prompt is not valid UTF-8: {error}") from error
+        if len(rows) > 1:  # find the one
+            return [_objects(values[position : position + 1], [row])[0] for position, row in enumerate(rows)]
+        raise DataError(f"row {rows[0]}: the prompt is not valid UTF-8: {error}") from error
 
 
 def _check_prompt(prompt: Any, index: int) -> None:
@@ -327,9 +240,11 @@ def _check_prompt(prompt: Any, index: int) -> None:
     if isinstance(prompt, list) and not all(map(_is_message, prompt)):
         raise DataError(f"row {index}: a message must be a dict with role and content; the prompt is {prompt!r}")
     for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
-        # JSON can spell halves of a character, which no tokenizer takes.
-        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
-            raise DataError(f"row {index}: the prompt is not valid Unicode: {text!r}")
+        try:
+            if isinstance(text, str):
+                text.encode()
+        except UnicodeEncodeError:  # JSON can spell halves of a character, which no tokenizer takes
+            raise DataError(f"row {index}: the prompt is not valid Unicode: {text!r}") from None
 
 
 def _is_message(message: Any) -> bool:

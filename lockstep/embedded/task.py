@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lockstep.config.trainer import TrainerConfig
+from lockstep.observability.display import NoDisplay
+from lockstep.trainer.run import Run
 from lockstep.utils.quiet import quiet_transformers
 
 DATA_SOURCE = "lockstep/reverse"
@@ -53,18 +58,17 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> Embedde
     directory.mkdir(parents=True, exist_ok=True)
     words = _words(seed)
     train, val = words[:_NUM_TRAIN], words[_NUM_TRAIN:]
-    tokenizer = make_tokenizer()
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), _one_thread(), TemporaryDirectory() as run_dir:
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(_model_config(tokenizer))
-        steps, accuracy = _warm_up(model, tokenizer, train, val, target_accuracy, random.Random(seed))
+        warm_up = _WarmUp(train, val, target_accuracy, random.Random(seed), run_dir)
+        warm_up.fit()
     model_dir = directory / "model"
     with quiet_transformers():
-        model.save_pretrained(model_dir)
-        tokenizer.save_pretrained(model_dir)
+        warm_up.model.save_pretrained(model_dir)
+        warm_up.tokenizer.save_pretrained(model_dir)
     _write_rows(directory / "train.parquet", train, "train")
     _write_rows(directory / "val.parquet", val, "val")
-    return EmbeddedTask(model_dir, directory / "train.parquet", directory / "val.parquet", steps, accuracy)
+    return EmbeddedTask(model_dir, directory / "train.parquet", directory / "val.parquet", warm_up.global_steps, warm_up.accuracy)
 
 
 @contextmanager
@@ -133,31 +137,51 @@ def _write_rows(path: Path, words: list[str], split: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def _warm_up(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    train: list[str],
-    val: list[str],
-    target_accuracy: float,
-    rng: random.Random,
-) -> tuple[int, float]:
-    """Supervised steps until the right answers of `val` have the probability `target_accuracy`; returns how many, and the probability."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    val_ids, val_labels = _examples(tokenizer, val, [word[::-1] for word in val])
-    accuracy = 0.0
-    for step in range(1, _MAX_WARMUP_STEPS + 1):
-        words = rng.sample(train, _BATCH)
-        answers = [word if rng.random() < _CARELESS else word[::-1] for word in words]
-        log_probs = _token_log_probs(model, *_examples(tokenizer, words, answers))
-        (-log_probs.sum() / (log_probs != 0).sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % _CHECK_EVERY == 0:
-            with torch.no_grad():
-                accuracy = _token_log_probs(model, val_ids, val_labels).sum(1).exp().mean().item()
-            if accuracy >= target_accuracy:
-                return step, accuracy
-    raise RuntimeError(f"the warm-up reached only {accuracy:.2f} of {target_accuracy} after {_MAX_WARMUP_STEPS} steps")
+@dataclass(frozen=True)
+class _WarmUpConfig:
+    trainer: TrainerConfig
+
+
+class _WarmUp(Run):
+    """Supervised steps until the right answers of `val` have the probability `target_accuracy`."""
+
+    def __init__(self, train: list[str], val: list[str], target_accuracy: float, rng: random.Random, run_dir: str) -> None:
+        trainer = TrainerConfig(default_local_dir=run_dir, val_before_train=False, test_freq=_CHECK_EVERY, save_freq=0)
+        super().__init__(_WarmUpConfig(trainer), _MAX_WARMUP_STEPS, NoDisplay(), has_validation=True)
+        self.tokenizer = make_tokenizer()
+        self.model = LlamaForCausalLM(_model_config(self.tokenizer))
+        self.accuracy = 0.0
+        self._words, self._target_accuracy, self._rng = train, target_accuracy, rng
+        self._val = _examples(self.tokenizer, val, [word[::-1] for word in val])
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+
+    def _step(self) -> dict[str, float]:
+        words = self._rng.sample(self._words, _BATCH)
+        answers = [word if self._rng.random() < _CARELESS else word[::-1] for word in words]
+        log_probs = _token_log_probs(self.model, *_examples(self.tokenizer, words, answers))
+        loss = -log_probs.sum() / (log_probs != 0).sum()
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return {"loss": loss.item()}
+
+    def _validate(self) -> dict[str, float]:
+        """The probability of the right answers. When it is high enough this step is the last."""
+        with torch.no_grad():
+            self.accuracy = _token_log_probs(self.model, *self._val).sum(1).exp().mean().item()
+        if self.accuracy >= self._target_accuracy:
+            self.total_steps = self.global_steps
+        elif self.global_steps == self.total_steps:
+            raise RuntimeError(
+                f"the warm-up reached only {self.accuracy:.2f} of {self._target_accuracy} after {self.total_steps} steps"
+            )
+        return {"accuracy": self.accuracy}
+
+    def _save(self, folder: Path) -> None:
+        raise NotImplementedError("it is over in seconds: nothing is saved on the way")
+
+    def _load(self, folder: Path, state: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 def _examples(tokenizer: PreTrainedTokenizerFast, words: list[str], answers: list[str]) -> tuple[Tensor, Tensor]:

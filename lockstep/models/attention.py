@@ -134,7 +134,7 @@ def _attend(
     """[1, N, H, D] from [1, H, N, D], all tokens being here."""
     window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
     plain = softcap is None and sinks is None and (window is None or layout.shared is None)
-    if plain and flash.applies(query, value):
+    if plain and query.is_cuda and flash.applies(query, value):
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, scaling, window)[None]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 from lockstep.models.attention import PackedLayout
 from lockstep.protocol import DataProto, Ragged
@@ -31,6 +33,32 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """M response tokens of some rows, end to end, with what a loss reads of them."""
+
+    rows: Rows
+    """How they divide into rows."""
+    columns: dict[str, Tensor]
+    """[M] each, on the device: those columns of the batch that have a number per response token."""
+    indices: Sequence[Any]
+    """The dataset's row number of each row, for messages."""
+
+    def chunks(self, max_tokens: int) -> list[TokenRows] | None:
+        """Runs of whole rows of at most `max_tokens` tokens each; None where a row has more."""
+        lengths = self.rows.lengths.tolist()
+        if max(lengths) > max_tokens:
+            return None
+        found, token = [], 0
+        for numbers in cut_into_micro_batches(lengths, Budget(max_tokens)):
+            rows = Rows(self.rows.lengths[numbers[0] : numbers[-1] + 1], self.rows.device)
+            end = token + rows.num_tokens
+            columns = {name: column[token:end] for name, column in self.columns.items()}
+            found.append(TokenRows(rows, columns, self.indices[numbers[0] : numbers[-1] + 1]))
+            token = end
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class PackedRows:
     """One micro-batch: rows end to end, without padding. N tokens, M of them response tokens.
 
@@ -47,8 +75,15 @@ class PackedRows:
     """[M]: the place in the pack whose output predicts each response token, which is that of the token before it in the row."""
     targets: Tensor
     """[M]: the response tokens."""
-    response_lengths: Tensor
-    """[rows], on the CPU: how the M entries divide into rows."""
+    tokens: TokenRows
+    """Their rows and columns."""
+    is_placeholder: bool = False
+    """Whether it stands for no rows at all: it is computed for the sake of other ranks, and its results are dropped."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The keyword arguments of a transformers model."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "layout": self.layout, "use_cache": False}
 
 
 def cut_into_micro_batches(token_counts: Sequence[int], budget: Budget, shared: Sequence[int] | None = None) -> list[list[int]]:
@@ -83,10 +118,26 @@ def shared_prompt_tokens(data: DataProto) -> list[int]:
 def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
     """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses.
 
+    Without rows it is one prompt token and one response token: what a rank computes so that every rank joins every collective.
     Copies to the device do not wait for it: rows are packed while it works on those before.
     """
+    if not len(data):
+        token = Ragged.from_rows([[0]], dtype=torch.int64)
+        return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device), is_placeholder=True)
     repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
     return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
+
+
+def token_rows(data: DataProto, device: torch.device) -> TokenRows:
+    """The response tokens of these rows, with every column that has a number per token."""
+    lengths = data.ragged("responses").lengths
+    columns = {
+        name: column.values.to(device, non_blocking=True)
+        for name, column in data.columns.items()
+        if isinstance(column, Ragged) and name not in ("prompts", "responses")
+    }
+    indices = data.non_tensor_batch.get("index", range(len(data)))
+    return TokenRows(Rows(lengths, device), columns, list(indices))
 
 
 def _pack_whole(data: DataProto, device: torch.device) -> PackedRows:
@@ -102,7 +153,7 @@ def _pack_whole(data: DataProto, device: torch.device) -> PackedRows:
         layout=PackedLayout(lengths, device),
         predict_at=predict_at.to(device, non_blocking=True),
         targets=responses.values.to(device, non_blocking=True),
-        response_lengths=responses.lengths,
+        tokens=token_rows(data, device),
     )
 
 
@@ -127,7 +178,7 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
         layout=PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers),
         predict_at=predict_at.to(device, non_blocking=True),
         targets=responses.values.to(device, non_blocking=True),
-        response_lengths=responses.lengths,
+        tokens=token_rows(data, device),
     )
 
 
@@ -144,7 +195,7 @@ def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> Pac
         layout=PackedLayout(rows.lengths, device),
         predict_at=(starts + last).to(device, non_blocking=True),
         targets=rows.values[:0].to(device, non_blocking=True),
-        response_lengths=torch.ones_like(rows.lengths),
+        tokens=TokenRows(Rows(torch.ones_like(rows.lengths), device), {}, range(len(rows))),
     )
 
 
@@ -157,9 +208,3 @@ def pad_rows(rows: Ragged, pad_token_id: int, device: torch.device) -> tuple[Ten
     """Ids and attention mask [R, L] padded on the right, for models that pool over whole sequences."""
     mask = rows.like(torch.ones_like(rows.values)).pad(0)
     return rows.pad(pad_token_id).to(device, non_blocking=True), mask.to(device, non_blocking=True)
-
-
-def placeholder_row() -> DataProto:
-    """One prompt token and one response token: what a rank without rows computes, so that every rank joins every collective."""
-    token = Ragged.from_rows([[0]], dtype=torch.int64)
-    return DataProto.from_dict({"prompts": token, "responses": token})

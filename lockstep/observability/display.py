@@ -64,6 +64,10 @@ class Display(Protocol):
         self.close()
 
 
+class NoDisplay(Display):
+    """Shows nothing."""
+
+
 def make_display(stream: TextIO | None = None) -> Display:
     """A live view when `stream` (default: standard output) is a terminal that no debugger needs, else plain lines."""
     stream = sys.stdout if stream is None else stream

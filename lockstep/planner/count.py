@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
 from lockstep.errors import DataError
+from lockstep.models.chunked_head import MAX_LOGITS
 from lockstep.models.fast_layers import has_fast_layers
 from lockstep.models.load import Head, model_on_meta
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import activation_bytes, possible_kinds
-from lockstep.models.token_head import MAX_LOGITS
 from lockstep.planner.memory import Keys, Model, Rollout
 
 LEAST_SEQUENCES = 64
@@ -111,12 +111,12 @@ def count_rollout(
     config: RolloutConfig,
     model: ModelConfig,
     *,
-    lender: EngineChoice | None,
+    actor: EngineChoice | None,
     world_size: int,
     element: int,
     load: Load,
 ) -> Rollout:
-    """What generates from `model`; `lender` is the engine of the actor in the same worker, if there is one, under the name actor."""
+    """What generates from `model`; `actor` is the engine of the actor in the same worker, if there is one."""
     module = _build(model, Head.LANGUAGE_MODEL)
     text = module.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -124,7 +124,7 @@ def count_rollout(
     token = 2 * text.num_hidden_layers * heads * size * element
     cache = min(LEAST_SEQUENCES, config.max_num_seqs, load.step_rows) * load.longest * token
     in_process = config.name in ("native", "hf")
-    plain = lender is not None and lender.strategy != "megatron" and not model.lora_rank
+    plain = actor is not None and actor.strategy != "megatron" and not model.lora_rank
     return Rollout(
         weights=element * sum(p.numel() for p in module.parameters()),
         # The native cache gets this share of what is free.
@@ -134,12 +134,10 @@ def count_rollout(
             if config.name == "native" and config.gpu_memory_utilization < 0.9
             else "lower data.max_response_length"
         ),
-        lender="actor" if lender is not None else None,
+        source="actor" if actor is not None else None,
         shares=in_process and plain and world_size == 1 and element == _FLOAT,
         # A copy on one rank keeps its place for captured graphs; gathered ones go. vllm's weights sleep with its cache, sglang's do not.
-        keeps_weights=(lender is None or world_size == 1)
-        if in_process
-        else config.name == "sglang" or not config.free_cache_engine,
+        keeps_weights=(actor is None or world_size == 1) if in_process else config.name == "sglang" or not config.free_cache_engine,
         keeps_cache=not config.free_cache_engine,
     )
 

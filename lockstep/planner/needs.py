@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.models.load import Head
 from lockstep.planner.count import Load, count_model, count_rollout
-from lockstep.planner.memory import Keys, Model, Placement, Rollout
+from lockstep.planner.memory import Keys, MemoryPlan, Model, Rollout
 
 C = TypeVar("C", bound=EngineChoice)
 T = TypeVar("T", bound=CriticConfig | RewardModelConfig)
@@ -34,12 +34,12 @@ class Needs:
 
 
 def policy_needs(
-    config: ActorRolloutRefConfig, role: str, *, load: Load, world_size: int, element: int
+    config: ActorRolloutRefConfig, parts: Parts, *, load: Load, world_size: int, element: int
 ) -> tuple[list[Model], Rollout | None]:
-    """The actor, the reference and the rollout, as far as `role` (of ActorRolloutRefWorker) has them; `element` as in `count_model`."""
+    """The actor, the reference and the rollout, as far as they are among `parts`; `element` as in `count_model`."""
     actor, ref, model = config.actor, config.ref, config.model
     models = []
-    if "actor" in role:
+    if parts.actor:
         section = "actor_rollout_ref.actor"
         keys = Keys(
             tokens=f"{section}.ppo_max_token_len_per_gpu",
@@ -48,7 +48,7 @@ def policy_needs(
             recompute="actor_rollout_ref.model.recompute=auto and actor_rollout_ref.model.enable_gradient_checkpointing=true",
         )
         # With adapters the actor is the reference too.
-        passes = ("old_log_prob", "ref") if role == "actor_rollout_ref" and model.lora_rank else ("old_log_prob",)
+        passes = ("old_log_prob", "ref") if parts.reference and model.lora_rank else ("old_log_prob",)
         models.append(
             count_model(
                 "actor", keys, passes, "update_actor",
@@ -56,8 +56,9 @@ def policy_needs(
                 budget=(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu),
             )
         )  # fmt: skip
-    if config.makes_reference(role):
-        keys = Keys("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", weights="actor_rollout_ref.ref.param_offload")
+    if config.loads_reference(parts):
+        section = "actor_rollout_ref.ref"
+        keys = Keys(f"{section}.log_prob_max_token_len_per_gpu", f"{section}.param_offload", moments=None, recompute=None)
         budget = (ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
         models.append(
             count_model(
@@ -67,9 +68,9 @@ def policy_needs(
             )
         )  # fmt: skip
     rollout = None
-    if "rollout" in role:
-        lender = actor if "actor" in role else None
-        rollout = count_rollout(config.rollout, model, lender=lender, world_size=world_size, element=element, load=load)
+    if parts.rollout:
+        source = actor if parts.actor else None
+        rollout = count_rollout(config.rollout, model, actor=source, world_size=world_size, element=element, load=load)
     return models, rollout
 
 
@@ -87,7 +88,9 @@ def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, worl
             choice=config, model=config.model, head=Head.VALUE, world_size=world_size, element=element, load=load,
             budget=(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu),
         )  # fmt: skip
-    keys = Keys(tokens="reward_model.max_token_len_per_gpu", weights="reward_model.fsdp_config.param_offload")
+    keys = Keys(
+        tokens="reward_model.max_token_len_per_gpu", weights="reward_model.fsdp_config.param_offload", moments=None, recompute=None
+    )
     return count_model(
         "reward_model", keys, ("reward_model",), None,
         choice=config, model=config.model, head=Head.SCORE, world_size=world_size, element=element, load=load,
@@ -95,26 +98,26 @@ def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, worl
     )  # fmt: skip
 
 
-def place_policy(config: ActorRolloutRefConfig, placements: Mapping[str, Placement]) -> ActorRolloutRefConfig:
+def place_policy(config: ActorRolloutRefConfig, plans: Mapping[str, MemoryPlan]) -> ActorRolloutRefConfig:
     """The same with what was decided for the models that `policy_needs` named."""
-    if "actor" in placements:
-        actor, model = _placed(config.actor, config.model, placements["actor"])
+    if "actor" in plans:
+        actor, model = _placed(config.actor, config.model, plans["actor"])
         config = dataclasses.replace(config, actor=actor, model=model)
-    if "ref" in placements:
-        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, param_offload=placements["ref"].rest_weights))
+    if "ref" in plans:
+        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, param_offload=plans["ref"].offload_weights))
     return config
 
 
-def place_training(config: T, placement: Placement) -> T:
+def place_training(config: T, plan: MemoryPlan) -> T:
     """The same with what was decided for the critic or the reward model."""
-    config, model = _placed(config, config.model, placement)
+    config, model = _placed(config, config.model, plan)
     return dataclasses.replace(config, model=model)
 
 
-def _placed(choice: C, model: ModelConfig, placement: Placement) -> tuple[C, ModelConfig]:
-    fsdp = dataclasses.replace(choice.fsdp_config, param_offload=placement.rest_weights, optimizer_offload=placement.rest_moments)
-    if placement.recompute == "none":
+def _placed(choice: C, model: ModelConfig, plan: MemoryPlan) -> tuple[C, ModelConfig]:
+    fsdp = dataclasses.replace(choice.fsdp_config, param_offload=plan.offload_weights, optimizer_offload=plan.offload_moments)
+    if plan.recompute == "none":
         model = dataclasses.replace(model, enable_gradient_checkpointing=False)
-    elif placement.recompute is not None:
-        model = dataclasses.replace(model, recompute=placement.recompute)
+    elif plan.recompute is not None:
+        model = dataclasses.replace(model, recompute=plan.recompute)
     return dataclasses.replace(choice, fsdp_config=fsdp), model

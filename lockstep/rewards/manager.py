@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.config.reward import RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import Column, DataProto, Ragged
@@ -53,7 +54,7 @@ class RewardManager:
         num_examine: int,
         compute_score: ComputeScore | None = None,
         reward_fn_key: str = "data_source",
-        timeout_s: float = 30.0,
+        timeout_s: float = RewardConfig.timeout_s,
         num_workers: int | None = None,
         functions: Mapping[str, ComputeScore] | None = None,
         weights: Mapping[str, Weights] | None = None,

@@ -1,9 +1,9 @@
 """One driver calls methods on groups of workers.
 
 ```text
-driver:  group.update(batch) -> plan: one call a rank -> [host 0 | host 1 | ...] -> collect: one value
+driver:  group.update(batch) -> plan: a call per rank -> [host 0 | host 1 | ...] -> collect: one value
 ```
 
-`base` holds everything that does not know where workers live, `local` runs one worker in this process, `ray` one actor
-a process.
+`base` holds everything that does not know where workers live, `local` runs one worker in this process, `ray` an actor
+per process.
 """

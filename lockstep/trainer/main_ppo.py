@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
-    from lockstep.trainer.ppo.ray_trainer import FitResult
+    from lockstep.trainer.run import FitResult
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

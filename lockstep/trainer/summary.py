@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.trainer.ppo.ray_trainer import FitResult
+from lockstep.trainer.run import FitResult
 
 
 def summarise(result: FitResult, embedded: bool) -> str:

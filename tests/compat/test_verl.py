@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
+from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.compat import verl as core_algos
 from lockstep.compat.verl import AdvantageEstimator
 from lockstep.config.actor_rollout_ref import ActorConfig
@@ -239,7 +240,7 @@ def slow_aggregate(loss, batch, mode):
     }[mode]()
 
 
-@pytest.mark.parametrize("name", sorted(core_algos._LOSSES))
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 @PROPERTY
 @given(batch=batches(), mode=st.sampled_from(LOSS_AGG_MODES), weighted=st.booleans(), form=st.sampled_from(["dict", "omegaconf"]))
 def test_policy_losses_and_gradients_are_verls(name, batch, mode, weighted, form):
@@ -259,6 +260,18 @@ def test_policy_losses_and_gradients_are_verls(name, batch, mode, weighted, form
     close(log_prob.grad, gradient * batch.mask)
     kl = statistics.fmean((batch.old - batch.new)[batch.mask.bool()].tolist())
     assert metrics["actor/ppo_kl"] == pytest.approx(kl, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gspo", "sapo", "geo_mean"])
+def test_losses_of_whole_rows_are_averaged_over_rows_whatever_mode_is_given(name):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])  # by tokens the first row would weigh three times as much
+    blocks = [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(3)]
+    compute = getattr(core_algos, f"compute_policy_loss_{name}")
+    rows = [compute(*(block[i : i + 1] for block in (*blocks, mask)))[0].item() for i in range(2)]
+    for mode in LOSS_AGG_MODES:
+        assert compute(*blocks, mask, mode)[0].item() == pytest.approx(sum(rows) / 2, rel=1e-12)
+    assert compute(*blocks, mask)[0].item() == pytest.approx(sum(rows) / 2, rel=1e-12)
 
 
 def test_the_deprecated_policy_loss_returns_four_numbers():

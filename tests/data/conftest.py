@@ -33,9 +33,3 @@ def qwen_like() -> PreTrainedTokenizerFast:
     """Cuts words with a regular expression of its own, as the tokenizers of Qwen and Llama 3 do."""
     cut = pre_tokenizers.Split(Regex(QWEN_LIKE), "isolated")
     return byte_level(pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]))
-
-
-@pytest.fixture(scope="session")
-def gpt2_like() -> PreTrainedTokenizerFast:
-    """Cuts words as GPT-2 does."""
-    return byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import math
+import unicodedata
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.data.encoder import PromptEncoder
-from lockstep.data.prompt_shapes import prompt_shapes
+from lockstep.data.encoder import PromptEncoder, num_bytes
 from lockstep.errors import DataError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(
@@ -28,8 +30,7 @@ def test_a_batch_has_the_ids_of_transformers_own_call_and_never_more_than_the_bo
         for prompt, row_ids in zip(prompts, ids, strict=True):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             assert row_ids == qwen_like.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            roles = None if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
-            assert len(row_ids) <= prompt_shapes([prompt]).num_bytes[0] + encoder.max_tokens_beyond_bytes(roles, prompt, 0)
+            assert len(row_ids) <= num_bytes(encoder.render([prompt], [0])[0]) + encoder.tokens_beyond_bytes
 
     check()
 
@@ -43,7 +44,7 @@ def test_without_a_template_special_tokens_are_added_as_the_tokenizer_says(qwen_
     assert tokenizer.encode("48 clips")[0] == 0
     encoder = PromptEncoder(tokenizer, {})
     assert encoder.encode(prompts, [0, 1]) == [tokenizer.encode(p) for p in prompts]
-    assert len(tokenizer.encode("~")) <= 1 + encoder.max_tokens_beyond_bytes(None, "~", 0)
+    assert len(tokenizer.encode("~")) <= num_bytes("~") + encoder.tokens_beyond_bytes < math.inf
 
 
 def test_the_refused_prompt_of_a_batch_is_named(tokenizer):
@@ -52,13 +53,10 @@ def test_the_refused_prompt_of_a_batch_is_named(tokenizer):
         PromptEncoder(tokenizer, {}).encode(prompts, [7, 8, 9])
 
 
-def test_a_template_that_repeats_contents_or_refuses_the_probe_has_no_bound(tokenizer):
-    assert PromptEncoder(tokenizer, {}).max_tokens_beyond_bytes(None, "w1", 0) is not None
-    template = tokenizer.chat_template
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {{ m['content'] }}{% endfor %}"
-    assert PromptEncoder(tokenizer, {}).max_tokens_beyond_bytes(None, "w1", 0) is None
-    tokenizer.chat_template = "{% if messages[0]['content'] != 'w1' %}{{ raise_exception('no') }}{% endif %}" + template
-    assert PromptEncoder(tokenizer, {}).max_tokens_beyond_bytes(None, "w1", 0) is None
+def test_the_bound_holds_for_every_character_in_every_normal_form():
+    # No character from 0x30000 on has another normal form than itself.
+    for character in (chr(code) for code in range(1, 0x30000) if not 0xD800 <= code <= 0xDFFF):
+        assert max(len(unicodedata.normalize(form, character).encode()) for form in ("NFC", "NFD")) <= num_bytes(character)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +79,4 @@ def test_only_tokenizers_whose_parts_are_known_have_a_bound(normalizer, pre_toke
     if pre_tokenizer:
         backend.pre_tokenizer = pre_tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert (PromptEncoder(tokenizer, {}).max_tokens_beyond_bytes(None, "a", 0) is not None) == is_bounded
+    assert math.isfinite(PromptEncoder(tokenizer, {}).tokens_beyond_bytes) == is_bounded

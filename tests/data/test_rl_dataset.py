@@ -288,6 +288,15 @@ def test_roles_that_the_template_refuses_fail_at_construction(tokenizer, tmp_pat
             RLHFDataset(path, tokenizer, data_config(truncation=truncation))
 
 
+def test_a_content_that_the_template_refuses_fails_at_construction(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'w3' %}{{ raise_exception('not w3') }}{% endif %}" + tokenizer.chat_template
+    )
+    path = write(tmp_path / "p.parquet", [{"prompt": words(n)} for n in range(5)])
+    with pytest.raises(DataError, match=r"row 3: .*template.*not w3"):
+        RLHFDataset(path, tokenizer, data_config())
+
+
 def test_a_prompt_without_tokens_is_an_error(plain_tokenizer, tmp_path):
     with pytest.raises(DataError, match="row 0: the prompt has no tokens"):
         RLHFDataset(write(tmp_path / "p.parquet", [{"prompt": "  "}]), plain_tokenizer, data_config())[0]

@@ -41,7 +41,7 @@ def test_a_killed_worker_ends_the_driver_at_once_and_is_named(embedded_config, t
         try:
             wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 2, 120)
             victim = next(
-                p for p in psutil.Process(driver.pid).children(recursive=True) if process_name(p).startswith("ray::HostActor")
+                p for p in psutil.Process(driver.pid).children(recursive=True) if process_name(p).startswith("ray::WorkerHost")
             )
             killed_at = time.monotonic()
             victim.send_signal(signal.SIGKILL)

@@ -40,7 +40,7 @@ def test_models_that_do_not_fit_together_take_turns(embedded_config, tmp_path: P
     try:
         trainer.init_workers()
         trainer.fit()
-        workers = trainer._groups[0]._host._workers
+        workers = trainer.workers.groups[0]._host.workers
         load = Load(28, 16, 16)
         needs = [workers[name].memory_needs(load) for name in ("actor_rollout", "critic", "ref")]
     finally:

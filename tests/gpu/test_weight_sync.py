@@ -17,7 +17,7 @@ from helpers.receivers import CUDA, gpu_rollout, receive, receive_and_generate, 
 from lockstep.errors import WeightSyncError
 from lockstep.workers.weight_sync.base import describe
 from lockstep.workers.weight_sync.broadcast import BroadcastSender
-from lockstep.workers.weight_sync.ipc import CudaParcel, IPCSender
+from lockstep.workers.weight_sync.ipc import CudaOffer, IPCSender
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def test_every_tensor_has_the_same_checksum_on_both_sides(other, cuda):
     expected = odd_tensors()
     with IPCSender(5, cuda=cuda) as sender:
         sent = sender.send(expected.items())
-        assert isinstance(sender.parcel(), CudaParcel) == cuda
-        received, values = other.submit(receive, sender.parcel()).result(120)
+        assert isinstance(sender.offer(), CudaOffer) == cuda
+        received, values = other.submit(receive, sender.offer()).result(120)
     assert sent == received == {name: describe(tensor) for name, tensor in expected.items()}
     assert values == {name: tensor.float().tolist() for name, tensor in expected.items()}
 
@@ -57,7 +57,7 @@ def test_an_engine_in_another_process_generates_what_the_sent_model_does(tmp_pat
     want = ids_of(gpu_rollout(save_tiny_model(tmp_path / "b", seed=3)).generate(make_requests(), sampling(temperature=0.0)))
     with IPCSender(4, cuda=cuda) as sender:
         sent = sender.send(tiny_model(seed=3).cuda().named_parameters())
-        received, tokens = other.submit(receive_and_generate, path, sender.parcel()).result(120)
+        received, tokens = other.submit(receive_and_generate, path, sender.offer()).result(120)
     assert received == sent
     assert tokens == want
 
@@ -67,7 +67,7 @@ def test_handles_keep_no_memory_after_the_sync(other):
     for version in range(3):
         with IPCSender(version, cuda=True) as sender:
             sender.send([("weight", torch.full((1 << 24,), float(version), device="cuda"))])
-            other.submit(receive_sum, sender.parcel()).result(120)
+            other.submit(receive_sum, sender.offer()).result(120)
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() == before
 
@@ -81,7 +81,7 @@ def test_nccl_sends_every_tensor():
 def test_two_members_of_a_broadcast_on_one_gpu_are_an_error_on_both_sides(tmp_path, other):
     """nccl refuses it; nobody waits without an end."""
     with BroadcastSender(1, 1, CUDA, timeout_s=60.0) as sender:
-        receiving = other.submit(receive_and_generate, save_tiny_model(tmp_path), sender.parcel())
+        receiving = other.submit(receive_and_generate, save_tiny_model(tmp_path), sender.offer())
         with pytest.raises(WeightSyncError, match="Duplicate GPU"):
             sender.send(tiny_model(seed=3).cuda().named_parameters())
         with pytest.raises(WeightSyncError, match="Duplicate GPU"):
@@ -94,7 +94,7 @@ def test_an_engine_on_another_gpu_generates_what_was_broadcast(tmp_path, other):
     want = ids_of(gpu_rollout(save_tiny_model(tmp_path / "b", seed=3)).generate(make_requests(), sampling(temperature=0.0)))
     other.submit(torch.cuda.set_device, 1).result(120)
     with BroadcastSender(1, 1, CUDA, timeout_s=60.0) as sender:
-        receiving = other.submit(receive_and_generate, path, sender.parcel())
+        receiving = other.submit(receive_and_generate, path, sender.offer())
         sent = sender.send(tiny_model(seed=3).cuda().named_parameters())
         received, tokens = receiving.result(120)
     assert received == sent

@@ -46,13 +46,14 @@ from helpers.tiny import save_tiny_model
 from lockstep.config import PPOConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import DataError, NumericalError
+from lockstep.models import packing
 from lockstep.models.load import Head, load_model
 from lockstep.models.packing import Budget
 from lockstep.models.weight_file import Tensors, write_weights
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine import checkpoint, packing
-from lockstep.workers.engine.base import TokenOutputs, TrainEngine
+from lockstep.workers.engine import checkpoint
+from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.weight_sync.shared import SharedWeights
 
@@ -213,7 +214,7 @@ def assert_a_gradient_that_is_not_finite_changes_nothing(layout: Layout, path: s
     """The failed step is as if it had never been: the next one equals the reference's first."""
     model, _ = reference_run(path, LM, STEPS[:1])
 
-    def poisoned(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict[str, Any]]:
+    def poisoned(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
         # sqrt has a finite value and an infinite derivative at 0; the product with 0 is a NaN gradient of a finite loss.
         assert outputs.log_probs is not None
         return torch.sqrt(outputs.log_probs.sum() * 0.0), {}
@@ -294,7 +295,7 @@ def assert_weights_may_come_in_another_form(layout: Layout, folder: Path, model_
     def make() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         engine = layout.engine(path, decoder_attention="sdpa")
         assert engine.decoder is not None
-        with SharedWeights(engine, torch.float32).lent():
+        with SharedWeights(engine, torch.float32).borrowed():
             lent = {name: parameter.detach().clone() for name, parameter in engine.decoder.named_parameters()}
         return weights_of(engine), lent
 
@@ -417,7 +418,7 @@ def assert_a_rank_generates_alone(layout: Layout, path: str) -> None:
         engine = layout.engine(path, decoder_attention="sdpa")
         assert engine.decoder is not None
         assert type(engine.decoder).__module__.startswith("transformers.")
-        with torch.no_grad(), SharedWeights(engine, torch.float32).lent():
+        with torch.no_grad(), SharedWeights(engine, torch.float32).borrowed():
             return engine.decoder(input_ids=ids).logits if engine.rank else torch.empty(0)
 
     *_, logits = layout.run(decode)

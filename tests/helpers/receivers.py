@@ -12,14 +12,14 @@ from lockstep.config.engine import ModelConfig
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.native.engine import NativeRollout
 from lockstep.workers.rollout.registry import make_rollout
-from lockstep.workers.weight_sync.base import Manifest, Parcel, opened
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
 
 CUDA = torch.device("cuda")
 
 
-def receive(parcel: Parcel) -> tuple[Manifest, dict[str, Any]]:
+def receive(offer: WeightOffer) -> tuple[Manifest, dict[str, Any]]:
     """What has arrived: its manifest, and the values."""
-    with opened(parcel, CUDA) as weights:
+    with opened(offer, CUDA) as weights:
         tensors = {name: tensor.cpu() for name, tensor in weights}
     return weights.manifest, {name: tensor.float().tolist() for name, tensor in tensors.items()}
 
@@ -31,14 +31,14 @@ def gpu_rollout(path: str) -> Any:
     return make_rollout(share_structure(model, NativeRollout.attention), section, PAD)
 
 
-def receive_and_generate(path: str, parcel: Parcel) -> tuple[Manifest, list[list[int]]]:
+def receive_and_generate(path: str, offer: WeightOffer) -> tuple[Manifest, list[list[int]]]:
     """The engine's manifest after it has taken the weights, and its greedy tokens with them."""
     rollout = gpu_rollout(path)
-    manifest = rollout.receive(parcel, CUDA)
+    manifest = rollout.receive(offer, CUDA)
     return manifest, ids_of(rollout.generate(make_requests(), sampling(temperature=0.0)))
 
 
-def receive_sum(parcel: Parcel) -> float:
+def receive_sum(offer: WeightOffer) -> float:
     """The sum of all tensors that have arrived."""
-    with opened(parcel, CUDA) as weights:
+    with opened(offer, CUDA) as weights:
         return sum(float(tensor.sum()) for _, tensor in weights)

@@ -86,7 +86,7 @@ def test_a_pack_holds_every_row_as_it_is(lengths: list[tuple[int, int]], same: l
         assert [ids[place] for place in row] == [*prompt.tolist(), *response.tolist()]
         assert [positions[place] for place in row] == list(range(len(row)))
     assert packed.targets.tolist() == [token for response in responses for token in response.tolist()]
-    assert packed.response_lengths.tolist() == [t for _, t in lengths]
+    assert packed.tokens.rows.lengths.tolist() == [t for _, t in lengths]
     distinct = sum(len(p) for i, p in enumerate(prompts) if not (i and torch.equal(p, prompts[i - 1])))
     assert len(ids) == distinct + sum(t for _, t in lengths)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from benchmarks.workload import SHAPES
-from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.actor_rollout_ref import POLICY_ROLES, ActorConfig, ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, MegatronConfig, ModelConfig
 from lockstep.errors import DataError
@@ -141,7 +141,7 @@ def test_the_cache_has_the_size_of_the_native_engines(tmp_path: Path, family: st
     token = cache_shape(module, page_size=1).page_bytes
     for rows, config in ((100, RolloutConfig(gpu_memory_utilization=0.25)), (5, RolloutConfig(name="hf"))):
         found = count_rollout(
-            config, ModelConfig(path=path), lender=EngineChoice(), world_size=1, element=4, load=Load(30, rows, rows)
+            config, ModelConfig(path=path), actor=EngineChoice(), world_size=1, element=4, load=Load(30, rows, rows)
         )
         share = 0.25 if config.name == "native" else 1.0
         assert found.cache == min(rows, LEAST_SEQUENCES) * 30 * token / share
@@ -151,16 +151,16 @@ def test_the_cache_has_the_size_of_the_native_engines(tmp_path: Path, family: st
 def test_a_decoder_shares_weights_in_one_precision_on_one_rank_only(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
 
-    def shares(config: RolloutConfig | None = None, lender: EngineChoice | None = None, lora: int = 0, **changes: int) -> bool:
+    def shares(config: RolloutConfig | None = None, actor: EngineChoice | None = None, lora: int = 0, **changes: int) -> bool:
         options = {"world_size": 1, "element": 4} | changes
         model = ModelConfig(path=path, lora_rank=lora)
-        return count_rollout(config or RolloutConfig(), model, lender=lender, load=Load(30, 4, 4), **options).shares
+        return count_rollout(config or RolloutConfig(), model, actor=actor, load=Load(30, 4, 4), **options).shares
 
     fsdp = EngineChoice()
-    assert shares(lender=fsdp)
-    assert not any([shares(lender=fsdp, element=2), shares(lender=fsdp, world_size=2), shares(lender=fsdp, lora=2), shares()])
+    assert shares(actor=fsdp)
+    assert not any([shares(actor=fsdp, element=2), shares(actor=fsdp, world_size=2), shares(actor=fsdp, lora=2), shares()])
     assert not shares(RolloutConfig(name="vllm"), fsdp)
-    assert not shares(lender=EngineChoice("megatron"))
+    assert not shares(actor=EngineChoice("megatron"))
 
 
 def test_a_folder_that_transformers_cannot_build_is_an_error(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def large(folder: Path, role: str, tokens: int, load: Load) -> tuple[list[Model]
     Qwen2Config(**SHAPES["1.5b"], max_position_embeddings=4096).save_pretrained(folder)
     model = ModelConfig(path=str(folder))
     policy = ActorRolloutRefConfig(model=model, actor=ActorConfig(ppo_max_token_len_per_gpu=tokens))
-    models, rollout = policy_needs(policy, role, load=load, world_size=1, element=2)
+    models, rollout = policy_needs(policy, POLICY_ROLES[role], load=load, world_size=1, element=2)
     critic = CriticConfig(model=model, ppo_max_token_len_per_gpu=tokens)
     return [*models, training_needs(critic, load=load, world_size=1, element=2)], rollout
 
@@ -199,9 +199,9 @@ def test_stages_were_measured_to_take_what_is_counted(tmp_path: Path, file: str,
     rows = given["prompts"] * given["n"]
     models, rollout = large(tmp_path, "actor_rollout", given["max_tokens"], Load(given["prompt"] + given["response"], rows, rows))
     models = models if algorithm == "ppo" else models[:1]
-    placements = plan_memory(models, rollout, 139 * GIB)
-    assert [placement.recompute for placement in placements] == ["none"] * len(models)
-    counted = stage_bytes(models, rollout, placements)
+    plans = plan_memory(models, rollout, 139 * GIB)
+    assert [plan.recompute for plan in plans] == ["none"] * len(models)
+    counted = stage_bytes(models, rollout, plans)
     for stage in stages:
         measured = metrics[f"perf/max_memory_allocated_gb/{stage}"]
         assert 0.93 <= measured * GIB / counted[stage] <= 1.0, stage

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lockstep.errors import ResourceError
-from lockstep.planner.memory import LIMIT, SHARE, Keys, Model, Placement, Rollout, describe_plan, plan_memory, stage_bytes
+from lockstep.planner.memory import LIMIT, SHARE, Keys, MemoryPlan, Model, Rollout, describe_plan, plan_memory, stage_bytes
 
 GB = 2**30
 OFFLOAD = st.sampled_from(["auto", "auto", True, False])
@@ -51,16 +51,16 @@ ROLLOUTS = st.none() | st.builds(
     weights=SIZE,
     cache=SIZE,
     remedy=st.just("raise rollout.share"),
-    lender=st.sampled_from([None, "actor"]),
+    source=st.sampled_from([None, "actor"]),
     shares=st.booleans(),
     keeps_weights=st.booleans(),
     keeps_cache=st.booleans(),
 )
 
 
-def slow_count(models: list[Model], rollout: Rollout | None, placements: list[Placement]) -> dict[str, int]:
+def slow_count(models: list[Model], rollout: Rollout | None, plans: list[MemoryPlan]) -> dict[str, int]:
     """The bytes of each stage, thing by thing: everything that exists is asked whether it is on the device at that moment."""
-    where = dict(zip([model.name for model in models], placements, strict=True))
+    where = dict(zip([model.name for model in models], plans, strict=True))
     peaks: dict[str, int] = {}
     stages = [(stage, model) for model in models for stage in (*model.passes, *([model.update] if model.update else []))]
     for stage, worker in [*stages, *([("gen", None)] if rollout else [])]:
@@ -69,19 +69,19 @@ def slow_count(models: list[Model], rollout: Rollout | None, placements: list[Pl
             lending = rollout is not None and worker is None and moment == "first"
             used = 0
             for model in models:
-                placement = where[model.name]
-                lends = lending and rollout.lender == model.name
-                if not placement.rest_weights or model is worker or lends:
+                plan = where[model.name]
+                lends = lending and rollout.source == model.name
+                if not plan.offload_weights or model is worker or lends:
                     used += model.weights
-                if not placement.rest_moments or (model is worker and updates and moment == "last"):
+                if not plan.offload_moments or (model is worker and updates and moment == "last"):
                     used += model.moments
                 if model is worker:
                     used += model.gradients if updates else 0
                     if not (updates and moment == "last"):
-                        used += model.gathered + (model.activations[placement.recompute] if updates else model.forward)
+                        used += model.gathered + (model.activations[plan.recompute] if updates else model.forward)
             if rollout is not None:
-                lender = where.get(rollout.lender)
-                needs_copy = not (rollout.shares and lender is not None and not lender.rest_weights)
+                lender = where.get(rollout.source)
+                needs_copy = not (rollout.shares and lender is not None and not lender.offload_weights)
                 if needs_copy and (worker is None or rollout.keeps_weights):
                     used += rollout.weights
                 if rollout.keeps_cache or (worker is None and moment == "last"):
@@ -90,37 +90,37 @@ def slow_count(models: list[Model], rollout: Rollout | None, placements: list[Pl
     return peaks
 
 
-def attempt(models: list[Model], rollout: Rollout | None, free: int) -> list[Placement] | None:
+def attempt(models: list[Model], rollout: Rollout | None, free: int) -> list[MemoryPlan] | None:
     try:
         return plan_memory(models, rollout, free)
     except ResourceError:
         return None
 
 
-def at_rest(placements: list[Placement]) -> set[tuple[int, str]]:
-    parts = (("weights", "rest_weights"), ("moments", "rest_moments"))
-    return {(i, part) for i, placement in enumerate(placements) for part, field in parts if getattr(placement, field)}
+def offloaded_of(plans: list[MemoryPlan]) -> set[tuple[int, str]]:
+    parts = (("weights", "offload_weights"), ("moments", "offload_moments"))
+    return {(i, part) for i, plan in enumerate(plans) for part, field in parts if getattr(plan, field)}
 
 
 @given(models(), ROLLOUTS, st.integers(0, 400))
 def test_every_stage_of_a_plan_fits_and_what_the_user_decided_stays(found: list[Model], rollout: Rollout | None, free: int) -> None:
-    placements = attempt(found, rollout, free)
-    assume(placements is not None)
-    peak = max(slow_count(found, rollout, placements).values())
-    assert stage_bytes(found, rollout, placements) == slow_count(found, rollout, placements)
-    stays = {rollout.lender} if rollout is not None and rollout.shares else set()
-    may_rest = all(
-        (model.param_offload != "auto" or placement.rest_weights or model.name in stays)
-        and (model.optimizer_offload != "auto" or placement.rest_moments)
-        for model, placement in zip(found, placements, strict=True)
+    plans = attempt(found, rollout, free)
+    assume(plans is not None)
+    peak = max(slow_count(found, rollout, plans).values())
+    assert stage_bytes(found, rollout, plans) == slow_count(found, rollout, plans)
+    stays = {rollout.source} if rollout is not None and rollout.shares else set()
+    all_offloaded = all(
+        (model.param_offload != "auto" or plan.offload_weights or model.name in stays)
+        and (model.optimizer_offload != "auto" or plan.offload_moments)
+        for model, plan in zip(found, plans, strict=True)
     )
-    assert peak <= (LIMIT if may_rest else SHARE) * free
-    for model, placement in zip(found, placements, strict=True):
+    assert peak <= (LIMIT if all_offloaded else SHARE) * free
+    for model, plan in zip(found, plans, strict=True):
         if isinstance(model.param_offload, bool):
-            assert placement.rest_weights is model.param_offload
+            assert plan.offload_weights is model.param_offload
         if isinstance(model.optimizer_offload, bool) and model.update:
-            assert placement.rest_moments is model.optimizer_offload
-        assert (placement.recompute in model.activations) if model.update else placement.recompute is None
+            assert plan.offload_moments is model.optimizer_offload
+        assert (plan.recompute in model.activations) if model.update else plan.recompute is None
 
 
 @given(models(), ROLLOUTS, st.integers(0, 400), st.integers(0, 100))
@@ -128,25 +128,25 @@ def test_more_memory_never_rests_more(found: list[Model], rollout: Rollout | Non
     small, large = attempt(found, rollout, free), attempt(found, rollout, free + more)
     if small is not None:
         assert large is not None
-        assert at_rest(large) <= at_rest(small)
+        assert offloaded_of(large) <= offloaded_of(small)
 
 
 @given(models(), ROLLOUTS, st.data())
 def test_letting_one_more_thing_rest_or_be_recomputed_takes_no_stage_more_memory(
     found: list[Model], rollout: Rollout | None, data: st.DataObject
 ) -> None:
-    placements = [
-        Placement(data.draw(st.booleans()), bool(model.update) and data.draw(st.booleans()), next(iter(model.activations), None))
+    plans = [
+        MemoryPlan(data.draw(st.booleans()), bool(model.update) and data.draw(st.booleans()), next(iter(model.activations), None))
         for model in found
     ]
-    before = stage_bytes(found, rollout, placements)
+    before = stage_bytes(found, rollout, plans)
     for number, model in enumerate(found):
-        changes = [{"recompute": kind} for kind in model.activations] + [{"rest_moments": True}]
+        changes = [{"recompute": kind} for kind in model.activations] + [{"offload_moments": True}]
         # Weights that the rollout reads where they are would need a copy for it; a plan leaves them there.
-        if not (rollout is not None and rollout.shares and rollout.lender == model.name):
-            changes.append({"rest_weights": True})
+        if not (rollout is not None and rollout.shares and rollout.source == model.name):
+            changes.append({"offload_weights": True})
         for change in changes:
-            after = list(placements)
+            after = list(plans)
             after[number] = dataclasses.replace(after[number], **change)
             assert all(size <= before[stage] for stage, size in stage_bytes(found, rollout, after).items())
 
@@ -158,25 +158,34 @@ def test_a_plan_is_refused_only_where_no_choice_at_all_fits(found: list[Model], 
     for model in found:
         weights = [True, False] if model.param_offload == "auto" else [model.param_offload]
         moments = [True, False] if model.optimizer_offload == "auto" else [model.optimizer_offload]
-        options.append([Placement(*choice) for choice in itertools.product(weights, moments, list(model.activations) or [None])])
-    for placements in itertools.product(*options):
-        assert max(slow_count(found, rollout, list(placements)).values()) > LIMIT * free
+        options.append([MemoryPlan(*choice) for choice in itertools.product(weights, moments, list(model.activations) or [None])])
+    for plans in itertools.product(*options):
+        assert max(slow_count(found, rollout, list(plans)).values()) > LIMIT * free
 
 
 def test_weights_that_the_rollout_shares_rest_where_nothing_else_is_left_and_it_helps() -> None:
     keys = Keys("tokens", "weights", "moments", "recompute=auto")
     actor = Model("actor", keys, ("old_log_prob",), weights=10, gathered=0, forward=0, param_offload="auto")
     critic = Model(
-        "critic", keys, (), weights=0, gathered=0, forward=0, update="update_critic", gradients=90, activations={"none": 0}
+        "critic",
+        keys,
+        (),
+        weights=0,
+        gathered=0,
+        forward=0,
+        param_offload=False,
+        update="update_critic",
+        gradients=90,
+        activations={"none": 0},
     )
     rests = {}
     for copy in (5, 200):
-        rollout = Rollout(weights=copy, cache=0, remedy="none", lender="actor", shares=True)
+        rollout = Rollout(weights=copy, cache=0, remedy="none", source="actor", shares=True)
         rests[copy] = attempt([actor, critic], rollout, 110)
     assert rests[5] is not None
-    assert rests[5][0].rest_weights
+    assert rests[5][0].offload_weights
     assert rests[200] is not None
-    assert not rests[200][0].rest_weights  # 100 of 110 are in use, within LIMIT
+    assert not rests[200][0].offload_weights  # 100 of 110 are in use, within LIMIT
 
 
 def ppo() -> list[Model]:
@@ -194,7 +203,7 @@ def ppo() -> list[Model]:
     ]
 
 
-ROLLOUT = Rollout(GB // 2, GB, "raise rollout.share", lender="actor", keeps_weights=True)
+ROLLOUT = Rollout(GB // 2, GB, "raise rollout.share", source="actor", keeps_weights=True)
 
 
 def test_frozen_weights_rest_first_then_moments_then_weights_and_the_critic_before_the_actor() -> None:
@@ -202,35 +211,35 @@ def test_frozen_weights_rest_first_then_moments_then_weights_and_the_critic_befo
     # With the larger update the actor needs the others out of the way, down to the critic's weights.
     found, order = [dataclasses.replace(actor, gradients=2 * GB), *others], []
     for free in range(40 * GB, 0, -GB // 64):
-        placements = attempt(found, ROLLOUT, free)
-        if placements is None:
+        plans = attempt(found, ROLLOUT, free)
+        if plans is None:
             break
-        order += [(found[i].name, part) for i, part in sorted(at_rest(placements)) if (found[i].name, part) not in order]
+        order += [(found[i].name, part) for i, part in sorted(offloaded_of(plans)) if (found[i].name, part) not in order]
     assert order == [
         ("ref", "weights"), ("reward_model", "weights"), ("critic", "moments"), ("actor", "moments"), ("critic", "weights"),
         ("actor", "weights"),
     ]  # fmt: skip
 
 
-def test_the_least_recomputation_that_fits_is_chosen_once_it_is_known_what_rests() -> None:
+def test_the_least_recomputation_that_fits_is_chosen_once_it_is_known_whoffloaded_ofs() -> None:
     found = ppo()
-    kept = [Placement(False, False, "full" if model.update else None) for model in found]
+    kept = [MemoryPlan(False, False, "full" if model.update else None) for model in found]
     # Everything on the device with everything recomputed, exactly.
     least = max(stage_bytes(found, ROLLOUT, kept).values())
-    placements = plan_memory(found, ROLLOUT, int(least / SHARE) + 2)
-    assert at_rest(placements) == set()
-    assert [placement.recompute for placement in placements] == ["full", "full", None, None]
+    plans = plan_memory(found, ROLLOUT, int(least / SHARE) + 2)
+    assert offloaded_of(plans) == set()
+    assert [plan.recompute for plan in plans] == ["full", "full", None, None]
     more = plan_memory(found, ROLLOUT, int((least + 2 * GB) / SHARE) + 2)
-    assert [placement.recompute for placement in more] == ["selective", "selective", None, None]
+    assert [plan.recompute for plan in more] == ["selective", "selective", None, None]
     assert {p.recompute for p in plan_memory(found, ROLLOUT, 100 * GB)} == {"none", None}
 
 
-def test_a_line_says_what_rests_and_why() -> None:
+def test_a_line_says_whoffloaded_ofs_and_why() -> None:
     found = ppo()
     assert describe_plan(found, ROLLOUT, plan_memory(found, ROLLOUT, 40 * GB), 40 * GB) is None
     free = 11 * GB
-    placements = plan_memory(found, ROLLOUT, free)
-    line = describe_plan(found, ROLLOUT, placements, free)
+    plans = plan_memory(found, ROLLOUT, free)
+    line = describe_plan(found, ROLLOUT, plans, free)
     assert "ref (weights 1), reward_model (weights 1) GB" in line
     assert "stage update_actor would take" in line
     assert "GB of the 9.35 that may be filled" in line

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from helpers.tiny import save_tiny_model
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.actor_rollout_ref import POLICY_ROLES, ActorRolloutRefConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.planner.count import Load
-from lockstep.planner.memory import Placement
+from lockstep.planner.memory import MemoryPlan
 from lockstep.planner.needs import place_policy, place_training, policy_needs, training_needs
 
 OPTIONS: dict[str, Any] = {"load": Load(28, 8, 4), "world_size": 1, "element": 2}
@@ -37,12 +37,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_role_is_counted_with_exactly_its_models(
     path: str, role: str, lora_rank: int, expected: dict[str, tuple[str, ...]], generates: bool
 ) -> None:
-    models, rollout = policy_needs(ActorRolloutRefConfig(model=ModelConfig(path=path, lora_rank=lora_rank)), role, **OPTIONS)
+    models, rollout = policy_needs(
+        ActorRolloutRefConfig(model=ModelConfig(path=path, lora_rank=lora_rank)), POLICY_ROLES[role], **OPTIONS
+    )
     assert {model.name: model.passes for model in models} == expected
     assert {model.name for model in models if model.update} == expected.keys() & {"actor"}
     assert (rollout is not None) is generates
     if rollout is not None:
-        assert rollout.lender == ("actor" if "actor" in role else None)
+        assert rollout.source == ("actor" if POLICY_ROLES[role].actor else None)
 
 
 def test_what_was_decided_is_what_the_configuration_then_says(path: str, tmp_path: Path) -> None:
@@ -50,9 +52,9 @@ def test_what_was_decided_is_what_the_configuration_then_says(path: str, tmp_pat
     model = ModelConfig(path=path)
     score = ModelConfig(path=save_tiny_model(tmp_path, score_head=True))
     for weights, moments, kind in itertools.product((True, False), (True, False), ("none", "selective", "full")):
-        trained, frozen = Placement(weights, moments, kind), Placement(moments, False, None)
+        trained, frozen = MemoryPlan(weights, moments, kind), MemoryPlan(moments, False, None)
         config = place_policy(ActorRolloutRefConfig(model=model), {"actor": trained, "ref": frozen})
-        (actor, ref), _ = policy_needs(config, "actor_rollout_ref", **OPTIONS)
+        (actor, ref), _ = policy_needs(config, POLICY_ROLES["actor_rollout_ref"], **OPTIONS)
         critic = training_needs(place_training(CriticConfig(model=model), trained), **OPTIONS)
         for found in (actor, critic):
             assert (found.param_offload, found.optimizer_offload, list(found.activations)) == (weights, moments, [kind])

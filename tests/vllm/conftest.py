@@ -28,7 +28,7 @@ def engine(one_engine: VLLMRollout) -> VLLMRollout:
     """It has the weights of `path` again."""
     with IPCSender(one_engine.version + 1) as sender:
         sender.send(model().named_parameters())
-        one_engine.receive(sender.parcel(), CPU)
+        one_engine.receive(sender.offer(), CPU)
     return one_engine
 
 

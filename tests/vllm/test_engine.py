@@ -92,7 +92,7 @@ def test_weights_arrive_and_what_the_prefix_cache_had_of_the_old_ones_is_gone(
     expected = make_rollout(save_model(tmp_path / "other", seed=3)).generate(requests, params)
     with IPCSender(70) if method == "ipc" else DiskSender(70, str(tmp_path)) as sender:
         sent = sender.send(model(seed=3).named_parameters())
-        assert engine.receive(sender.parcel(), CPU) == sent
+        assert engine.receive(sender.offer(), CPU) == sent
     found = engine.generate(requests, params)
     assert ids_of(found) != ids_of(before)
     assert_same(found, expected)
@@ -105,21 +105,21 @@ def test_after_a_sync_that_failed_nothing_is_generated_until_one_has_worked(engi
     with IPCSender(80) as sender:
         sender.send(weights[:-1])
         with pytest.raises(WeightSyncError, match="left 1 parameters out"):
-            engine.receive(sender.parcel(), CPU)
+            engine.receive(sender.offer(), CPU)
     with pytest.raises(WeightSyncError, match="does not generate: the update to version 80 failed"):
         engine.generate(make_requests(), sampling())
     with IPCSender(81) as sender:
         sender.send(weights)
-        descriptor = os.open(sender.parcel().path, os.O_RDWR)
+        descriptor = os.open(sender.offer().path, os.O_RDWR)
         os.pwrite(descriptor, b"\xff", 1000)
         os.close(descriptor)
         with pytest.raises(WorkerError, match="is not what was sent"):
-            engine.receive(sender.parcel(), CPU)
+            engine.receive(sender.offer(), CPU)
     with pytest.raises(WeightSyncError, match="does not generate: the update to version 81 failed"):
         engine.generate(make_requests(), sampling())
     with IPCSender(82) as sender:
         sender.send(weights)
-        engine.receive(sender.parcel(), CPU)
+        engine.receive(sender.offer(), CPU)
     assert_same(engine.generate(make_requests(), sampling(temperature=0.0)), expected)
 
 
@@ -155,7 +155,7 @@ def test_at_another_temperature_log_probs_are_right_and_what_goes_wrong_is_said_
         broken.model.embed_tokens.weight[17] = torch.nan
     with IPCSender(90) as sender:
         sender.send(broken.named_parameters())
-        engine.receive(sender.parcel(), CPU)
+        engine.receive(sender.offer(), CPU)
     good, bad = engine.generate(
         [Request(torch.tensor([3, 4]), (2, 40, 0)), Request(torch.tensor([5, 17]), (2, 41, 1))],
         sampling(temperature=0.0, stop_token_ids=(), max_tokens=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 from helpers.distributed import run_distributed
+from helpers.groups import TIMEOUTS
 from helpers.rollouts import make_requests, sampling
 from helpers.tiny import save_tiny_model, tiny_model
 from hypothesis import given
@@ -31,7 +33,9 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.ppo.weight_sync import WeightExchange
-from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, on_last_token
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from lockstep.workers.training_worker import on_last_token
+from lockstep.workers.weight_sync.shared import SharedWeights
 
 TEMPERATURE = 0.8
 
@@ -59,11 +63,11 @@ def policy_class(path: str, role: str, **rollout: Any) -> ClassWithInitArgs:
 @contextmanager
 def workers(**classes: ClassWithInitArgs) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The views of the roles, and the workers behind them; models are loaded."""
-    with LocalWorkerGroup(ResourcePool([1]), classes) as group:
+    with LocalWorkerGroup(ResourcePool([1]), classes, **TIMEOUTS) as group:
         roles = group.spawn()
         for role in roles.values():
             role.init_model()
-        yield roles, group._host._workers
+        yield roles, group._host.workers
 
 
 def prompts() -> DataProto:
@@ -94,18 +98,36 @@ def learn(role: Any, batch: DataProto) -> dict[str, float]:
     [
         ("actor", {"actor"}),
         ("rollout", {"rollout"}),
-        ("actor_rollout", {"actor", "rollout", "lender"}),
+        ("actor_rollout", {"actor", "rollout"}),
         ("ref", {"ref"}),
-        ("actor_rollout_ref", {"actor", "rollout", "lender", "ref"}),
+        ("actor_rollout_ref", {"actor", "rollout", "ref"}),
     ],
 )
 def test_a_role_builds_exactly_its_parts(tmp_path: Path, role: str, parts: set[str]) -> None:
     path = save_tiny_model(tmp_path)
     with workers(policy=policy_class(path, role)) as (_, inside):
         worker = inside["policy"]
-        assert {part for part in ("actor", "rollout", "lender", "ref") if getattr(worker, part) is not None} == parts
-        if worker.ref is not None:
-            assert not any(parameter.requires_grad for parameter in worker.ref.module.parameters())
+        assert {part for part in ("actor", "rollout", "ref") if hasattr(worker, part)} == parts
+        if "rollout" in parts:
+            assert isinstance(worker.rollout.weights, SharedWeights) is ("actor" in parts)
+        if "ref" in parts:
+            assert not any(parameter.requires_grad for parameter in worker.ref.engine.module.parameters())
+
+
+def test_the_engine_is_called_by_the_workers_method_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the trainer's call and the engine's method: the group's one frame and the worker's method."""
+    with workers(policy=policy_class(save_tiny_model(tmp_path), "actor_rollout")) as (roles, inside):
+        batch = generate(roles["policy"])
+        engine, stacks = inside["policy"].actor.engine, []
+        forward_backward = engine.forward_backward
+
+        def watched(*args: Any) -> Any:
+            stacks.append([frame.name for frame in reversed(traceback.extract_stack()[:-1])][:3])
+            return forward_backward(*args)
+
+        monkeypatch.setattr(engine, "forward_backward", watched)
+        learn(roles["policy"], batch)
+    assert stacks == [["update_actor", "call", "learn"]]
 
 
 def test_a_role_that_is_not_known_is_refused_at_once() -> None:
@@ -129,7 +151,7 @@ def test_a_hybrid_worker_generates_what_its_actor_then_says(tmp_path: Path, name
             torch.testing.assert_close(
                 batch.ragged("rollout_log_probs").values, log_probs.ragged("old_log_probs").values, atol=2e-5, rtol=0
             )
-            assert inside["policy"].rollout.version == version
+            assert inside["policy"].rollout.engine.version == version
             assert set(batch.non_tensor_batch["finish_reason"]) <= {"stop", "length"}
             assert batch.ragged("response_mask").values.all()
             reference = reference if reference is not None else batch
@@ -162,7 +184,7 @@ def test_a_rollout_of_its_own_follows_the_actor(tmp_path: Path) -> None:
         after = generate(rollout)
         assert not after.ragged("responses").equal(before.ragged("responses"))
         assert after.ragged("responses").equal(generate(hybrid).ragged("responses"))
-        assert inside["rollout"].rollout.version == 1
+        assert inside["rollout"].rollout.engine.version == 1
 
 
 def test_a_policy_checkpoint_restores_generation(tmp_path: Path) -> None:
@@ -246,14 +268,14 @@ def test_two_hundred_switches_between_generating_and_updating_take_no_memory(
         for switch in range(switches):
             batch = prompts().slice(0, 2)
             batch = batch.union(roles["policy"].generate_sequences(batch, params, switch))
-            assert (worker.rollout._runner.num_pages > 0) is keep
-            assert all(parameter.is_meta for parameter in worker.rollout.module.parameters())
+            assert (worker.rollout.engine._runner.num_pages > 0) is keep
+            assert all(parameter.is_meta for parameter in worker.rollout.engine.module.parameters())
             learn(roles["policy"], batch)
             if switch in (2, switches - 1):
                 tensors.append(living_tensors())
             if switch in (switches // 2, switches - 1):
                 resident.append(process.memory_info().rss)
-        assert worker.rollout.version == switches
+        assert worker.rollout.engine.version == switches
     (first_count, first_bytes), (last_count, last_bytes) = tensors
     assert abs(last_count - first_count) < 20
     assert abs(last_bytes - first_bytes) < 1024
@@ -281,7 +303,7 @@ def test_sharded_ranks_generate_their_shares_and_give_the_gathered_weights_back(
             found += [row.tolist() for row in out.ragged("responses").rows()]
             del out
             released.append(living_tensors()[1] <= before + 4096)
-            released.append(worker.rollout._runner.num_pages == 0)
+            released.append(worker.rollout.engine._runner.num_pages == 0)
         return found, released
 
     ((whole, fine),) = run_distributed(rank, 1)
@@ -377,7 +399,7 @@ def test_the_reference_of_a_policy_with_adapters_is_the_policy_without_them(tmp_
     adapted.args[0].model = ModelConfig(path=path, lora_rank=4, lora_alpha=8)
     with workers(policy=adapted, reference=plain) as (roles, inside):
         policy = roles["policy"]
-        assert inside["policy"].ref is None
+        assert inside["policy"].ref.engine is inside["policy"].actor.engine
         batch = generate(policy)
         for _ in range(2):
             learn(policy, batch)

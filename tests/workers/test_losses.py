@@ -15,9 +15,11 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators
 from lockstep.algorithms.kl import KL_KINDS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.errors import NumericalError
+from lockstep.models.packing import token_rows
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import LossFn, TokenOutputs
@@ -55,7 +57,8 @@ def make_batch(lengths: list[int], seed: int) -> tuple[DataProto, list[Tensor]]:
 
 
 def denominators_of(data: DataProto) -> Denominators:
-    return Denominators.of(data.batch["response_mask"])
+    mask = data.ragged("response_mask")
+    return Denominators.of(mask.values, Rows(mask.lengths))
 
 
 def evaluate(
@@ -65,8 +68,8 @@ def evaluate(
     leaves = [output.clone().requires_grad_() for output in outputs]
     total, metrics = 0.0, []
     for part in parts:
-        log_probs, entropy, predicted = (Ragged.from_rows([leaves[row][i] for row in part]).pad() for i in range(3))
-        loss, found = loss_fn(TokenOutputs(log_probs, entropy, predicted), data.select_idxs(part))
+        flat = (torch.cat([leaves[row][i] for row in part]) for i in range(3))
+        loss, found = loss_fn(TokenOutputs(*flat), token_rows(data.select_idxs(part), torch.device("cpu")))
         loss.backward()
         total += loss.item()
         metrics.append(found)

@@ -1,21 +1,23 @@
 """Policy losses: from log-probs and advantages to a loss per token.
 
-A policy loss is a function whose keyword-only arguments say what it reads, from this vocabulary:
+A policy loss is a function whose keyword-only arguments say what it reads, from this vocabulary. Columns per token are flat, [M]:
+the tokens of the B rows of a micro-batch end to end, without padding.
 
 ```text
-old_log_prob     [B, T]  log-prob of each token under the policy before the update
-log_prob         [B, T]  the same under the policy that learns; the gradient flows here
-advantages       [B, T]
-response_mask    [B, T]  1 where the policy wrote the token. What lies under its zeros may be NaN and must not reach the
+old_log_prob     [M]     log-prob of each token under the policy before the update
+log_prob         [M]     the same under the policy that learns; the gradient flows here
+advantages       [M]
+response_mask    [M]     1 where the policy wrote the token. What lies under its zeros may be NaN and must not reach the
                          gradient, so clean the inputs with `masked.zero_outside` first
+rows             Rows    how the tokens divide into rows: their sums, means and places
 clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg      `actor_rollout_ref.actor.*`
 clip_cov_ratio, clip_cov_lb, clip_cov_ub, kl_cov_ratio, ppo_kl_coef, dro_beta   `actor_rollout_ref.actor.policy_loss.*`
 any other name   a key of `actor_rollout_ref.actor.policy_loss.loss_kwargs`, or a column that the loss's `prepare` wrote
 ```
 
-It returns the loss per token [B, T], which `aggregation.agg_loss` turns into a number, and detached metrics per token,
-each [B, T], which the caller averages over the mask. All are 0 outside the mask. Keeping both per token is what makes
-them independent of how the rows are batched. Every loss here has the same three metrics, so that runs can be compared:
+It returns the loss per token [M], which `aggregation.agg_loss` turns into a number, and detached metrics per token, each
+[M], which the caller averages over the mask. All are 0 outside the mask. Keeping both per token is what makes them
+independent of how the rows are batched. Every loss here has the same three metrics, so that runs can be compared:
 
 ```text
 pg_clipfrac        1 where the clip changed the loss (for cispo: the weight; for geo_mean: the log-ratio)
@@ -25,7 +27,10 @@ ppo_kl             old_log_prob - log_prob, within -20 and 20: the k1 estimate o
 
 What depends on other rows (a statistic of the mini-batch) has no place in the loss, which sees one micro-batch. It goes
 into a `prepare`: a function with keyword-only arguments of the same vocabulary (without log_prob, with `row_keys` [B]
-int64 for counted randomness), called once with the whole mini-batch before it is cut. It returns columns [B, T] by name.
+int64 for counted randomness), called once with the whole mini-batch before it is cut. It returns columns [M] by name.
+
+A loss or `prepare` that is added and does not name `rows` is written for padded blocks: its columns and results are
+[B, T], T the longest row (see `blocks`).
 
 ```text
 per_token     each token has a weight of its own: vanilla, cispo, gpg, sapo, dro
@@ -33,6 +38,7 @@ per_sequence  the tokens of a row share one ratio: gspo, geo_mean
 divergence    a trust region of probabilities: dppo_tv, dppo_kl
 covariance    tokens chosen by their covariance in the mini-batch: clip_cov, kl_cov
 ratio         the log-ratio, the clip and the metrics, which these share
+bound         a loss with its numbers, as it is called with every micro-batch
 ```
 
 To add one:
@@ -52,13 +58,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.algorithms.policy_losses.bound import REMEDY, BoundLoss, PolicyLoss
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
 from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
 from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
 
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Prepare = Callable[..., dict[str, Tensor]]
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -82,10 +88,14 @@ FLAT_WITHOUT_ADVANTAGE = frozenset({vanilla, gspo, cispo, gpg, geo_mean, sapo, d
 PREPARATIONS: dict[PolicyLoss, Prepare] = {clip_cov: choose_clip_cov, kl_cov: choose_kl_cov}
 """Loss -> what it needs done once for a mini-batch."""
 
-BATCH_INPUTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "row_keys", "ref_log_prob", "rollout_is_weights")
-"""The inputs that come from the batch; the last two only in runs that have them."""
+_BUILT_IN = frozenset(POLICY_LOSSES.values())
+"""They are flat whether they name `rows` or not."""
 
-_REMEDY = "add it to actor_rollout_ref.actor.policy_loss.loss_kwargs, or give the argument a default"
+BATCH_INPUTS = (
+    *("old_log_prob", "log_prob", "advantages", "response_mask", "rows", "row_keys"),
+    *("ref_log_prob", "rollout_is_weights"),
+)
+"""The inputs that come from the batch; the last two only in runs that have them."""
 
 
 def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -129,15 +139,22 @@ def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
     return [name for name in required if name not in given and name not in BATCH_INPUTS]
 
 
-def compute_policy_loss(loss: PolicyLoss, available: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call the loss with those of the `available` inputs that it names; ConfigError when a required one is missing."""
-    return call_by_name(_what(loss), loss, available, _REMEDY)
+def bind_policy_loss(loss: PolicyLoss, parameters: Mapping[str, Any]) -> BoundLoss:
+    """The loss with those of the `parameters` that it names, to be called as `bound(columns, rows)`.
+
+    Raises ConfigError when an argument of the loss is not keyword-only.
+    """
+    return BoundLoss(_what(loss), loss, parameters, is_flat=loss in _BUILT_IN)
 
 
 def prepare_columns(loss: PolicyLoss, available: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns [B, T] that the loss's `prepare` computes from a whole mini-batch; none where it has no `prepare`."""
+    """The columns [M] that the loss's `prepare` computes from a whole mini-batch; none where it has no `prepare`.
+
+    Calls it with those of the `available` inputs that it names; `rows` must be among them. Raises ConfigError when one that it
+    requires is missing.
+    """
     prepare = PREPARATIONS.get(loss)
-    return {} if prepare is None else call_by_name(f"the prepare of {_what(loss)}", prepare, available, _REMEDY)
+    return {} if prepare is None else call_by_name(f"the prepare of {_what(loss)}", prepare, available, REMEDY)
 
 
 def _what(loss: str | PolicyLoss) -> str:

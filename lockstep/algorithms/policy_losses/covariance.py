@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.algorithms.counted import token_numbers
 from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.policy_losses.ratio import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ def clip_cov(
     loss  = max(-A rho, -A clip(rho, 1 - low, 1 + high)) (1 - cov_selected)
     ```
 
-    `cov_selected` [B, T] is what `choose_clip_cov` says. `pg_clipfrac` is 1 where the clip changed the loss or the token
+    `cov_selected` [M] is what `choose_clip_cov` says. `pg_clipfrac` is 1 where the clip changed the loss or the token
     was selected.
 
     Raises ConfigError when the clip range is not 0 <= low <= 1, 0 <= high.
@@ -57,6 +58,7 @@ def choose_clip_cov(
     advantages: Tensor,
     response_mask: Tensor,
     row_keys: Tensor,
+    rows: Rows,
     clip_cov_ratio: float,
     clip_cov_lb: float,
     clip_cov_ub: float,
@@ -65,11 +67,11 @@ def choose_clip_cov(
     """Of the tokens with clip_cov_lb < cov < clip_cov_ub, max(1, tokens * clip_cov_ratio) by a draw; all if they are fewer.
 
     Args:
-        old_log_prob, advantages, response_mask: [B, T] of a whole mini-batch.
+        old_log_prob, advantages, response_mask: [M] of a whole mini-batch.
         row_keys: [B] int64; with the position they are all that the draw depends on.
-        eligible: [B, T], tokens that may be chosen; None means all.
+        eligible: [M], tokens that may be chosen; None means all.
 
-    Returns `cov_selected` [B, T], 1 or 0. Raises ConfigError when the ratio is not in (0, 1] or the bounds are not in order.
+    Returns `cov_selected` [M], 1 or 0. Raises ConfigError when the ratio is not in (0, 1] or the bounds are not in order.
     """
     _check_ratio("clip_cov", "clip_cov_ratio", clip_cov_ratio)
     if not clip_cov_lb < clip_cov_ub:
@@ -83,7 +85,7 @@ def choose_clip_cov(
     if eligible is not None:
         candidates = candidates & eligible.bool()
     count = max(int(clip_cov_ratio * int(mask.sum())), 1)
-    return {"cov_selected": _first(candidates, token_numbers(row_keys, mask.shape[1]), count)}
+    return {"cov_selected": _first(candidates, token_numbers(row_keys, rows), count)}
 
 
 def kl_cov(
@@ -101,7 +103,7 @@ def kl_cov(
     loss  = -A rho + cov_selected ppo_kl_coef |log_prob - old_log_prob|
     ```
 
-    The log-ratio is kept within -20 and 20. `cov_selected` [B, T] is what `choose_kl_cov` says. `pg_clipfrac` is 0.
+    The log-ratio is kept within -20 and 20. `cov_selected` [M] is what `choose_kl_cov` says. `pg_clipfrac` is 0.
 
     Raises ConfigError when ppo_kl_coef is negative.
     """
@@ -116,17 +118,17 @@ def kl_cov(
 
 
 def choose_kl_cov(
-    *, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, row_keys: Tensor, kl_cov_ratio: float
+    *, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, row_keys: Tensor, rows: Rows, kl_cov_ratio: float
 ) -> dict[str, Tensor]:
     """The max(1, tokens * kl_cov_ratio) tokens of the highest covariance; equal ones are drawn as in `choose_clip_cov`.
 
-    Returns `cov_selected` [B, T], 1 or 0. Raises ConfigError when the ratio is not in (0, 1].
+    Returns `cov_selected` [M], 1 or 0. Raises ConfigError when the ratio is not in (0, 1].
     """
     _check_ratio("kl_cov", "kl_cov_ratio", kl_cov_ratio)
     mask = response_mask.bool()
     covariance = _covariance(old_log_prob, advantages, mask)
     count = max(int(kl_cov_ratio * int(mask.sum())), 1)
-    return {"cov_selected": _first(mask, token_numbers(row_keys, mask.shape[1]), count, by=-covariance)}
+    return {"cov_selected": _first(mask, token_numbers(row_keys, rows), count, by=-covariance)}
 
 
 def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -144,14 +146,14 @@ def _centred(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _first(candidates: Tensor, numbers: Tensor, count: int, by: Tensor | None = None) -> Tensor:
-    """float32 [B, T]: 1 at the `count` candidates that come first in the order of `by`, then of `numbers`."""
-    places = candidates.flatten().nonzero().flatten()
-    places = places[numbers.flatten()[places].argsort(stable=True)]
+    """float32 [M]: 1 at the `count` candidates that come first in the order of `by`, then of `numbers`."""
+    places = candidates.nonzero().flatten()
+    places = places[numbers[places].argsort(stable=True)]
     if by is not None:
-        places = places[by.flatten()[places].argsort(stable=True)]
-    chosen = torch.zeros(candidates.numel(), device=candidates.device)
+        places = places[by[places].argsort(stable=True)]
+    chosen = torch.zeros(len(candidates), device=candidates.device)
     chosen[places[:count]] = 1.0
-    return chosen.view(candidates.shape)
+    return chosen
 
 
 def _check_ratio(loss: str, key: str, ratio: float) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import masked_mean, zero_outside
+from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.policy_losses.ratio import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 
 _MAX_ROW_LOG_RATIO = 10.0
@@ -21,6 +22,7 @@ def gspo(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
+    rows: Rows,
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -39,8 +41,8 @@ def gspo(
     """
     check_clip_range("gspo", clip_ratio_low, clip_ratio_high)
     advantages, log_prob, old_log_prob = (zero_outside(x, response_mask) for x in (advantages, log_prob, old_log_prob))
-    row = masked_mean(log_prob - old_log_prob, response_mask, dim=-1).detach()[:, None]
-    ratio = (row + (log_prob - log_prob.detach())).clamp(max=_MAX_ROW_LOG_RATIO).exp()
+    row_log_ratio = rows.spread(rows.mean((log_prob - old_log_prob).detach(), response_mask))
+    ratio = (row_log_ratio + (log_prob - log_prob.detach())).clamp(max=_MAX_ROW_LOG_RATIO).exp()
     loss, is_clipped = clipped_surrogate(advantages, ratio, clip_ratio_low, clip_ratio_high)
     return loss, token_metrics(token_log_ratio(log_prob, old_log_prob, response_mask), is_clipped)
 
@@ -51,6 +53,7 @@ def geo_mean(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
+    rows: Rows,
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -75,6 +78,6 @@ def geo_mean(
     advantages = zero_outside(advantages, response_mask)
     log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
     clipped = torch.where(advantages < 0, log_ratio.clamp(min=-clip_ratio_low), log_ratio.clamp(max=clip_ratio_high))
-    row_loss = -masked_mean(advantages, response_mask, dim=-1) * masked_mean(clipped, response_mask, dim=-1).exp()
-    loss = zero_outside(row_loss[:, None].expand(response_mask.shape), response_mask)
+    row_loss = -rows.mean(advantages, response_mask) * rows.mean(clipped, response_mask).exp()
+    loss = zero_outside(rows.spread(row_loss), response_mask)
     return loss, token_metrics(log_ratio, is_clipped=clipped.detach() != log_ratio.detach())

@@ -13,12 +13,12 @@ _MAX_LOG_RATIO = 20.0
 
 
 def token_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """clamp(log_prob - old_log_prob, -20, 20) [B, T], 0 outside the mask. The clamp stops the gradient beyond it."""
+    """clamp(log_prob - old_log_prob, -20, 20) [M], 0 outside the mask. The clamp stops the gradient beyond it."""
     return zero_outside(log_prob - old_log_prob, response_mask).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 def clipped_surrogate(advantages: Tensor, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and where the clipped branch is strictly larger; all [B, T]."""
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and where the clipped branch is strictly larger; all [M]."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     is_clipped = clipped > unclipped
@@ -35,7 +35,7 @@ def check_clip_range(loss: str, low: float, high: float) -> None:
 
 
 def token_metrics(log_ratio: Tensor, is_clipped: Tensor | None = None, is_bounded: Tensor | None = None) -> dict[str, Tensor]:
-    """The metrics that every loss has, [B, T] each: see the package. None means that the loss has no such clip."""
+    """The metrics that every loss has, [M] each: see the package. None means that the loss has no such clip."""
     log_ratio = log_ratio.detach()
     none = torch.zeros_like(log_ratio)
     return {

@@ -59,7 +59,7 @@ def compute_score(
     """
     # The process that scores by another rule imports this file too, and starts in half the time without the sandbox.
     from lockstep.rewards.sandbox import default_sandbox
-    from lockstep.rewards.sandbox.judge import to_frame
+    from lockstep.rewards.sandbox.wire import to_frame
 
     programs, cases = _read(ground_truth, extra_info or {}, extract_program(solution_str))
     sandbox = sandbox or default_sandbox()
@@ -204,7 +204,7 @@ def _parses(code: str) -> bool:
 
 def _outcomes(result: Result, secret: str) -> list[str] | None:
     """The judge's verdict; None when it was ended before one. Raises ResourceError when the judge never started."""
-    from lockstep.rewards.sandbox.judge import decode, to_frame
+    from lockstep.rewards.sandbox.wire import decode, to_frame
 
     started = to_frame("started").decode()
     if not result.stdout.startswith(started):

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError, ResourceError
@@ -58,6 +59,13 @@ class Result:
     stderr: str
     seconds: float
     """Wall time of the program, without the time it took to build the sandbox."""
+
+
+def judge_program() -> str:
+    """The text of judge.py as one file, with wire.py, which it imports, in front."""
+    wire, judge = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("wire.py", "judge.py"))
+    body = judge.partition("from __future__ import annotations\n")[2]
+    return wire + body.replace("from lockstep.rewards.sandbox.wire import decode, to_frame\n", "")
 
 
 def exit_status(exit_code: int, stderr: str) -> Status:

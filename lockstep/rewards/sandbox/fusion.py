@@ -19,13 +19,11 @@ import random
 import socket
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import ConfigError, ResourceError
-from lockstep.rewards.sandbox import judge
-from lockstep.rewards.sandbox.base import Limits, Result, Sandbox, exit_status
+from lockstep.rewards.sandbox.base import Limits, Result, Sandbox, exit_status, judge_program
 
 _LARGEST_ANSWER = 1 << 26
 
@@ -65,7 +63,7 @@ class FusionSandbox(Sandbox):
 
     def _execute(self, program: str | None, stdin: str, wall_s: float) -> Result:
         body = {
-            "code": Path(judge.__file__).read_text(encoding="utf-8") if program is None else program,
+            "code": judge_program() if program is None else program,
             "language": "python",
             "stdin": stdin,
             "run_timeout": wall_s,

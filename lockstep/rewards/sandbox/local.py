@@ -15,12 +15,10 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from functools import cache
-from pathlib import Path
 from typing import IO
 
 from lockstep.errors import ResourceError
-from lockstep.rewards.sandbox import judge
-from lockstep.rewards.sandbox.base import Limits, Result, Sandbox, Status, exit_status
+from lockstep.rewards.sandbox.base import Limits, Result, Sandbox, Status, exit_status, judge_program
 from lockstep.rewards.sandbox.isolation import find_isolation
 from lockstep.rewards.sandbox.seccomp import filter_program
 from lockstep.rewards.sandbox.watch import GroupTree, NamespaceTree, Tree
@@ -79,7 +77,7 @@ class LocalSandbox(Sandbox):
 @cache
 def _compiled_judge() -> bytes:
     """The judge is our own, so it can be compiled here, once, for the same interpreter inside."""
-    return marshal.dumps(compile(Path(judge.__file__).read_text(encoding="utf-8"), "judge.py", "exec"))
+    return marshal.dumps(compile(judge_program(), "judge.py", "exec"))
 
 
 class _Run:

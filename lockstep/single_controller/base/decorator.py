@@ -12,14 +12,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """How the arguments of one call become one call a rank, and the results one value."""
+    """How the arguments of one call become a call per rank, and the results one value."""
 
     RANK_ZERO = "rank_zero"
     """Rank 0 alone is called; the value is its result."""
     ONE_TO_ALL = "one_to_all"
     """Every rank gets the same arguments; the value is the list of results."""
     ALL_TO_ALL = "all_to_all"
-    """Every argument is a list with one entry a rank; the value is the list of results."""
+    """Every argument is a list with one entry per rank; the value is the list of results."""
     DP_COMPUTE = "dp_compute"
     """The same as ALL_TO_ALL: the caller has cut the data itself."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
@@ -32,11 +32,11 @@ class Dispatch(Enum):
 
 
 class Execute(Enum):
-    """Which of the planned calls are made."""
+    """Which ranks are called."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
-    """Rank 0's only; the value is its result. For modes that give every rank the same arguments."""
+    """Rank 0 alone, as with Dispatch.RANK_ZERO. For modes that give every rank the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Registration:
     """What `@register` wrote on a method."""
 
     dispatch_mode: Dispatch | str
-    execute_mode: Execute
     blocking: bool
 
 
@@ -62,9 +61,10 @@ def register(
             f"Execute.RANK_ZERO with {dispatch_mode} would drop the other ranks' share of the arguments; "
             "use dispatch_mode=Dispatch.ONE_TO_ALL or Dispatch.RANK_ZERO"
         )
+    registration = Registration(Dispatch.RANK_ZERO if execute_mode is Execute.RANK_ZERO else dispatch_mode, blocking)
 
     def mark(method: Method) -> Method:
-        setattr(method, _MARK, Registration(dispatch_mode, execute_mode, blocking))
+        setattr(method, _MARK, registration)
         return method
 
     return mark

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lockstep.errors import LockstepError, ResourceError, WorkerError
 from lockstep.protocol import DataProto
+from lockstep.single_controller.base.dispatch import Call
 from lockstep.single_controller.base.worker import ClassWithInitArgs, WorkerEnvironment, worker_environment
 
 Rendezvous = tuple[str, int]
@@ -34,7 +35,8 @@ class WorkerHost:
 
     def __init__(self) -> None:
         self._environment = WorkerEnvironment()
-        self._workers: dict[str, Any] = {}
+        self.workers: dict[str, Any] = {}
+        """By the name of their role."""
         self._store: dist.Store | None = None
 
     def open_rendezvous(self, address: str, timeout_s: float) -> Rendezvous:
@@ -47,8 +49,8 @@ class WorkerHost:
         environment: WorkerEnvironment,
         rendezvous: Rendezvous | None = None,
         *,
-        start_timeout_s: float = 300.0,
-        timeout_s: float = 1800.0,
+        start_timeout_s: float,
+        timeout_s: float,
         num_threads: int | None = None,
     ) -> None:
         """Take a place in the group and join torch.distributed: gloo, and nccl for cuda tensors.
@@ -74,28 +76,19 @@ class WorkerHost:
     def create(self, name: str, worker: ClassWithInitArgs, dump_stacks_after_s: float | None = None) -> None:
         """Build the worker of a role. What its constructor raises is raised."""
         with _stacks_after(dump_stacks_after_s), worker_environment(replace(self._environment, name=name)):
-            self._workers[name] = worker()
+            self.workers[name] = worker()
 
-    def invoke(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of a role's worker. What it raises is raised."""
-        return getattr(self._workers[name], method)(*args, **kwargs)
-
-    def call(
-        self,
-        name: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dump_stacks_after_s: float | None = None,
-    ) -> Any:
+    def call(self, name: str, method: str, call: Call, dump_stacks_after_s: float | None = None) -> Any:
         """Run a method for a driver in another process: rows come back on the CPU, exceptions as WorkerError with the
         traceback.
 
-        With `dump_stacks_after_s`, the stacks of all threads go to stderr if the method is still running then.
+        The arguments are one object, because Ray fetches only whole arguments from its store. With `dump_stacks_after_s`, the
+        stacks of all threads go to stderr if the method is still running then.
         """
+        args, kwargs = call
         try:
             with _stacks_after(dump_stacks_after_s):
-                result = self.invoke(name, method, args, kwargs)
+                result = getattr(self.workers[name], method)(*args, **kwargs)
             return result.to("cpu") if isinstance(result, DataProto) else result
         except Exception as error:
             raise WorkerError(self.label(name), _describe(error)) from None
@@ -108,11 +101,11 @@ class WorkerHost:
     def close(self) -> None:
         """Close the workers that can be closed and forget them all; destroy the process group if a host made it and no other host here
         uses it. May be called again."""
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             close = getattr(worker, "close", None)
             if callable(close):
                 close()
-        self._workers.clear()
+        self.workers.clear()
         if id(self) in _process_group_users:
             _process_group_users.remove(id(self))
             if not _process_group_users and dist.is_initialized():

@@ -11,11 +11,42 @@ from typing import Any
 
 from lockstep.errors import ConfigError, WorkerDied, WorkerError
 from lockstep.single_controller.base.channel import inbox
-from lockstep.single_controller.base.decorator import Dispatch, Execute, Registration, registered_methods
-from lockstep.single_controller.base.dispatch import Call, Collect, check_mode, first, plan
-from lockstep.single_controller.base.future import Future
+from lockstep.single_controller.base.decorator import Dispatch, Registration, registered_methods
+from lockstep.single_controller.base.dispatch import check_mode
 from lockstep.single_controller.base.resource_pool import NodeResources, ResourcePool
 from lockstep.single_controller.base.worker import ClassWithInitArgs
+
+
+class Future(ABC):
+    """What a call with `blocking=False` returns: a value that workers may still be computing."""
+
+    @abstractmethod
+    def get(self, timeout_s: float | None = None) -> Any:
+        """Wait and return the collected value; a second call returns it again.
+
+        The deadline is `timeout_s` from now, or the group's own, counted from the call, when it is None. Passing it is
+        a failure of the group, so poll with `done()` instead of short timeouts. Raises WorkerError, WorkerDied or
+        WorkerTimeout.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `get` would return or raise at once."""
+
+
+class CompletedFuture(Future):
+    """A value that is there already."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """The value."""
+        return self._value
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
 
 
 class WorkerGroup(ABC):
@@ -37,10 +68,10 @@ class WorkerGroup(ABC):
         resource_pool: ResourcePool,
         ray_cls_with_init: ClassWithInitArgs | dict[str, ClassWithInitArgs],
         *,
+        timeout_s: float,
+        start_timeout_s: float,
         placement: list[str] | None = None,
         device: str = "cpu",
-        timeout_s: float = 1800.0,
-        start_timeout_s: float = 300.0,
     ) -> None:
         self.resource_pool = resource_pool
         if isinstance(ray_cls_with_init, ClassWithInitArgs):
@@ -101,14 +132,6 @@ class WorkerGroup(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`RoleGroup.execute_all` of a group of one class."""
-        return self._sole_role("execute_all").execute_all(method, *args, **kwargs)
-
-    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """`RoleGroup.execute_rank_zero` of a group of one class."""
-        return self._sole_role("execute_rank_zero").execute_rank_zero(method, *args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         # Only for names that are not the group's own. Private ones must fail plainly while the group is half built or
         # being copied.
@@ -132,10 +155,13 @@ class WorkerGroup(ABC):
         if self._closed:
             raise WorkerDied("+".join(self._classes), "the group was closed; make a new one")
 
-    def submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
-        """Start call i on rank i and return the future of what `collect` makes of the results."""
-        self.check_usable()
-        return self._submit(role, method, calls, collect)
+    @abstractmethod
+    def caller(self, role: str, method: str, registration: Registration) -> Callable[..., Any]:
+        """The function that calls a method of the workers of a role: what `group.method` is.
+
+        It returns what the registration's mode collects, or a Future of it where the registration does not block. It raises as
+        `check_usable` and `Future.get` do, and ValueError for arguments that do not suit the mode.
+        """
 
     @contextmanager
     def receiving(self, handle: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
@@ -156,10 +182,6 @@ class WorkerGroup(ABC):
         """Start the processes and build the workers."""
 
     @abstractmethod
-    def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
-        """`submit`, on a group that is usable."""
-
-    @abstractmethod
     def _stop(self) -> None:
         """End the processes, in whatever state they are; called once."""
 
@@ -175,7 +197,7 @@ class RoleGroup:
             if method in taken:
                 raise ConfigError(f"{cls.__name__}.{method} cannot be registered: groups have a {method!r} of their own; rename it")
             check_mode(registration.dispatch_mode)
-            setattr(self, method, self._bind(getattr(cls, method), registration))
+            setattr(self, method, functools.wraps(getattr(cls, method))(group.caller(name, method, registration)))
 
     @property
     def world_size(self) -> int:
@@ -188,23 +210,11 @@ class RoleGroup:
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, with the same arguments on every rank; the list of results."""
-        calls, collect = plan(Dispatch.ONE_TO_ALL, args, kwargs, self.world_size)
-        return self._group.submit(self.name, method, calls, collect).get()
+        return self._group.caller(self.name, method, Registration(Dispatch.ONE_TO_ALL, blocking=True))(*args, **kwargs)
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method, registered or not, on rank 0; its result."""
-        return self._group.submit(self.name, method, [(args, kwargs)], first).get()
-
-    def _bind(self, method: Callable[..., Any], registration: Registration) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            calls, collect = plan(registration.dispatch_mode, args, kwargs, self.world_size)
-            if registration.execute_mode is Execute.RANK_ZERO:
-                calls, collect = calls[:1], first
-            future = self._group.submit(self.name, method.__name__, calls, collect)
-            return future.get() if registration.blocking else future
-
-        return bound
+        return self._group.caller(self.name, method, Registration(Dispatch.RANK_ZERO, blocking=True))(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

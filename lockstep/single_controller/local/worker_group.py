@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.single_controller.base.dispatch import Call, Collect
-from lockstep.single_controller.base.future import CompletedFuture, Future
+from lockstep.single_controller.base.decorator import Registration
+from lockstep.single_controller.base.dispatch import plan
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.resource_pool import NodeResources
 from lockstep.single_controller.base.worker import WorkerEnvironment
-from lockstep.single_controller.base.worker_group import WorkerGroup
+from lockstep.single_controller.base.worker_group import CompletedFuture, WorkerGroup
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -60,9 +60,17 @@ class LocalWorkerGroup(WorkerGroup):
     def _driver_host(self) -> str:
         return "127.0.0.1"
 
-    def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
-        ((args, kwargs),) = calls
-        return CompletedFuture(collect([self._host.invoke(role, method, args, kwargs)]))
+    def caller(self, role: str, method: str, registration: Registration) -> Callable[..., Any]:
+        """See `WorkerGroup.caller`. Between the caller and the worker's method there is this one frame."""
+        workers = self._host.workers
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.check_usable()
+            ((args, kwargs),), collect = plan(registration.dispatch_mode, args, kwargs, 1)
+            value = collect([getattr(workers[role], method)(*args, **kwargs)])
+            return value if registration.blocking else CompletedFuture(value)
+
+        return call
 
     def _stop(self) -> None:
         self._host.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.errors import WorkerDied, WorkerError, WorkerTimeout
 from lockstep.single_controller.base.dispatch import Collect
-from lockstep.single_controller.base.future import Future
+from lockstep.single_controller.base.worker_group import Future
 from lockstep.single_controller.ray.cluster import import_ray
 
 _ROOT_CAUSE_GRACE_S = 2.0

@@ -1,7 +1,7 @@
-"""A group of Ray actors, one a process, each a `WorkerHost`.
+"""A group of Ray actors, each a `WorkerHost` in a process of its own.
 
 ```text
-spawn:  place -> one actor a rank, on its node -> rank 0 opens the rendezvous -> all join -> build each role's worker
+spawn:  place -> an actor per rank, on its node -> rank 0 opens the rendezvous -> all join -> build each role's worker
 call:   put each rank's arguments in the object store -> submit -> wait (first failure, deadline) -> collect
 ```
 """
@@ -9,14 +9,14 @@ call:   put each rank's arguments in the object store -> submit -> wait (first f
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from lockstep.errors import ConfigError, ResourceError, WorkerDied, WorkerError
-from lockstep.single_controller.base.dispatch import Call, Collect
-from lockstep.single_controller.base.future import Future
+from lockstep.single_controller.base.decorator import Registration
+from lockstep.single_controller.base.dispatch import Collect, plan
 from lockstep.single_controller.base.host import Rendezvous, WorkerHost
 from lockstep.single_controller.base.resource_pool import NodeResources, place
 from lockstep.single_controller.base.worker import WorkerEnvironment
@@ -26,14 +26,6 @@ from lockstep.single_controller.ray.future import RayFuture
 
 _PLACEMENT_PATIENCE_S = 5.0
 _GOODBYE_S = 5.0
-
-
-class HostActor(WorkerHost):
-    """A host that takes arguments from the object store."""
-
-    def receive(self, role: str, method: str, call: Call, dump_stacks_after_s: float) -> Any:
-        """`call`, with the arguments as one object, because Ray fetches only whole arguments from the store."""
-        return self.call(role, method, *call, dump_stacks_after_s)
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -126,20 +118,28 @@ class RayWorkerGroup(WorkerGroup):
         }
         if pool.memory_per_process:
             options["memory"] = pool.memory_per_process
-        return self._ray.remote(HostActor).options(**options).remote()
+        return self._ray.remote(WorkerHost).options(**options).remote()
 
     def _driver_host(self) -> str:
         return str(self._ray.util.get_node_ip_address())
 
-    def _submit(self, role: str, method: str, calls: list[Call], collect: Collect) -> Future:
-        # Everything is serialised before anything is sent: an argument that cannot be pickled must not leave half the
-        # ranks at work. Ranks with the same arguments share one copy.
-        stored = {id(call): self._ray.put(call) for call in calls}
-        refs = [
-            actor.receive.remote(role, method, stored[id(call)], _lead(self.timeout_s))
-            for actor, call in zip(self._actors, calls, strict=False)
-        ]
-        return self._future(refs, f"{role}.{method}", self.timeout_s, collect)
+    def caller(self, role: str, method: str, registration: Registration) -> Callable[..., Any]:
+        """See `WorkerGroup.caller`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.check_usable()
+            calls, collect = plan(registration.dispatch_mode, args, kwargs, self.world_size)
+            # Everything is serialised before anything is sent: an argument that cannot be pickled must not leave half
+            # the ranks at work. Ranks with the same arguments share one copy.
+            stored = {id(one): self._ray.put(one) for one in calls}
+            refs = [
+                actor.call.remote(role, method, stored[id(one)], _lead(self.timeout_s))
+                for actor, one in zip(self._actors, calls, strict=False)
+            ]
+            future = self._future(refs, f"{role}.{method}", self.timeout_s, collect)
+            return future.get() if registration.blocking else future
+
+        return call
 
     def _wait(self, refs: Sequence[Any], task: str, deadline: float) -> list[Any]:
         return self._future(refs, task, max(0.0, deadline - time.monotonic()), list).get()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +40,7 @@ from lockstep.utils.device import resolve_device
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.engine.base import TokenOutputs, TrainEngine
+from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.fsdp.sharding import own_gradients
 from lockstep.workers.engine.pending import Pending
 from lockstep.workers.engine.registry import make_engine
@@ -157,7 +156,7 @@ def loaded_policy(config: PPOConfig, path: Path, lr: float) -> Iterator[TrainEng
     device = resolve_device(config.trainer.device)
     environment = WorkerEnvironment(device=torch.device("cuda", 0) if device == "cuda" else torch.device(device), name="compare")
     host = WorkerHost()
-    host.setup(environment, timeout_s=config.trainer.worker_timeout_s)
+    host.setup(environment, start_timeout_s=config.trainer.start_timeout_s, timeout_s=config.trainer.worker_timeout_s)
     optim = dataclasses.replace(
         actor_rollout_ref.actor.optim, lr=lr, lr_scheduler_type="constant", lr_warmup_steps=0, lr_warmup_steps_ratio=0.0
     )
@@ -187,7 +186,6 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     stages.correct(data, config.algorithm.rollout_correction)
     stages.advantage(data, config.algorithm, make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
     rows = stages.actor_mini_batch(data, torch.arange(len(data)), actor)
-    rows.non_tensor_batch["row"] = np.array(range(len(rows)), dtype=object)
     mask = rows.ragged("response_mask")
     denominators = Denominators.of(mask.values, Rows(mask.lengths))
     if not denominators.tokens:
@@ -195,17 +193,20 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     loss_fn = make_policy_loss(actor, denominators, actor.loss_scale_factor or float(config.data.max_response_length))
     pushes, log_probs = (mask.like(torch.zeros(len(mask.values))) for _ in range(2))
 
-    def watched(outputs: TokenOutputs, part: DataProto) -> tuple[Tensor, dict[str, Metric | Pending]]:
+    num_seen = 0
+
+    def watched(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, Mapping[str, Metric | Pending]]:
+        nonlocal num_seen
         assert outputs.log_probs is not None
-        numbers = [int(row) for row in part.non_tensor_batch["row"]]
+        here = slice(num_seen, num_seen + tokens.rows.num_tokens)  # rows come in their order
+        num_seen = here.stop
 
-        def keep(column: Ragged, block: Tensor) -> None:
-            for row, values in zip(numbers, block.cpu().float(), strict=True):
-                column[row].copy_(values[: len(column[row])])
+        def keep(gradient: Tensor) -> None:
+            pushes.values[here] = -gradient.cpu().float()
 
-        keep(log_probs, outputs.log_probs.detach())
-        outputs.log_probs.register_hook(lambda gradient: keep(pushes, -gradient))
-        return loss_fn(outputs, part)
+        log_probs.values[here] = outputs.log_probs.detach().cpu().float()
+        outputs.log_probs.register_hook(keep)
+        return loss_fn(outputs, tokens)
 
     budget = Budget(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
     temperature = config.actor_rollout_ref.rollout.temperature

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -87,7 +86,7 @@ def check(
     from lockstep.tools.reward_check.scoring import make_cases, make_subjects, score_twice
     from lockstep.tools.reward_check.traps import Traps
     from lockstep.trainer.ppo.checks import check_rewards
-    from lockstep.trainer.ppo.ray_trainer import open_dataset
+    from lockstep.trainer.ppo.prompts import open_dataset
     from lockstep.utils.tokenizer import hf_tokenizer
 
     if EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path):
@@ -124,7 +123,6 @@ def _model_samples(
     """The model's own responses to these rows, drawn as in training."""
     import torch
 
-    from lockstep.config.sampling import SamplingParams
     from lockstep.single_controller.base.worker import WorkerEnvironment, worker_environment
     from lockstep.tools.reward_check.fuzz import Earns, Response
     from lockstep.tools.reward_check.scoring import SAMPLE, Case
@@ -146,15 +144,7 @@ def _model_samples(
             max_response_length=config.data.max_response_length,
         )
     worker.init_model()
-    shared = {
-        field.name: getattr(rollout, field.name) for field in dataclasses.fields(SamplingParams) if hasattr(rollout, field.name)
-    }
-    sampling = SamplingParams(
-        **shared,
-        max_tokens=config.data.max_response_length,
-        stop_token_ids=stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer),
-        seed=config.trainer.seed,
-    )
+    sampling = config.sampling(stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer))
     cases = []
     for split, dataset in datasets.items():
         asked = [subject for subject in subjects if subject.row.split == split]

@@ -1,1 +1,1 @@
-"""PPO: `ray_trainer.py` decides the order of the stages, `stages.py` does one stage, the rest serves them."""
+"""PPO: `ray_trainer.py` decides the order of the stages, `stages.py` and `rewards.py` do them, the rest serves them."""

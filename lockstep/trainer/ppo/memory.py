@@ -1,4 +1,4 @@
-"""Models that share a device are counted before any is loaded, and those that have to rest in host memory in turn are told so."""
+"""Models that share a device are counted before any is loaded, and those that have to be offloaded to host memory in turn are told so."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ R = TypeVar("R", bound=Hashable)
 def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Load]) -> str | None:
     """Plan the memory of one device for the roles whose workers share it, and tell them. `loads` says what a rank of each role computes.
 
-    Returns a line about what rests in host memory, None where nothing does. Workers that have no `memory_needs`, or nothing to say
-    (on a CPU), are left as they are. Raises ResourceError when the models do not fit on the devices, or what rests into host memory.
+    Returns a line about what is offloaded to host memory, None where nothing is. Workers that have no `memory_needs`, or nothing to say
+    (on a CPU), are left as they are. Raises ResourceError when the models do not fit on the devices, or what is offloaded into host memory.
     """
     needs = {role: need for role, group in groups.items() if (need := _ask(group, loads[role]))}
     if not needs:
@@ -34,14 +34,14 @@ def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Loa
     everyone = [rank for ranks in needs.values() for rank in ranks]
     free = min(rank.free for rank in everyone)
     try:
-        placements = plan_memory(models, rollout, free)
+        plans = plan_memory(models, rollout, free)
     except ResourceError as error:
         raise ResourceError(f"pool {pool}: {error}") from None
-    _check_hosts(pool, next(iter(needs.values())), host_bytes(models, placements))
-    placement = iter(placements)
+    _check_hosts(pool, next(iter(needs.values())), host_bytes(models, plans))
+    plan = iter(plans)
     for role, ranks in needs.items():
-        groups[role].place_models({model.name: next(placement) for model in ranks[0].models})
-    line = describe_plan(models, rollout, placements, free)
+        groups[role].place_models({model.name: next(plan) for model in ranks[0].models})
+    line = describe_plan(models, rollout, plans, free)
     return None if line is None else f"pool {pool}: {line}"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.algorithms.rows import Rows
+from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto
 
 _AROUND_STAGES = ("step", "testing", "save_checkpoint")
@@ -74,6 +76,12 @@ def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: 
     metrics["perf/idle_ratio"] = 1 - in_stages / seconds["step"]
     metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices)
     return metrics
+
+
+def silent_peaks(groups: Iterable[Any]) -> dict[str, float]:
+    """Peaks of GPU memory of worker groups (or None) that return no metrics: a rollout, a reference, a reward model."""
+    views = [group for group in groups if hasattr(group, "take_peaks")]
+    return values(merge_metrics([peaks for view in views for peaks in view.take_peaks()]))
 
 
 def peak_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -10,21 +10,20 @@ step_12/
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from lockstep.config.load import load_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rewards import Scored
+from lockstep.trainer.ppo.rewards import Scored, set_parts
 from lockstep.utils.hf_config import read_model_config
 
 PREFIX = "step_"
@@ -42,13 +41,18 @@ class Recording:
     """The policy that wrote the responses."""
 
 
-def save_recording(
-    folder: Path, batch: DataProto, config: PPOConfig, weights: Iterable[tuple[str, Tensor]], tokenizer: Any
-) -> None:
-    """Write a recording. The folder has its name only when it is complete; one that is there already is replaced.
+def record(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_coef: float, actor: Any, tokenizer: Any) -> Path:
+    """Write the batch of a step, with every number that the judges gave as reward_parts; returns the folder. Changes `batch`.
 
-    `weights` are (Hugging Face name, tensor) of the policy on the CPU.
+    The folder has its name only when it is complete; one that is there already is replaced. `actor` is the group that has the policy,
+    `kl_coef` the present weight of the KL in the reward.
     """
+    batch.meta_info["global_step"] = step
+    if names := number_parts(scored):
+        set_parts(batch, scored, names)
+    kl_ctrl = dataclasses.replace(config.algorithm.kl_ctrl, kl_coef=kl_coef)
+    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, kl_ctrl=kl_ctrl))
+    folder = Path(str(config.trainer.record_batch_dir)) / f"{PREFIX}{step}"
     draft = folder.with_name(f"{folder.name}.incomplete")
     shutil.rmtree(draft, ignore_errors=True)
     (draft / _MODEL).mkdir(parents=True)
@@ -57,10 +61,12 @@ def save_recording(
     model = config.actor_rollout_ref.model
     read_model_config(str(model.path), model.trust_remote_code, **model.override_config).save_pretrained(draft / _MODEL)
     tokenizer.save_pretrained(draft / _MODEL)
+    (weights,) = (exported for exported in actor.export_weights() if exported is not None)
     tensors = {name: tensor.contiguous() for name, tensor in weights}
     save_file(tensors, draft / _MODEL / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
+    return folder
 
 
 def load_recording(folder: Path) -> Recording:

@@ -6,6 +6,7 @@ of its group alike; it is counted by kind and its text is recorded.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections import Counter
@@ -19,11 +20,14 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.shaping import has_signal, overlong_penalty
+from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import OverlongConfig
+from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo.metrics import row_sums
+from lockstep.trainer.ppo.stages import generate
 
 _NUM_EXAMPLES = 3
 
@@ -61,6 +65,42 @@ class Scored:
         return joined
 
 
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The score stage: asks `reward_model` (or None) and `reward_fn`, and writes down which rewards are missing."""
+
+    reward_fn: Any
+    reward_model: Any
+    tokenizer: Any
+    config: PPOConfig
+
+    def begin(self, batch: DataProto) -> Any:
+        """Start scoring a batch of prompts while it is generated: `add(row, token ids)` of what is returned takes a response.
+
+        None where the reward function only takes whole batches.
+        """
+        return self.reward_fn.begin(batch) if hasattr(self.reward_fn, "begin") else None
+
+    def judge(self, batch: DataProto, number: int, scoring: Any = None) -> Scored:
+        """`score` with the reward function alone; missing rewards are recorded under the batch's `number`."""
+        scored = score(self.reward_fn, batch, self.config.reward.max_failure_rate, scoring)
+        record_failures(self.config.trainer.run_dir, number, batch, scored, self.tokenizer)
+        return scored
+
+    def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, float]]:
+        """Reads responses. Writes token_level_scores, with the penalty for length, and where they are used rm_scores and reward_parts.
+
+        `scoring` is what `begin` returned. Returns what else the judges said, and metrics.
+        """
+        if self.reward_model is not None:
+            model_scores(self.reward_model, self.reward_fn, batch, self.tokenizer)
+        scored = self.judge(batch, number, scoring)
+        overlong = penalise_overlong(batch, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+        if keys := self.config.algorithm.gdpo_reward_keys:
+            set_parts(batch, scored, keys)
+        return scored, reward_metrics(scored) | overlong
+
+
 def model_scores(reward_model: Any, reward_fn: Any, batch: DataProto, tokenizer: Any) -> None:
     """Reads responses, raw_prompt. Writes rm_scores, and rm_judged (bool): the rows that `reward_fn` wants the model to score."""
     wants = getattr(reward_fn, "wants_model", None)
@@ -79,7 +119,7 @@ def model_scores(reward_model: Any, reward_fn: Any, batch: DataProto, tokenizer:
     batch.set("rm_judged", judged)
 
 
-def score(reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: float = 0.0, scoring: Any = None) -> Scored:
+def score(reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: float, scoring: Any = None) -> Scored:
     """Reads what the reward function reads. Writes token_level_scores; zeroes response_mask where the reward is missing.
 
     A reward function takes the batch and returns a tensor like `batch.batch["responses"]`, or a dict with that as "reward_tensor" and
@@ -150,6 +190,17 @@ def baselines(batch: DataProto, greedy: DataProto, greedy_scored: Scored) -> int
     batch.set("reward_baselines", torch.tensor([total for total, _ in found], dtype=torch.float32))
     leave_out(batch, torch.tensor([failure is not None for _, failure in found], dtype=torch.bool))
     return sum(failure is not None for failure in greedy_scored.failures)
+
+
+def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: SamplingParams, scorer: Scorer) -> dict[str, float]:
+    """Writes reward_baselines: the score of the greedy response to each prompt. `number` is that of the batch."""
+    first = torch.tensor([sample == 0 for sample in batch.non_tensor_batch["sample"]])
+    objects = [name for name in batch.non_tensor_batch if name != "finish_reason"]
+    greedy = batch.select(["prompts"], objects).select_idxs(first)
+    generate(rollout, greedy, dataclasses.replace(sampling, temperature=0.0), number)
+    scored, _ = scorer.score(greedy, number)
+    missing = baselines(batch, greedy, scored)
+    return {"reward/baseline/mean": sum(scored.total) / len(scored.total), "reward/baseline/missing": float(missing)}
 
 
 def penalise_overlong(batch: DataProto, config: OverlongConfig, max_response_length: int) -> dict[str, float]:

@@ -64,6 +64,12 @@ def generate(
         batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send))
 
 
+def sync_weights(exchange: Any) -> None:
+    """A rollout in workers of its own gets the actor's weights (`exchange`). One in the actor's workers (None) reads them as they are."""
+    if exchange is not None:
+        exchange.sync()
+
+
 def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
     """Reads prompts, responses. Writes old_log_probs, entropys; measures how far the sampler's log-probs, where it has any, are off."""
     batch.union(actor.compute_log_prob(batch.select(["prompts", "responses"], [])))

@@ -9,6 +9,41 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.rewards import Scored, Scorer
+from lockstep.trainer.ppo.samples import write_samples
+from lockstep.trainer.ppo.stages import generate, make_prompts
+
+_VALIDATION_STEPS = 1 << 40
+"""Added to the step in the sampling key of validation, so that it draws other numbers than training."""
+
+
+def validate(
+    dataset: Any, rollout: Any, sampling: SamplingParams, scorer: Scorer, config: PPOConfig, step: int
+) -> dict[str, float]:
+    """Generate on all prompts of `dataset`, rollout.val_kwargs.n times each, and judge; returns the metrics below.
+
+    Writes the samples where trainer.validation_data_dir says.
+    """
+    n = config.actor_rollout_ref.rollout.val_kwargs.n
+    size = config.data.val_batch_size or len(dataset)
+    parts, all_scored = [], []
+    for start in range(0, len(dataset), size):
+        rows = range(start, min(start + size, len(dataset)))
+        batch = make_prompts(dataset, rows, n, scorer.tokenizer.pad_token_id)
+        scoring = scorer.begin(batch)
+        generate(rollout, batch, sampling, step + _VALIDATION_STEPS, getattr(scoring, "add", None))
+        all_scored.append(scorer.judge(batch, step, scoring))
+        parts.append(batch)
+    batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
+    extra: dict[str, list[Any]] = {"reward": scored.total} | scored.extra
+    extra.pop("score", None)
+    write_samples(config.trainer.validation_data_dir, step, batch, extra, scorer.tokenizer)
+    sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
+    return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
+
 
 def validation_metrics(
     data_sources: Sequence[str], prompts: Sequence[int], infos: dict[str, list[Any]], failures: Sequence[Any] | None = None

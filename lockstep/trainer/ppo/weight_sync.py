@@ -1,8 +1,8 @@
 """Weights from the actor's workers to a rollout in workers of its own: the driver's side. Tensors do not pass through the driver.
 
 ```text
-offer -> parcel -> receive        ipc, disk: the weights lie ready before anybody reads
-offer -> parcel -> send + receive at the same time        broadcast
+offer -> receive                            ipc, disk: the weights lie ready before anybody reads
+offer -> send + receive at the same time    broadcast
 then: every receiver's manifest equals the sender's, or the run ends
 ```
 """
@@ -33,10 +33,10 @@ class WeightExchange:
     def sync(self) -> None:
         """Send the actor's present weights. Raises WeightSyncError unless every worker of the rollout has exactly them."""
         self._version += 1
-        parcel = _only(self._actor.offer_weights(self.method, self._version, self._rollout.world_size))
+        offer = _only(self._actor.offer_weights(self.method, self._version, self._rollout.world_size))
         try:
-            receiving = self._rollout.receive_weights(parcel)
-            if parcel.manifest is None:
+            receiving = self._rollout.receive_weights(offer)
+            if offer.manifest is None:
                 sending = self._actor.send_weights()
                 try:
                     sent = _only(sending.get())
@@ -44,7 +44,7 @@ class WeightExchange:
                     receiving.get()  # if a receiver failed first, its error says more
                     raise
             else:
-                sent = parcel.manifest
+                sent = offer.manifest
             received = receiving.get()
         finally:
             self._actor.withdraw_weights()

@@ -7,14 +7,14 @@ The loop over micro-batches is here, once, for every backend. A loss is a sum ov
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,42 +22,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.errors import NumericalError
+from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, TokenOutputs, chunked_log_probs, most_logits
 from lockstep.models.flops import ModelCost
 from lockstep.models.load import Head
-from lockstep.models.outputs import sequence_scores, token_log_probs, token_loss, token_values
+from lockstep.models.outputs import logits_log_probs, sequence_scores
 from lockstep.models.packing import (
     Budget,
     PackedRows,
+    TokenRows,
     cut_into_micro_batches,
     pack_rows,
     pad_rows,
-    placeholder_row,
     shared_prompt_tokens,
 )
-from lockstep.models.token_head import LossParts, TokenHead
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.checkpoint import ModelFolder
-from lockstep.workers.engine.made_when_read import MadeWhenRead
+from lockstep.workers.engine.lazy import LazySequence
 from lockstep.workers.engine.model_group import join_rows
 from lockstep.workers.engine.pending import Pending, read
 
-
-@dataclass(frozen=True, slots=True)
-class TokenOutputs:
-    """What the model said about the response tokens of one micro-batch, padded to [rows, T]; entries beyond a response are 0."""
-
-    log_probs: Tensor | None = None
-    """Language model: log-prob of each token."""
-    entropy: Tensor | None = None
-    """Language model: entropy at each token."""
-    values: Tensor | None = None
-    """Value model: the value before each token."""
-
-
-LossFn = Callable[[TokenOutputs, DataProto], tuple[Tensor, dict[str, Metric | Pending]]]
-"""(outputs, rows) -> (loss, metrics). The loss of all micro-batches of all ranks adds up to the mini-batch's loss. `rows` is on the
-device of the outputs; metrics may be pending there."""
+__all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +53,6 @@ class OptimResult:
     """Norm of the whole gradient before clipping."""
     lr: float
     """The learning rate it used."""
-
-
-class LossOf(Protocol):
-    """Called once for each part of each micro-batch that this rank has the outputs of."""
-
-    def __call__(self, number: int, columns: dict[str, Tensor], part: int = 0) -> Tensor:
-        """The loss of a micro-batch, or of a part of its rows, from the columns of these rows."""
-        ...
 
 
 P = ParamSpec("P")
@@ -106,8 +83,8 @@ class TrainEngine(ABC):
     """The model as the backend wraps it."""
     decoder: PreTrainedModel | None = None
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
-    token_head: TokenHead | None = None
-    """The model's output layer, where it can give log-probs without logits."""
+    tokens_at_once: int | None = None
+    """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
     folder: ModelFolder
     """The model as a checkpoint has it."""
     cost: ModelCost
@@ -155,7 +132,7 @@ class TrainEngine(ABC):
 
     def on_device(self) -> AbstractContextManager[None]:
         """Context in which the weights are on the device. Every method sees to it by itself; who calls several holds it around them,
-        so that an engine which rests in host memory is moved once."""
+        so that an offloaded engine is moved once."""
         return nullcontext()
 
     def adapter_off(self) -> AbstractContextManager[None]:
@@ -164,25 +141,24 @@ class TrainEngine(ABC):
 
     # -- what every backend shares -----------------------------------------------------------------------------------------
 
-    @uses_weights
     @torch.no_grad()
     def forward(self, data: DataProto, budget: Budget, temperature: float = 1.0) -> DataProto:
         """The model's columns for these rows: log_probs and entropys, or values. Rows keep their order."""
         self.module.eval()
         data, own = join_rows(data, self.model_group)
         outputs: dict[str, list[Tensor]] = {}
-        batches = self._micro_batches(data, budget)
-        for rows, out in zip(batches, self.columns(self._pack(batches), temperature), strict=True):
-            if rows is not None:
-                for name, column in out.items():
-                    outputs.setdefault(name, []).append(column)
+        packs = self._packs(data, budget)
+        with self.on_device():
+            for packed, out in zip(packs, self.columns(packs, temperature), strict=True):
+                if not packed.is_placeholder:
+                    for name, column in out.items():
+                        outputs.setdefault(name, []).append(column)
         lengths = data.ragged("responses").lengths
         empty = torch.empty(0)
         names = ("values",) if self.head is Head.VALUE else ("log_probs", "entropys")
         columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])).cpu(), lengths) for n in names})
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
-    @uses_weights
     @torch.no_grad()
     def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
         """One score for each row of token ids [rows] (score head)."""
@@ -190,37 +166,34 @@ class TrainEngine(ABC):
         data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
         rows = data.ragged("rows")
         scores = []
-        for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks))):
-            part = rows.select(torch.tensor(index)) if index else placeholder_row().ragged("prompts")
-            part_scores = self.scores(part, pad_token_id)
-            scores += [part_scores.cpu()] if index else []
+        with self.on_device():
+            for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks))):
+                part = rows.select(torch.tensor(index)) if index else Ragged.from_rows([[0]], dtype=torch.int64)
+                part_scores = self.scores(part, pad_token_id)
+                scores += [part_scores.cpu()] if index else []
         return torch.cat(scores)[list(own)] if scores else torch.empty(0)
 
-    @uses_weights
     def forward_backward(
-        self, data: DataProto, loss_fn: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
+        self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
     ) -> dict[str, Metric]:
-        """Add the gradient of `loss_fn` over these rows to the gradients; returns the loss function's metrics, merged.
+        """Add the gradient of `loss` over these rows to the gradients, reduced over the ranks with the last micro-batch; returns the
+        loss's metrics, merged.
 
-        Raises NumericalError, after the last pass, when the loss of a micro-batch is not finite.
+        Raises NumericalError, after the last pass, when the loss of a chunk is not finite.
         """
-        self.module.train()
-        data, _ = join_rows(data, self.model_group)
-        metrics: list[dict[str, Metric | Pending]] = []
-        batches = self._micro_batches(data, budget)
-        parts = MadeWhenRead(len(batches), lambda number: self._loss_parts(batches[number]))
-
-        def loss_of(number: int, columns: dict[str, Tensor], part: int = 0) -> Tensor:
-            if not parts[number]:
-                return sum((column.sum() for column in columns.values()), torch.zeros((), device=self.device)) * 0.0
-            rows = parts[number][part].to(self.device)
-            loss, batch_metrics = loss_fn(_token_outputs(columns, rows.ragged("responses").lengths), rows)
-            metrics.append(batch_metrics | {"check/loss": _finite_loss(loss, rows)})
-            return loss * self.gradient_ranks
-
-        self.backward(self._pack(batches), loss_of, temperature, entropy_grad)
-        found = read(metrics)
-        return merge_metrics(found) if self.reports else {}
+        packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
+        with self.on_device():
+            for number, packed in enumerate(packs):
+                asked = silent(loss_pass) if packed.is_placeholder else loss_pass
+                chunks = packed.tokens.chunks(self.tokens_at_once) if self.tokens_at_once and self.token_ranks == 1 else None
+                with self.gradient_sync(number == len(packs) - 1):
+                    if chunks is not None:
+                        read_loss = partial(ChunkedLoss.apply, asked, chunks, packed.targets)
+                        value = self.module(**packed.inputs, read=read_loss, read_at=packed.predict_at)
+                    else:  # a row has more logits than may exist at once, or its tokens are divided among ranks
+                        value = asked.of(token_outputs(self._run(packed, temperature, entropy_grad)), packed.tokens)
+                    value.backward()
+        return self._metrics(loss_pass)
 
     # -- what a backend replaces when its ranks take turns (pipelines) or its model is not transformers' -----------------------
 
@@ -229,75 +202,45 @@ class TrainEngine(ABC):
         for packed in packs:
             yield self._run(packed, temperature)
 
-    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
-        """Forward and backward of each micro-batch; gradients are reduced over the ranks once, at the end."""
-        for number, packed in enumerate(packs):
-            with self.gradient_sync(number == len(packs) - 1):
-                self._loss(number, packed, loss_of, temperature, entropy_grad).backward()
-
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
         """One score for each row of token ids, on every rank of the model group."""
         return sequence_scores(self.module, *pad_rows(rows, pad_token_id, self.device))
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
-    def _pack(self, batches: Sequence[DataProto | None]) -> Sequence[PackedRows]:
-        return MadeWhenRead(len(batches), lambda number: pack_rows(batches[number] or placeholder_row(), self.device))
-
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
+        """The columns [M] of one micro-batch."""
         if self.head is Head.VALUE:
-            values = token_values(self.module, packed.input_ids, packed.position_ids, packed.layout, packed.predict_at)
-            return {"values": values}
-        log_probs, entropy = token_log_probs(
-            self.module,
-            packed.input_ids,
-            packed.position_ids,
-            packed.layout,
-            packed.predict_at,
-            packed.targets,
-            temperature,
-            entropy_grad,
-            self.token_head,
-        )
-        return {"log_probs": log_probs, "entropys": entropy}
+            return {"values": self.module(**packed.inputs).logits[0, packed.predict_at, 0].float()}
+        if self.tokens_at_once is not None:
+            read_columns = partial(chunked_log_probs, packed.targets, temperature, entropy_grad)
+            log_probs, entropy = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
+        else:
+            logits = self.module(**packed.inputs, logits_to_keep=packed.predict_at).logits[0]
+            log_probs, entropy = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
+        return {"log_probs": log_probs, "entropys": entropy if entropy_grad else entropy.detach()}
 
-    def _loss(self, number: int, packed: PackedRows, loss_of: LossOf, temperature: float, entropy_grad: bool) -> Tensor:
-        counts = self._rows_of_parts(packed.response_lengths)
-        if counts is None:
-            return loss_of(number, self._run(packed, temperature, entropy_grad))
-        assert self.token_head is not None
+    def _begin(
+        self, data: DataProto, loss: LossFn, budget: Budget, temperature: float, entropy_grad: bool
+    ) -> tuple[Sequence[PackedRows], LossPass]:
+        """The micro-batches of a backward pass, and what is asked of each."""
+        self.module.train()
+        data, _ = join_rows(data, self.model_group)
+        return self._packs(data, budget), LossPass(loss, temperature, entropy_grad, self.gradient_ranks)
 
-        def loss_of_part(part: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
-            return loss_of(number, {"log_probs": log_probs, "entropys": entropy}, part)
+    def _metrics(self, loss_pass: LossPass) -> dict[str, Metric]:
+        """What the pass found, read from the device at once."""
+        found = read([{**metrics, "check/loss": _finite_loss(loss, tokens)} for loss, metrics, tokens in loss_pass.found])
+        return merge_metrics(found) if self.reports else {}
 
-        parts = LossParts([int(lengths.sum()) for lengths in packed.response_lengths.split(counts)], loss_of_part)
-        places = (packed.input_ids, packed.position_ids, packed.layout, packed.predict_at, packed.targets)
-        return token_loss(self.module, *places, temperature, entropy_grad, self.token_head, parts)
-
-    def _rows_of_parts(self, lengths: Tensor) -> list[int] | None:
-        """How many rows each part of a micro-batch has whose loss the output layer takes while it has their logits.
-
-        None where it gives log-probs instead: rows are not whole here, or the logits of one are too many to exist at once.
-        """
-        if self.token_head is None or self.token_ranks > 1 or int(lengths.max()) > self.token_head.tokens_at_once:
-            return None
-        return [len(rows) for rows in cut_into_micro_batches(lengths.tolist(), Budget(self.token_head.tokens_at_once))]
-
-    def _loss_parts(self, rows: DataProto | None) -> list[DataProto]:
-        if rows is None:
-            return []
-        counts = self._rows_of_parts(rows.ragged("responses").lengths)
-        if counts is None:
-            return [rows]
-        return [rows.slice(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
-
-    def _micro_batches(self, data: DataProto, budget: Budget) -> Sequence[DataProto | None]:
+    def _packs(self, data: DataProto, budget: Budget) -> Sequence[PackedRows]:
+        """The rows in micro-batches, each cut and packed when it is read: while the device works on the one before."""
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
         budget = budget.times(self.token_ranks)
         batches = self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data)))
-        return MadeWhenRead(len(batches), lambda number: data.select_idxs(batches[number]) if batches[number] else None)
+        return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device))
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""
@@ -308,20 +251,34 @@ class TrainEngine(ABC):
         return batches + [[]] * (int(count) - len(batches))
 
 
-def _finite_loss(loss: Tensor, rows: DataProto) -> Pending:
-    """A check that the loss of a micro-batch is finite."""
+def token_outputs(columns: dict[str, Tensor]) -> TokenOutputs:
+    """Columns of a micro-batch as a loss reads them."""
+    return TokenOutputs(columns.get("log_probs"), columns.get("entropys"), columns.get("values"))
+
+
+def logits_at_once(vocabulary: int, device: torch.device) -> int:
+    """Tokens whose logits over `vocabulary` may exist at a time."""
+    return max(1, most_logits(device) // vocabulary)
+
+
+def silent(loss_pass: LossPass) -> LossPass:
+    """A pass whose loss is 0 and whose findings are dropped."""
+
+    def nothing(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Metric]]:
+        read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
+        return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
+
+    return replace(loss_pass, loss=nothing, found=[])
+
+
+def _finite_loss(loss: Tensor, tokens: TokenRows) -> Pending:
+    """A check that the loss of a chunk is finite."""
 
     def check(numbers: list[float]) -> None:
         if not math.isfinite(numbers[0]):
-            indices = list(rows.non_tensor_batch.get("index", range(len(rows))))
             raise NumericalError(
-                f"the loss is {numbers[0]} in a micro-batch with dataset rows {indices}; nothing was updated. "
+                f"the loss is {numbers[0]} in a micro-batch with dataset rows {list(tokens.indices)}; nothing was updated. "
                 "Look at these rows' log-probs, advantages and rewards"
             )
 
-    return Pending(loss.detach(), check)
-
-
-def _token_outputs(columns: dict[str, Tensor], lengths: Tensor) -> TokenOutputs:
-    padded = {name: Ragged(column, lengths).pad() for name, column in columns.items()}
-    return TokenOutputs(padded.get("log_probs"), padded.get("entropys"), padded.get("values"))
+    return Pending(loss, check)

@@ -1,11 +1,70 @@
-"""The learning rate as a function of the update's number (nothing to save, nothing to restore), and where an optimizer's state lies."""
+"""What every engine does at an update: the learning rate as a function of the update's number (nothing to save, nothing to restore), the
+check of the gradient, and torch's AdamW with the place of its state."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine import OptimConfig
+from lockstep.errors import NumericalError
+from lockstep.workers.engine.base import OptimResult
+
+
+@dataclass(slots=True)
+class Updates:
+    """The updates of one model: those that are done, and how the next is made."""
+
+    config: OptimConfig | None
+    """None of a frozen model, which has none."""
+    total: int
+    done: int = 0
+
+    @property
+    def max_norm(self) -> float:
+        """The norm to which a gradient is clipped."""
+        assert self.config is not None
+        return self.config.clip_grad or math.inf
+
+    def make(self, norm: float, step: Callable[[float], None], clear: Callable[[], None]) -> OptimResult:
+        """`step(learning rate)`, then `clear` the gradients, whose norm before clipping is `norm`. Raises NumericalError, without a step,
+        where it is not finite."""
+        assert self.config is not None
+        if not math.isfinite(norm):
+            clear()
+            raise NumericalError(f"the gradient norm is {norm} at update {self.done}; no weight was changed")
+        lr = learning_rate(self.done, self.total, self.config)
+        step(lr)
+        clear()
+        self.done += 1
+        return OptimResult(grad_norm=norm, lr=lr)
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW, fused. Parameters of one device mesh are a group: torch does not mix them."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": group} for group in groups.values()],
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def step_adamw(optimizer: torch.optim.AdamW, lr: float) -> None:
+    """One step with this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
 
 
 def learning_rate(update: int, total_updates: int, config: OptimConfig) -> float:

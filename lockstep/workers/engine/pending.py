@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import NumericalError
 from lockstep.observability.metrics import Max, Mean, Metric, Sum
 
@@ -36,17 +37,17 @@ def pending_max(value: Tensor) -> Pending:
     return Pending(value.detach(), lambda numbers: Max(*numbers))
 
 
-def all_finite(name: str, values: Tensor, indices: Sequence[int]) -> Pending:
-    """A check of values [B, T]: reading it raises NumericalError, with the dataset rows `indices` [B], unless all of them are finite."""
+def all_finite(name: str, values: Tensor, rows: Rows, indices: Sequence[int]) -> Pending:
+    """A check of values [M]: reading it raises NumericalError, with the dataset rows `indices` [B], unless all of them are finite."""
 
     def check(bad: list[float]) -> None:
-        rows = [index for index, is_bad in zip(indices, bad, strict=True) if is_bad]
-        if rows:
+        found = [index for index, count in zip(indices, bad, strict=True) if count]
+        if found:
             raise NumericalError(
-                f"{name}: not finite in the update for {len(rows)} rows; dataset rows {rows[:10]}. Nothing was updated"
+                f"{name}: not finite in the update for {len(found)} rows; dataset rows {found[:10]}. Nothing was updated"
             )
 
-    return Pending(values.detach().isfinite().all(dim=1).logical_not(), check)
+    return Pending(rows.sum(values.detach().isfinite().logical_not()), check)
 
 
 def read(parts: Sequence[Mapping[str, Metric | Pending]]) -> list[dict[str, Metric]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,25 +12,17 @@ from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimC
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.order import EngineOrder
-
-
-class _Backend(NamedTuple):
-    folder: str
-    """Here, with check.py and make.py."""
-    section: str
-    """Its keys in EngineChoice."""
-    make: str
-    """In make.py: (choice, order) -> engine. In check.py all have `check`, which imports no package that may be missing."""
-
+from lockstep.workers.engine.spec import EngineSpec
 
 _BACKENDS = {
-    "fsdp": _Backend("fsdp", "fsdp_config", "make_fsdp_engine"),
-    "fsdp2": _Backend("fsdp", "fsdp_config", "make_fsdp_engine"),
-    "megatron": _Backend("megatron", "megatron", "make_megatron_engine"),
-    "torchtitan": _Backend("torchtitan", "torchtitan", "make_torchtitan_engine"),
-    "veomni": _Backend("veomni", "veomni", "make_veomni_engine"),
+    "fsdp": ("fsdp", "fsdp_config"),
+    "fsdp2": ("fsdp", "fsdp_config"),
+    "megatron": ("megatron", "megatron"),
+    "torchtitan": ("torchtitan", "torchtitan"),
+    "veomni": ("veomni", "veomni"),
 }
+"""Strategy -> its folder here, and its keys in EngineChoice. Each folder has make.py with `make(choice, spec)`, and check.py with `check`,
+which imports no package that may be missing."""
 
 
 def make_engine(
@@ -52,14 +44,13 @@ def make_engine(
     the largest micro-batch where that is known, decides how much model.recompute=auto recomputes. Raises ConfigError, before the model
     is loaded, for a model or a layout that the backend cannot do.
     """
-    order = EngineOrder(
+    spec = EngineSpec(
         model=model, head=head, optim=optim, total_updates=total_updates, device=device, seed=seed, pad_token_id=pad_token_id,
         decoder_attention=decoder_attention, max_tokens=max_tokens,
     )  # fmt: skip
     check_lora(model, choice, "actor", "model")
-    check_engine(choice, order.hf_config(), dist.get_world_size(), device.type)
-    backend = _backend(choice.strategy)
-    engine: TrainEngine = getattr(import_module(f"{__package__}.{backend.folder}.make"), backend.make)(choice, order)
+    check_engine(choice, spec.hf_config(), dist.get_world_size(), device.type)
+    engine: TrainEngine = import_module(f"{__package__}.{_backend(choice)[0]}.make").make(choice, spec)
     return engine
 
 
@@ -68,12 +59,12 @@ def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, device_t
 
     `device_type` is cpu or cuda, and `key` is where the choice stands in the configuration, such as actor_rollout_ref.actor.
     """
-    backend = _backend(choice.strategy)
-    section = f"{key}.{backend.section}" if key else backend.section
-    import_module(f"{__package__}.{backend.folder}.check").check(choice, hf_config, world_size, device_type, section)
+    folder, section = _backend(choice)
+    where = f"{key}.{section}" if key else section
+    import_module(f"{__package__}.{folder}.check").check(choice, hf_config, world_size, device_type, where)
 
 
-def _backend(strategy: str) -> _Backend:
-    if strategy not in _BACKENDS:
-        raise ConfigError(f"strategy={strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
-    return _BACKENDS[strategy]
+def _backend(choice: EngineChoice) -> tuple[str, str]:
+    if choice.strategy not in _BACKENDS:
+        raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
+    return _BACKENDS[choice.strategy]

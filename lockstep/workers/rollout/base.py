@@ -17,7 +17,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
-from lockstep.workers.weight_sync.base import Manifest, Parcel, check_equal, opened
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, opened
 from lockstep.workers.weight_sync.module import copy_weights, module_manifest
 
 DecodeText = Callable[[list[int]], str]
@@ -75,23 +75,23 @@ class RolloutEngine(ABC):
         self._broken: str | None = None
         """Why the weights must not be used."""
 
-    def receive(self, parcel: Parcel, device: torch.device, receiver: int = 0) -> Manifest:
-        """Replace all weights by the parcel's; returns what the engine has now.
+    def receive(self, offer: WeightOffer, device: torch.device, receiver: int = 0) -> Manifest:
+        """Replace all weights by the offer's; returns what the engine has now.
 
         Raises WeightSyncError when they are not whole and exactly what was sent. After any failure the engine refuses to generate, until a
         later call works.
         """
-        self._broken = f"the update to version {parcel.version} has not finished"
+        self._broken = f"the update to version {offer.version} has not finished"
         try:
-            manifest = self._load(parcel, device, receiver)
+            manifest = self._load(offer, device, receiver)
         except BaseException as error:
-            self._broken = f"the update to version {parcel.version} failed: {str(error) or type(error).__name__}"
+            self._broken = f"the update to version {offer.version} failed: {str(error) or type(error).__name__}"
             raise
-        self._broken, self.version = None, parcel.version
+        self._broken, self.version = None, offer.version
         return manifest
 
     @abstractmethod
-    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
+    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
         """`receive`, without the bookkeeping."""
 
     @abstractmethod
@@ -149,8 +149,8 @@ class ModuleRollout(RolloutEngine):
         self.module, self.hf_config = module, module.config
 
     @torch.no_grad()
-    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
-        with opened(parcel, device, receiver) as weights:
+    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
+        with opened(offer, device, receiver) as weights:
             copy_weights(self.module, weights)
         manifest = module_manifest(self.module, weights.manifest)
         check_equal(weights.manifest, manifest)
@@ -160,8 +160,8 @@ class ModuleRollout(RolloutEngine):
 class ProcessRollout(RolloutEngine):
     """An engine that generates in a process of its own (process.py), with weights of its own.
 
-    It starts with those of the model's folder, computes in `dtype`, and may be silent for `silence_s` while it works. Raises what
-    `_start` raises, WorkerDied and WorkerTimeout.
+    It starts with those of the model's folder and computes in `dtype`. Raises what `_start` raises, WorkerDied and WorkerTimeout
+    (`config.start_timeout_s`, `config.silence_timeout_s`).
     """
 
     def __init__(
@@ -172,16 +172,14 @@ class ProcessRollout(RolloutEngine):
         device: torch.device,
         dtype: torch.dtype,
         decode_text: DecodeText | None = None,
-        *,
-        silence_s: float = 600.0,
     ) -> None:
         super().__init__(config, pad_token_id, decode_text)
         self.hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
         self.folder = os.path.abspath(model_folder(str(model.path)))
-        self._start(model, device, str(dtype).removeprefix("torch."), silence_s)
+        self._start(model, device, str(dtype).removeprefix("torch."))
 
     @abstractmethod
-    def _start(self, model: ModelConfig, device: torch.device, dtype: str, silence_s: float) -> None:
+    def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         """Start the process with the model of `self.folder`."""
 
     def _completion(

@@ -116,8 +116,8 @@ class EngineProcess:
         options: Mapping[str, Any],
         environment: Mapping[str, str],
         *,
-        start_s: float = 900.0,
-        silence_s: float = 600.0,
+        start_s: float,
+        silence_s: float,
     ) -> None:
         self._silence_s = silence_s
         self._connection, theirs = Pipe()

@@ -1,8 +1,8 @@
-"""What the ways to send weights have in common: a sender, a parcel that can be pickled, and a manifest that both sides compare.
+"""What the ways to send weights have in common: a sender, an offer that can be pickled, and a manifest that both sides compare.
 
 ```text
-one worker has both:  with lender.lent(): generate        shared lends the tensors themselves; sent uses a sender
-two workers:          sender.send(weights) -> Manifest, sender.parcel()  --(driver)-->  RolloutEngine.receive(parcel) -> Manifest
+one worker has both:  with source.borrowed(): generate    shared: the trainer's own tensors; sent: a copy, by a sender
+two workers:          sender.send(weights) -> Manifest, sender.offer()  --(driver)-->  RolloutEngine.receive(offer) -> Manifest
 ```
 
 A manifest has name, shape, dtype and checksum of every tensor. The sender makes it from what it sends, the receiver from what it has
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -43,7 +43,7 @@ Stream = Iterable[tuple[str, TensorInfo, Tensor]]
 """Tensors as they arrive, with what the sender says of each."""
 
 
-class Parcel(ABC):
+class WeightOffer(ABC):
     """Where a receiver finds one version of the weights. It can be pickled; it is good until the sender is closed."""
 
     version: int
@@ -52,7 +52,7 @@ class Parcel(ABC):
 
     @abstractmethod
     def open(self, device: torch.device, receiver: int) -> AbstractContextManager[Stream]:
-        """The tensors, on any device. `receiver` numbers the receivers of one parcel, from 0."""
+        """The tensors, on any device. `receiver` numbers the receivers of one offer, from 0."""
 
 
 SenderType = TypeVar("SenderType", bound="WeightSender")
@@ -62,14 +62,14 @@ class WeightSender(ABC):
     """The trainer's side of one sync: `send` once, `close` when every receiver is done."""
 
     streams: bool = False
-    """Whether `send` waits for the receivers: then they open the parcel while it runs."""
+    """Whether `send` waits for the receivers: then they open the offer while it runs."""
 
     @abstractmethod
     def send(self, weights: Weights) -> Manifest:
         """Send every tensor; the manifest of what was sent."""
 
     @abstractmethod
-    def parcel(self) -> Parcel:
+    def offer(self) -> WeightOffer:
         """What the receivers need. After `send`, or before it where `streams`."""
 
     @abstractmethod
@@ -83,12 +83,17 @@ class WeightSender(ABC):
         self.close()
 
 
-class WeightLender(ABC):
-    """How an actor that also generates gives its weights to its own rollout: as they are (`shared`), or by a sender (`sent`)."""
+class WeightSource:
+    """Where the weights of a rollout come from. This one: the rollout has its own. Others borrow the actor's of the same worker: as they
+    are (`shared`), or by a sender (`sent`)."""
 
-    @abstractmethod
-    def lent(self) -> AbstractContextManager[int]:
-        """Inside, the rollout has the trainer's present weights; gives the number of bytes that were copied for it."""
+    def borrowed(self) -> AbstractContextManager[int]:
+        """Inside, the rollout has its present weights; gives the number of bytes that were copied for it."""
+        return nullcontext(0)
+
+    def changed(self) -> None:
+        """The actor's weights are others now."""
+        return
 
 
 class Verified:
@@ -116,10 +121,10 @@ class Verified:
 
 
 @contextmanager
-def opened(parcel: Parcel, device: torch.device, receiver: int = 0) -> Iterator[Verified]:
-    """The parcel's tensors, verified. They are good inside only. Raises WeightSyncError."""
-    with parcel.open(device, receiver) as stream:
-        yield Verified(stream, parcel.manifest)
+def opened(offer: WeightOffer, device: torch.device, receiver: int = 0) -> Iterator[Verified]:
+    """The offer's tensors, verified. They are good inside only. Raises WeightSyncError."""
+    with offer.open(device, receiver) as stream:
+        yield Verified(stream, offer.manifest)
 
 
 def describe(tensor: Tensor) -> TensorInfo:

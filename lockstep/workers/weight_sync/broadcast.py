@@ -20,14 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import WeightSyncError
-from lockstep.workers.weight_sync.base import Manifest, Parcel, Stream, TensorInfo, Weights, WeightSender, as_bytes, describe
-
-TIMEOUT_S = 300.0
-"""How long one side waits for the other, to meet and for each tensor."""
+from lockstep.workers.weight_sync.base import Manifest, Stream, TensorInfo, WeightOffer, Weights, WeightSender, as_bytes, describe
 
 
 @dataclass(frozen=True)
-class BroadcastParcel(Parcel):
+class BroadcastOffer(WeightOffer):
     """Where the group of one sync meets."""
 
     version: int
@@ -36,7 +33,8 @@ class BroadcastParcel(Parcel):
     num_receivers: int
     cuda: bool
     """Whether tensors travel between GPUs (nccl). Between two GPUs not run: the machine of our tests has one."""
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float
+    """How long one side waits for the other, to meet and for each tensor."""
     manifest: Manifest | None = None
 
     @contextmanager
@@ -57,20 +55,20 @@ class BroadcastSender(WeightSender):
 
     streams = True
 
-    def __init__(self, version: int, num_receivers: int, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, version: int, num_receivers: int, device: torch.device, timeout_s: float) -> None:
         self._device = device
         host = _own_address()
         self._store: dist.Store | None = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
-        self._parcel = BroadcastParcel(version, host, self._store.port, num_receivers, device.type == "cuda", timeout_s)
+        self._offer = BroadcastOffer(version, host, self._store.port, num_receivers, device.type == "cuda", timeout_s)
 
-    def parcel(self) -> BroadcastParcel:
-        return self._parcel
+    def offer(self) -> BroadcastOffer:
+        return self._offer
 
     def send(self, weights: Weights) -> Manifest:
         assert self._store is not None, "the sender is closed"
-        group = _Group(self._parcel, self._store, 0, self._device)
+        group = _Group(self._offer, self._store, 0, self._device)
         manifest: Manifest = {}
         for name, tensor in weights:
             tensor = tensor.detach().to(self._device).contiguous()
@@ -87,13 +85,13 @@ class BroadcastSender(WeightSender):
 class _Group:
     """The process group of one sync; every failure in it is a WeightSyncError."""
 
-    def __init__(self, parcel: BroadcastParcel, store: dist.Store | None, rank: int, device: torch.device) -> None:
+    def __init__(self, offer: BroadcastOffer, store: dist.Store | None, rank: int, device: torch.device) -> None:
         """`store` is rank 0's own; the others connect to it."""
-        self.device, self._version = device, parcel.version
-        size, timeout = 1 + parcel.num_receivers, timedelta(seconds=parcel.timeout_s)
+        self.device, self._version = device, offer.version
+        size, timeout = 1 + offer.num_receivers, timedelta(seconds=offer.timeout_s)
         try:
-            store = store or dist.TCPStore(parcel.host, parcel.port, is_master=False, timeout=timeout)
-            if parcel.cuda:
+            store = store or dist.TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
+            if offer.cuda:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)

@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lockstep.errors import WeightSyncError
-from lockstep.workers.weight_sync.base import Manifest, Parcel, Stream, Weights, WeightSender, describe
+from lockstep.workers.weight_sync.base import Manifest, Stream, WeightOffer, Weights, WeightSender, describe
 
 WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class DiskParcel(Parcel):
+class DiskOffer(WeightOffer):
     """A folder with one safetensors file."""
 
     version: int
@@ -66,10 +66,10 @@ class DiskSender(WeightSender):
         self._manifest = manifest
         return manifest
 
-    def parcel(self) -> DiskParcel:
+    def offer(self) -> DiskOffer:
         assert self._folder is not None, "send() comes first"
         assert self._manifest is not None, "send() failed"
-        return DiskParcel(self._version, self._manifest, self._folder)
+        return DiskOffer(self._version, self._manifest, self._folder)
 
     def close(self) -> None:
         if self._folder is not None:

@@ -1,4 +1,4 @@
-"""ipc: to other processes of this machine, without a file. The parcel names memory; receivers map it.
+"""ipc: to other processes of this machine, without a file. The offer names memory; receivers map it.
 
 On the CPU it is one block of anonymous shared memory (memfd): it has no name that could be left behind, no limit of /dev/shm, and is gone
 when the last process that has it ends. Between processes that use the same GPU, `cuda=True` sends CUDA handles instead: tensors stay where
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import WeightSyncError
-from lockstep.workers.weight_sync.base import Manifest, Parcel, Stream, TensorInfo, Weights, WeightSender, as_bytes, describe
+from lockstep.workers.weight_sync.base import Manifest, Stream, TensorInfo, WeightOffer, Weights, WeightSender, as_bytes, describe
 
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class MemoryParcel(Parcel):
+class MemoryOffer(WeightOffer):
     """Tensors one after the other in the memory behind `path`."""
 
     version: int
@@ -51,7 +51,7 @@ class MemoryParcel(Parcel):
 
 
 @dataclass(frozen=True)
-class CudaParcel(Parcel):
+class CudaOffer(WeightOffer):
     """Tensors in the memory of a GPU that both processes see under the same number."""
 
     version: int
@@ -75,16 +75,16 @@ class IPCSender(WeightSender):
 
     def __init__(self, version: int, cuda: bool = False) -> None:
         self._version, self._cuda = version, cuda
-        self._parcel: Parcel | None = None
+        self._offer: WeightOffer | None = None
         self._descriptor: int | None = None
         self._kept: list[Tensor] = []
 
     def send(self, weights: Weights) -> Manifest:
         return self._send_handles(weights) if self._cuda else self._send_bytes(weights)
 
-    def parcel(self) -> Parcel:
-        assert self._parcel is not None, "send() comes first"
-        return self._parcel
+    def offer(self) -> WeightOffer:
+        assert self._offer is not None, "send() comes first"
+        return self._offer
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -110,7 +110,7 @@ class IPCSender(WeightSender):
                 end = offsets[name] + tensor.nbytes
                 manifest[name] = describe(tensor)
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._parcel = MemoryParcel(self._version, manifest, offsets, path, end)
+        self._offer = MemoryOffer(self._version, manifest, offsets, path, end)
         return manifest
 
     def _send_handles(self, weights: Weights) -> Manifest:
@@ -122,7 +122,7 @@ class IPCSender(WeightSender):
             self._kept.append(tensor)
             manifest[name], handles[name] = describe(tensor), reduce_tensor(tensor)
         torch.cuda.synchronize()  # the other process reads without waiting for our stream
-        self._parcel = CudaParcel(self._version, manifest, pickle.dumps(handles))
+        self._offer = CudaOffer(self._version, manifest, pickle.dumps(handles))
         return manifest
 
 

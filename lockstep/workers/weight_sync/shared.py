@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from lockstep.workers.weight_sync.base import WeightLender
+from lockstep.workers.weight_sync.base import WeightSource
 from lockstep.workers.weight_sync.module import parameter_slots
 
 
@@ -26,22 +27,23 @@ class Exporter(Protocol):
     exports_copies: bool
 
     @property
-    def decoder(self) -> nn.Module | None:
+    def decoder(self) -> PreTrainedModel | None:
         """A plain module of the same model."""
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor)."""
 
 
-class SharedWeights(WeightLender):
-    """Lends an engine's weights to its decoder."""
+class SharedWeights(WeightSource):
+    """The decoder of an engine borrows its weights. Raises ValueError for an engine without a decoder."""
 
     def __init__(self, engine: Exporter, dtype: torch.dtype) -> None:
-        assert engine.decoder is not None, "the engine was made without a decoder"
-        self._engine, self._decoder, self._dtype = engine, engine.decoder, dtype
-        self._slots = parameter_slots(self._decoder)
+        if engine.decoder is None:
+            raise ValueError("the engine was made without a decoder")
+        self._engine, self.decoder, self._dtype = engine, engine.decoder, dtype
+        self._slots = parameter_slots(self.decoder)
         self._engine_copies = engine.world_size > 1 or engine.exports_copies
-        for module in self._decoder.modules():
+        for module in self.decoder.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else buffer.to(engine.device)
         self.keeps_copy = engine.device.type == "cuda" and engine.world_size == 1 and self._needs_copy()
@@ -49,17 +51,17 @@ class SharedWeights(WeightLender):
         self._drop()
 
     @contextmanager
-    def lent(self) -> Iterator[int]:
+    def borrowed(self) -> Iterator[int]:
         """Inside, the decoder has the engine's present weights; gives the number of bytes that had to be copied for it."""
         copied = 0
         for name, tensor in self._engine.export_weights():
             if self.keeps_copy and name in self._slots:
                 copied += self._write(name, tensor)
                 continue
-            lent = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-            if self._engine_copies or lent.data_ptr() != tensor.data_ptr():
-                copied += lent.nbytes
-            self._assign(name, lent)
+            borrowed = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            if self._engine_copies or borrowed.data_ptr() != tensor.data_ptr():
+                copied += borrowed.nbytes
+            self._assign(name, borrowed)
         try:
             yield copied
         finally:

@@ -25,8 +25,8 @@ class Derived(Base):
 
 def test_only_marked_methods_are_registered() -> None:
     assert registered_methods(Base) == {
-        "generate": Registration(Dispatch.ALL_TO_ALL, Execute.ALL, False),
-        "update": Registration(Dispatch.DP_COMPUTE_PROTO, Execute.ALL, True),
+        "generate": Registration(Dispatch.ALL_TO_ALL, blocking=False),
+        "update": Registration(Dispatch.DP_COMPUTE_PROTO, blocking=True),
     }
 
 
@@ -36,8 +36,8 @@ def test_marking_leaves_the_method_as_it_was() -> None:
 
 def test_an_override_keeps_the_registration_unless_it_has_its_own() -> None:
     assert registered_methods(Derived) == {
-        "generate": Registration(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, True),
-        "update": Registration(Dispatch.DP_COMPUTE_PROTO, Execute.ALL, True),
+        "generate": Registration(Dispatch.RANK_ZERO, blocking=True),
+        "update": Registration(Dispatch.DP_COMPUTE_PROTO, blocking=True),
     }
 
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.groups import TIMEOUTS
 
 from lockstep.errors import ConfigError, ResourceError, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.protocol import DataProto, Ragged
@@ -71,7 +72,7 @@ class Actor(Worker):
 
 
 def make(world_size: int, **kwargs: Any) -> RayWorkerGroup:
-    return RayWorkerGroup(ResourcePool([world_size]), ClassWithInitArgs(Actor, scale=2), **kwargs)
+    return RayWorkerGroup(ResourcePool([world_size]), ClassWithInitArgs(Actor, scale=2), **TIMEOUTS | kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ def test_a_long_wait_says_who_is_still_out(
 
 def test_one_rank_with_two_roles_in_one_process_and_none_left_after_closing() -> None:
     roles = {"actor": ClassWithInitArgs(Actor), "critic": ClassWithInitArgs(Actor, scale=5)}
-    group = RayWorkerGroup(ResourcePool([1]), roles)
+    group = RayWorkerGroup(ResourcePool([1]), roles, **TIMEOUTS)
     views = group.spawn()
     pids = pids_of(views["actor"])
     assert pids == pids_of(views["critic"])
@@ -210,7 +211,7 @@ def test_a_constructor_that_fails_is_a_worker_error_with_its_traceback() -> None
         def __init__(self) -> None:
             raise LookupError("no such model folder")
 
-    group = RayWorkerGroup(ResourcePool([1]), {"critic": ClassWithInitArgs(Broken)})
+    group = RayWorkerGroup(ResourcePool([1]), {"critic": ClassWithInitArgs(Broken)}, **TIMEOUTS)
     with pytest.raises(WorkerError, match=r"(?s)critic rank 0.*no such model folder") as caught:
         group.spawn()
     with pytest.raises(WorkerError) as again:
@@ -225,7 +226,7 @@ def test_start_up_has_a_deadline() -> None:
 
     start = time.monotonic()
     with pytest.raises(WorkerTimeout, match=r"Slow rank 0.*still out on rank\(s\) \[0\]"):
-        RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Slow), start_timeout_s=4.0).spawn()
+        RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Slow), timeout_s=300.0, start_timeout_s=4.0).spawn()
     assert time.monotonic() - start < 15
 
 
@@ -253,9 +254,10 @@ from lockstep.errors import MissingExtra, ResourceError
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.ray import RayWorkerGroup, connect
 assert "ray" not in sys.modules
+timeouts = {"timeout_s": 9.0, "start_timeout_s": 9.0}
 
 sys.modules["ray"] = None
-for use in (lambda: RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(object)), RayWorkerGroup.nodes, connect):
+for use in (lambda: RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(object), **timeouts), RayWorkerGroup.nodes, connect):
     try:
         use()
     except MissingExtra as error:
@@ -265,7 +267,7 @@ for use in (lambda: RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(object))
 
 del sys.modules["ray"]
 try:
-    RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(object)).spawn()
+    RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(object), **timeouts).spawn()
 except ResourceError as error:
     assert "ray.init()" in str(error)
 print("ok")

@@ -13,6 +13,7 @@ from helpers.run import STEPS, make_trainer, read_metrics, roles
 from helpers.tiny import save_tiny_model
 
 from lockstep.config import PPOConfig
+from lockstep.config.actor_rollout_ref import POLICY_ROLES
 from lockstep.errors import ResourceError
 from lockstep.planner.memory import plan_memory
 from lockstep.planner.needs import policy_needs, training_needs
@@ -33,11 +34,11 @@ def device_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def placed(trainer: RayPPOTrainer) -> dict[str, tuple[bool, bool]]:
     """Engine -> whether its weights and its moments rest on the host."""
-    workers = {name: worker for group in trainer._groups for name, worker in group._host._workers.items()}
+    workers = {name: worker for group in trainer.workers.groups for name, worker in group._host.workers.items()}
     engines = {
-        "actor": workers["actor_rollout"].actor,
+        "actor": workers["actor_rollout"].actor.engine,
         "critic": workers["critic"].engine,
-        "ref": workers["ref"].ref,
+        "ref": workers["ref"].ref.engine,
         **({"reward_model": workers["rm"].engine} if "rm" in workers else {}),
     }
     return {name: (engine._rest is not None, engine._offload) for name, engine in engines.items()}
@@ -49,8 +50,8 @@ def run(config: PPOConfig) -> tuple[list[dict[str, Any]], dict[str, tuple[bool, 
     try:
         trainer.init_workers()
         trainer.fit()
-        workers = trainer._groups[0]._host._workers
-        engines = {"actor": workers["actor_rollout"].actor, "critic": workers["critic"].engine}
+        workers = trainer.workers.groups[0]._host.workers
+        engines = {"actor": workers["actor_rollout"].actor.engine, "critic": workers["critic"].engine}
         weights = {f"{role}.{name}": tensor.clone() for role, engine in engines.items() for name, tensor in engine.export_weights()}
         return read_metrics(config), placed(trainer), weights
     finally:
@@ -87,8 +88,8 @@ def smallest_that_fits(config: PPOConfig) -> int:
     """The least memory, to the byte, with which the models of NAMES can be planned."""
     load = load_of(config, Role.Critic, ranks=1)
     options = {"load": load, "world_size": 1, "element": 4}
-    models, rollout = policy_needs(config.actor_rollout_ref, "actor_rollout", **options)
-    models += policy_needs(config.actor_rollout_ref, "ref", **options)[0]
+    models, rollout = policy_needs(config.actor_rollout_ref, POLICY_ROLES["actor_rollout"], **options)
+    models += policy_needs(config.actor_rollout_ref, POLICY_ROLES["ref"], **options)[0]
     critic = dataclasses.replace(config.critic, model=config.actor_rollout_ref.model)
     models.append(training_needs(critic, **options))
     low, high = 0, 1 << 30
@@ -119,7 +120,7 @@ def test_enough_memory_offloads_nothing_and_says_nothing(
         trainer.init_workers()
         none = (False, False)
         assert placed(trainer) == {"actor": none, "critic": (False, True), "ref": none, "reward_model": none}
-        workers = trainer._groups[0]._host._workers
+        workers = trainer.workers.groups[0]._host.workers
         assert workers["actor_rollout"].config.model.enable_gradient_checkpointing is False  # there is room for all activations
     finally:
         trainer.close()
@@ -180,6 +181,6 @@ def test_a_worker_that_says_nothing_of_its_memory_is_started_as_ever(
     trainer.role_worker_mapping[Role.RewardModel] = Judge
     try:
         trainer.init_workers()
-        assert trainer._groups[0]._host._workers["rm"].loaded
+        assert trainer.workers.groups[0]._host.workers["rm"].loaded
     finally:
         trainer.close()

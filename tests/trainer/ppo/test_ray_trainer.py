@@ -15,7 +15,7 @@ from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 from lockstep.observability.metrics import Max
 from lockstep.rewards.manager import RewardManager
-from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
+from lockstep.trainer.ppo.drift import Drift
 from lockstep.trainer.ppo.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.stage import Stages
@@ -152,7 +152,7 @@ def drifting_sampler(trainer):
 
 def test_a_sampler_that_drifts_over_the_bound_switches_the_pass_back_on_and_says_so(embedded_config, capsys):
     trainer = make_trainer(embedded_config(*THREE_STEPS), POOL, HYBRID)
-    trainer.sampler_drift = 0.0
+    trainer.drift.largest = 0.0
     with drifting_sampler(trainer):
         trainer.fit()
     assert ["timing_s/old_log_prob" in row for row in read_metrics(trainer.config)] == [False, True, True]
@@ -170,7 +170,8 @@ def test_the_one_update_of_a_batch_computes_its_old_log_probs_itself(embedded_co
     """The same run as with a pass before it; what that pass tells of the sampler is told by the update."""
     overrides = (*ONE_UPDATE, f"actor_rollout_ref.rollout.exactness_bound={bound}")
     alone = train(embedded_config_in(tmp_path / "alone", *overrides), POOL, HYBRID)
-    monkeypatch.setattr(RayPPOTrainer, "_update_is_the_pass", lambda *_: False)
+    source = Drift.source
+    monkeypatch.setattr(Drift, "source", lambda drift, step, num_updates, _: source(drift, step, num_updates, is_recorded=True))
     passing = train(embedded_config_in(tmp_path / "passing", *overrides), POOL, HYBRID)
     assert ["timing_s/old_log_prob" in row for row in passing] == ([True] * 3 if bound == "0" else [True, False, False])
     assert all("timing_s/old_log_prob" not in row for row in alone)
@@ -378,7 +379,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_worker_behind(embedded_config, 
     trainer = make_trainer(embedded_config(f"actor_rollout_ref.model.path={folder}"), POOL, HYBRID)
     with pytest.raises(DataError, match="without_weights"):
         trainer.init_workers()
-    assert trainer._groups == []
+    assert trainer.workers.groups == []
     assert not torch.distributed.is_initialized()
 
 

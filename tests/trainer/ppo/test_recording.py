@@ -30,7 +30,8 @@ def run(embedded_config, tmp_path):
         try:
             trainer.init_workers()
             trainer.fit()
-            return read_metrics(config), dict(trainer._policy_weights())
+            (weights,) = trainer.actor_wg.export_weights()
+            return read_metrics(config), dict(weights)
         finally:
             trainer.close()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.groups import TIMEOUTS
 from helpers.rollouts import make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 
@@ -30,7 +31,7 @@ class Answer:
         return self._value
 
 
-class Parcel:
+class WeightOffer:
     def __init__(self, manifest: Any) -> None:
         self.manifest = manifest
 
@@ -46,7 +47,7 @@ class Actor:
 
     def offer_weights(self, method: str, version: int, num_receivers: int) -> list[Any]:
         self.calls.append(("offer", method, version, num_receivers))
-        return [Parcel(None if method == "broadcast" else MANIFEST), None]
+        return [WeightOffer(None if method == "broadcast" else MANIFEST), None]
 
     def send_weights(self) -> Answer:
         self.calls.append("send")
@@ -65,7 +66,7 @@ class Rollout:
     def machine(self) -> list[str]:
         return self.machines
 
-    def receive_weights(self, parcel: Parcel) -> Answer:
+    def receive_weights(self, offer: WeightOffer) -> Answer:
         return Answer(self.received if isinstance(self.received, Exception) else [MANIFEST, self.received, MANIFEST])
 
 
@@ -120,7 +121,7 @@ def test_workers_in_other_processes_generate_from_the_actors_weights_after_a_syn
         config = ActorRolloutRefConfig(model=ModelConfig(path=save_tiny_model(tmp_path / role, seed=seed)))
         arguments = {"seed": 1, "pad_token_id": 0, "total_updates": 1, "max_response_length": 12}
         worker = ClassWithInitArgs(ActorRolloutRefWorker, config, role, **arguments)
-        return RayWorkerGroup(ResourcePool([1], use_gpu=False), worker)
+        return RayWorkerGroup(ResourcePool([1], use_gpu=False), worker, **TIMEOUTS)
 
     requests = make_requests(4)
     prompts = Ragged.from_rows([request.prompt_ids for request in requests])

@@ -25,11 +25,12 @@ from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
-from lockstep.models import token_head
+from lockstep.algorithms.rows import Rows
+from lockstep.models import chunked_head
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
-from lockstep.models.packing import Budget
+from lockstep.models.packing import Budget, TokenRows
 from lockstep.workers.engine.fsdp import engine as fsdp_engine
 from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.optim import move_state
@@ -136,8 +137,10 @@ def test_how_many_logits_exist_at_once_never_changes_an_update(
     """The loss of some rows at a time while their logits are there; or, where a row has more tokens, of log-probs."""
     path = save_tiny_model(tmp_path)
     vocabulary = reference_model(path, LM).config.vocab_size
-    monkeypatch.setitem(token_head.MAX_LOGITS, "cpu", at_once * vocabulary)
-    assert layout.run(lambda: layout.engine(path)._rows_of_parts(torch.tensor([8, 3, 5, 1]))) == [parts] * layout.world
+    monkeypatch.setitem(chunked_head.MAX_LOGITS, "cpu", at_once * vocabulary)
+    assert layout.run(lambda: layout.engine(path).tokens_at_once) == [at_once] * layout.world
+    chunks = TokenRows(Rows(torch.tensor([8, 3, 5, 1])), {}, range(4)).chunks(at_once)
+    assert (chunks and [len(chunk.rows) for chunk in chunks]) == parts
     properties.assert_updates_equal_plain_pytorch(layout, path, budget=Budget(100))
 
 

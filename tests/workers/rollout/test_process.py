@@ -54,7 +54,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def process() -> Iterator[EngineProcess]:
-    process = EngineProcess("counter", TARGET, {"start": 5}, {}, silence_s=30.0)
+    process = EngineProcess("counter", TARGET, {"start": 5}, {}, start_s=60.0, silence_s=30.0)
     yield process
     process.close()
 
@@ -96,14 +96,14 @@ def test_a_child_that_hangs_is_killed_after_the_deadline(process: EngineProcess)
 
 def test_a_target_that_cannot_be_built_is_its_own_error() -> None:
     with pytest.raises(WorkerError, match="invalid literal for int"):
-        EngineProcess("counter", TARGET, {"start": "x"}, {})
+        EngineProcess("counter", TARGET, {"start": "x"}, {}, start_s=60.0, silence_s=30.0)
 
 
 def test_a_child_ends_with_its_parent() -> None:
     program = (
         "import sys, time; sys.path[:0] = sys.argv[1:]\n"
         "from lockstep.workers.rollout.process import EngineProcess\n"
-        f"print(EngineProcess('counter', {TARGET!r}, {{'start': 1}}, {{}}).pid, flush=True); time.sleep(60)"
+        f"print(EngineProcess('counter', {TARGET!r}, {{'start': 1}}, {{}}, start_s=60, silence_s=60).pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, *filter(None, sys.path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -30,10 +30,10 @@ def update(engine: TrainEngine) -> None:
     engine.optim_step()
 
 
-def lent_weights(shared: SharedWeights, engine: TrainEngine) -> tuple[int, dict[str, Tensor], dict[str, int]]:
-    """Bytes copied, the decoder's parameters and their addresses while they are lent."""
+def borrowed_weights(shared: SharedWeights, engine: TrainEngine) -> tuple[int, dict[str, Tensor], dict[str, int]]:
+    """Bytes copied, the decoder's parameters and their addresses while they are borrowed."""
     assert engine.decoder is not None
-    with shared.lent() as copied:
+    with shared.borrowed() as copied:
         parameters = dict(engine.decoder.named_parameters())
         return copied, {n: p.detach().clone() for n, p in parameters.items()}, {n: p.data_ptr() for n, p in parameters.items()}
 
@@ -52,7 +52,7 @@ def test_on_one_rank_the_decoder_has_the_engines_own_tensors(tmp_path: Path, str
         seen = []
         for change in (lambda: None, lambda: update(engine), lambda: engine.save(tmp_path / "saved"), lambda: update(engine)):
             change()
-            copied, weights, addresses = lent_weights(shared, engine)
+            copied, weights, addresses = borrowed_weights(shared, engine)
             own = dict(engine.export_weights())
             assert copied == 0
             assert addresses == {name: tensor.data_ptr() for name, tensor in own.items()}
@@ -63,11 +63,11 @@ def test_on_one_rank_the_decoder_has_the_engines_own_tensors(tmp_path: Path, str
         assert not torch.equal(seen[0][name], seen[1][name])
         assert not torch.equal(seen[2][name], seen[3][name])
         engine.load(tmp_path / "saved")
-        copied, weights, addresses = lent_weights(shared, engine)
+        copied, weights, addresses = borrowed_weights(shared, engine)
         assert copied == 0
         assert addresses == {name: tensor.data_ptr() for name, tensor in engine.export_weights()}
         assert all(torch.equal(weights[name], seen[2][name]) for name in weights)
-        with shared.lent():
+        with shared.borrowed():
             assert (decoder.lm_head.weight.data_ptr() == decoder.model.embed_tokens.weight.data_ptr()) is tied
 
     run_distributed(use, 1)
@@ -86,14 +86,14 @@ def test_on_two_ranks_whole_tensors_are_gathered_and_given_back(tmp_path: Path, 
         decoder = engine.decoder
         assert decoder is not None
         assert all(parameter.is_meta for parameter in decoder.parameters())
-        copied, before, _ = lent_weights(shared, engine)
+        copied, before, _ = borrowed_weights(shared, engine)
         assert copied == size
         assert all(torch.equal(before[name], expected[name]) for name in expected)
-        with shared.lent():
+        with shared.borrowed():
             assert (decoder.lm_head.weight.data_ptr() == decoder.model.embed_tokens.weight.data_ptr()) is tied
         assert all(parameter.is_meta for parameter in decoder.parameters())
         update(engine)
-        _, after, _ = lent_weights(shared, engine)
+        _, after, _ = borrowed_weights(shared, engine)
         return after
 
     first, second = run_distributed(use, 2)
@@ -109,7 +109,7 @@ def test_a_lower_precision_is_a_copy_of_half_the_size(tmp_path: Path, strategy: 
 
     def use() -> tuple[int, dict[str, Tensor]]:
         engine = make_tiny_engine(path, strategy, dtype="bfloat16", decoder_attention=CACHED)
-        return lent_weights(SharedWeights(engine, torch.bfloat16), engine)[:2]
+        return borrowed_weights(SharedWeights(engine, torch.bfloat16), engine)[:2]
 
     ((copied, weights),) = run_distributed(use, 1)
     assert copied == sum(parameter.numel() for parameter in expected.values()) * 2
@@ -122,7 +122,7 @@ def test_the_weights_are_given_back_when_generation_fails(tmp_path: Path) -> Non
     def use() -> bool:
         engine = make_tiny_engine(path, decoder_attention=CACHED)
         shared = SharedWeights(engine, torch.float32)
-        with pytest.raises(KeyError), shared.lent():
+        with pytest.raises(KeyError), shared.borrowed():
             raise KeyError
         assert engine.decoder is not None
         return all(parameter.is_meta for parameter in engine.decoder.parameters())

@@ -21,9 +21,8 @@ from lockstep.workers.rollout.base import ModuleRollout
 from lockstep.workers.weight_sync.base import WeightSender, describe, opened
 from lockstep.workers.weight_sync.broadcast import BroadcastSender
 from lockstep.workers.weight_sync.disk import WEIGHTS, DiskSender
-from lockstep.workers.weight_sync.ipc import CudaParcel, IPCSender
-from lockstep.workers.weight_sync.registry import make_sender
-from lockstep.workers.weight_sync.sent import SentWeights
+from lockstep.workers.weight_sync.ipc import CudaOffer, IPCSender
+from lockstep.workers.weight_sync.sent import SentWeights, make_sender
 
 CPU = torch.device("cpu")
 METHODS = ("ipc", "broadcast", "disk")
@@ -53,7 +52,7 @@ def test_every_tensor_has_the_same_checksum_on_both_sides(tmp_path: Path, method
         if rank == 0:
             sender = make_sender(method, RolloutConfig(weight_sync_dir=str(tmp_path)), 5, 2, CPU)
             sent = None if sender.streams else sender.send(odd_tensors().items())
-            box = [sender.parcel()]
+            box = [sender.offer()]
         dist.broadcast_object_list(box)
         if rank == 0:
             sent = sent or sender.send(odd_tensors().items())
@@ -99,34 +98,34 @@ def test_an_engine_generates_what_the_sent_model_does(tmp_path: Path, method: st
     assert greedy(rollout) != greedy(expected)
     with good_sender(method, tmp_path, 4) as sender:
         sent = sender.send(source.named_parameters())
-        assert rollout.receive(sender.parcel(), CPU) == sent
+        assert rollout.receive(sender.offer(), CPU) == sent
     assert greedy(rollout) == greedy(expected)
     assert rollout.version == 4
 
 
 def flip_a_byte(sender: WeightSender) -> None:
-    parcel = sender.parcel()
+    offer = sender.offer()
     if isinstance(sender, IPCSender):
-        descriptor = os.open(parcel.path, os.O_RDWR)
+        descriptor = os.open(offer.path, os.O_RDWR)
         os.pwrite(descriptor, bytes([os.pread(descriptor, 1, 1000)[0] ^ 1]), 1000)
         os.close(descriptor)
         return
-    tensors = load_file(Path(parcel.folder) / WEIGHTS)
+    tensors = load_file(Path(offer.folder) / WEIGHTS)
     tensors["model.norm.weight"][3] += 1
-    save_file(tensors, Path(parcel.folder) / WEIGHTS)
+    save_file(tensors, Path(offer.folder) / WEIGHTS)
 
 
 def cut_short(sender: WeightSender) -> None:
-    parcel = sender.parcel()
-    os.truncate(parcel.path if isinstance(sender, IPCSender) else Path(parcel.folder) / WEIGHTS, 2000)
+    offer = sender.offer()
+    os.truncate(offer.path if isinstance(sender, IPCSender) else Path(offer.folder) / WEIGHTS, 2000)
 
 
 def take_one_out(sender: WeightSender) -> None:
-    parcel = sender.parcel()
+    offer = sender.offer()
     if isinstance(sender, DiskSender):
-        tensors = load_file(Path(parcel.folder) / WEIGHTS)
-        save_file({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}, Path(parcel.folder) / WEIGHTS)
-    parcel.manifest.pop("model.norm.weight", None)
+        tensors = load_file(Path(offer.folder) / WEIGHTS)
+        save_file({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}, Path(offer.folder) / WEIGHTS)
+    offer.manifest.pop("model.norm.weight", None)
 
 
 @pytest.mark.parametrize("method", ["ipc", "disk"])
@@ -136,16 +135,16 @@ def test_after_a_sync_that_failed_nothing_is_generated_until_one_has_worked(tmp_
     before = greedy(rollout)
     with good_sender(method, tmp_path) as sender:
         sender.send(source.named_parameters())
-        parcel = sender.parcel()
+        offer = sender.offer()
         damage(sender)
         with pytest.raises(WeightSyncError):
-            rollout.receive(parcel, CPU)
+            rollout.receive(offer, CPU)
     with pytest.raises(WeightSyncError, match="no whole set of weights, so it does not generate: the update to version 1 failed"):
         greedy(rollout)
     assert rollout.version == 0
     with good_sender(method, tmp_path, 2) as sender:
         sender.send(source.named_parameters())
-        rollout.receive(sender.parcel(), CPU)
+        rollout.receive(sender.offer(), CPU)
     assert greedy(rollout) != before
     assert rollout.version == 2
 
@@ -180,7 +179,7 @@ def test_a_broadcast_that_fails_ends_on_both_sides_and_leaves_the_engine_without
             kind = LyingSender if failure == "lie" else BroadcastSender
             is_missing = failure == "receiver is missing"
             sender = kind(1, 2 if is_missing else 1, CPU, timeout_s=3.0 if is_missing else 60.0)
-            box = [sender.parcel()]
+            box = [sender.offer()]
         dist.broadcast_object_list(box)
         if rank == 0:
             weights = source.named_parameters()
@@ -207,8 +206,8 @@ def test_a_broadcast_that_fails_ends_on_both_sides_and_leaves_the_engine_without
 def test_memory_that_is_gone_is_an_error_with_the_way_out() -> None:
     with IPCSender(3) as sender:
         sender.send(odd_tensors().items())
-        parcel = sender.parcel()
-    with pytest.raises(WeightSyncError, match=re.escape("weight_sync=broadcast or disk")), opened(parcel, CPU):
+        offer = sender.offer()
+    with pytest.raises(WeightSyncError, match=re.escape("weight_sync=broadcast or disk")), opened(offer, CPU):
         pass
 
 
@@ -217,10 +216,10 @@ def refused(*arguments: object) -> Tensor:
 
 
 def test_gpu_memory_that_is_gone_is_an_error_with_the_way_out() -> None:
-    parcel = CudaParcel(3, {"a": describe(torch.ones(2))}, pickle.dumps({"a": (refused, ())}))
+    offer = CudaOffer(3, {"a": describe(torch.ones(2))}, pickle.dumps({"a": (refused, ())}))
     with (
         pytest.raises(WeightSyncError, match=r"GPU memory of version 3 .*invalid resource handle.*weight_sync=disk"),
-        opened(parcel, CPU),
+        opened(offer, CPU),
     ):
         pass
 
@@ -234,9 +233,9 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_the_key(tmp_path: Path
 def test_an_engine_in_another_process_is_sent_the_weights_only_when_they_have_changed(tmp_path: Path) -> None:
     rollout, source = engine(tmp_path), tiny_model(seed=3)
     size = sum(parameter.nbytes for parameter in source.parameters())
-    lender = SentWeights(source.named_parameters, IPCSender, lambda parcel: rollout.receive(parcel, CPU))
+    borrowing = SentWeights(source.named_parameters, IPCSender, lambda offer: rollout.receive(offer, CPU))
     for change, copied, version in ((False, size, 1), (False, 0, 1), (True, size, 2), (False, 0, 2)):
         if change:
-            lender.changed()
-        with lender.lent() as found:
+            borrowing.changed()
+        with borrowing.borrowed() as found:
             assert (found, rollout.version) == (copied, version)

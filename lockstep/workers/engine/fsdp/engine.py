@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,22 +18,22 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, OptimConfig
-from lockstep.errors import ConfigError, DataError, NumericalError
+from lockstep.errors import ConfigError, DataError
 from lockstep.models.attention import PACKED
 from lockstep.models.flops import model_cost
+from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, ADAPTER_WEIGHTS, AdaptedSource, Lora, adapter_name, base_name, is_adapter
 from lockstep.models.meta import WeightFiles, WeightSource
-from lockstep.models.outputs import packed_scores
+from lockstep.models.outputs import layer_output
 from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.models.token_head import gives_logits_unchanged, install_token_head
 from lockstep.models.weight_file import write_weights
 from lockstep.protocol import Ragged
-from lockstep.workers.engine.base import OptimResult, TrainEngine, uses_weights
+from lockstep.workers.engine.base import OptimResult, TrainEngine, logits_at_once, uses_weights
 from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.offload import Offload
-from lockstep.workers.engine.optim import learning_rate, move_state
+from lockstep.workers.engine.optim import Updates, make_adamw, move_state, step_adamw
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.sequence import compute_divided, sequence_group
 
@@ -87,35 +86,26 @@ class FSDPEngine(TrainEngine):
             source = AdaptedSource(source, lora.values) if source is not None else None
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
-        token_head = install_token_head(module) if head is Head.LANGUAGE_MODEL else None
+        hands_out = head is Head.LANGUAGE_MODEL and hand_out_hidden(module)
         if head is Head.SCORE and self._sequence is not None:
             self.score_layer = pack_score_head(module)
         self.module = self._shard(module, config, meshes, source)
-        if token_head is not None and gives_logits_unchanged(self.module, token_head, device):
-            self.token_head = token_head
+        output = module.get_output_embeddings()
+        if hands_out and logits_are_the_layers(self.module, output, device):
+            self.tokens_at_once = logits_at_once(output.out_features, device)  # type: ignore[arg-type]
         sharding.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
-        self._optim, self._total_updates, self._updates = optim, total_updates, 0
-        self._offload = config.optimizer_offload is True  # auto is for a plan to decide; without one it is no
+        self._offloads_state = config.optimizer_offload is True  # auto is for a plan to decide; without one it is no
+        self._updates = Updates(optim, total_updates)
         trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
-        self._optimizer = (
-            torch.optim.AdamW(
-                [{"params": parameters} for parameters in sharding.by_mesh(trained)],
-                lr=optim.lr,
-                betas=(optim.betas[0], optim.betas[1]),
-                weight_decay=optim.weight_decay,
-                fused=True,
-            )
-            if optim
-            else None
-        )
-        self._rest: Offload | None = None
+        self._optimizer = make_adamw(trained, optim) if optim else None
+        self._offload: Offload | None = None
         if config.param_offload is True:
-            self._rest = Offload(lambda: sharding.shards(self.module), lambda: sharding.gradient_shards(self.module))
-            self._rest.to_host()
+            self._offload = Offload(lambda: sharding.shards(self.module), lambda: sharding.gradient_shards(self.module))
+            self._offload.to_host()
 
     def on_device(self) -> AbstractContextManager[None]:
-        return self._rest.in_use() if self._rest is not None else nullcontext()
+        return self._offload.in_use() if self._offload is not None else nullcontext()
 
     def _shard(
         self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None
@@ -139,8 +129,7 @@ class FSDPEngine(TrainEngine):
         return scores
 
     def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
-        inputs = (packed.input_ids, packed.position_ids, packed.layout, packed.predict_at)
-        return {"scores": packed_scores(self.module, score, *inputs)}
+        return {"scores": layer_output(self.module, score, packed.inputs)[0, packed.predict_at, 0].float()}
 
     def _divided(self, packed: PackedRows, compute: Callable[[PackedRows], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The columns of a micro-batch, computed by this rank or by those that divide its tokens."""
@@ -152,37 +141,31 @@ class FSDPEngine(TrainEngine):
     @uses_weights
     def optim_step(self) -> OptimResult:
         assert self._optimizer is not None, "a frozen engine cannot learn"
-        assert self._optim is not None
-        norm = sharding.clip_grad_norm(self.module, self._optim.clip_grad or math.inf)
-        if not math.isfinite(norm):
-            self._optimizer.zero_grad()
-            raise NumericalError(f"the gradient norm is {norm} at update {self._updates}; no weight was changed")
-        lr = learning_rate(self._updates, self._total_updates, self._optim)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        if self._offload:
-            move_state(self._optimizer, self.device)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._offload:
-            move_state(self._optimizer, torch.device("cpu"))
-        self._updates += 1
+        norm = sharding.clip_grad_norm(self.module, self._updates.max_norm)
+        result = self._updates.make(norm, functools.partial(self._step, self._optimizer), self._optimizer.zero_grad)
         self._mark_changed()
-        return OptimResult(grad_norm=norm, lr=lr)
+        return result
+
+    def _step(self, optimizer: torch.optim.AdamW, lr: float) -> None:
+        if self._offloads_state:
+            move_state(optimizer, self.device)
+        step_adamw(optimizer, lr)
+        if self._offloads_state:
+            move_state(optimizer, torch.device("cpu"))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.on_device():
             tensors = sharding.whole_tensors(self.module)
             for name, tensor in tensors if self._lora is None else self._lora.merged(tensors):
-                # The memory of a weight that rests in host memory is gone by the time it is used.
-                yield name, tensor if self._rest is None else tensor.clone()
+                # The memory of an offloaded weight is gone by the time it is used.
+                yield name, tensor if self._offload is None else tensor.clone()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         return self._lora.off() if self._lora is not None else super().adapter_off()
 
     @uses_weights
     def save(self, path: Path) -> None:
-        self.folder.write(path, self.export_weights(), self._updates, writes=self.rank == 0)
+        self.folder.write(path, self.export_weights(), self._updates.done, writes=self.rank == 0)
         if self._lora is not None:
             self._save_adapter(self._lora, path / ADAPTER)
         if self._optimizer is not None:
@@ -204,11 +187,11 @@ class FSDPEngine(TrainEngine):
         state: dict[str, Any] = get_optimizer_state_dict(self.module, self._optimizer)
         read_moments(path, state["state"])
         set_optimizer_state_dict(self.module, self._optimizer, state)
-        self._updates = read_updates(path)
+        self._updates.done = read_updates(path)
 
     def _mark_changed(self) -> None:
-        if self._rest is not None:
-            self._rest.changed = True
+        if self._offload is not None:
+            self._offload.changed = True
 
     def _save_adapter(self, lora: Lora, folder: Path) -> None:
         """A folder that peft loads beside the model that training started from. Adapters are small: the first rank holds them all."""

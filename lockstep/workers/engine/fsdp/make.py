@@ -7,46 +7,41 @@ import torch.distributed as dist
 
 from lockstep.config.engine import EngineChoice
 from lockstep.models.compile import compile_layers
-from lockstep.models.fast_layers import has_fast_layers, install_fast_layers
+from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, check_packing
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
-from lockstep.workers.engine.order import EngineOrder
 from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.spec import EngineSpec
 
 
-def make_fsdp_engine(choice: EngineChoice, order: EngineOrder) -> FSDPEngine:
+def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     """See registry.make_engine."""
-    config, model, device = choice.fsdp_config, order.model, order.device
+    config, model, device = choice.fsdp_config, spec.model, spec.device
     # A rank that will keep a part of the model never holds the whole of it. One rank keeps what was loaded, without a copy.
-    module, source = order.load() if dist.get_world_size() > 1 else (order.load_whole(), None)
-    decoder = order.decoder(module)
-    if not config.use_torch_compile:
-        install_fast_layers(module)
-    lora = Lora(module, model, order.head, order.seed) if model.lora_rank and order.optim is not None else None
+    module, source = spec.load() if dist.get_world_size() > 1 else (spec.load_whole(), None)
+    decoder = spec.decoder(module)
     dtype = compute_dtype(config.dtype, device)
-    half_on_gpu = device.type == "cuda" and dtype != torch.float32
-    fast = half_on_gpu and has_fast_layers(module) and not config.use_torch_compile
-    apply_recompute(module, order.recompute(module, dtype, fast))
+    fast = device.type == "cuda" and dtype != torch.float32 and not config.use_torch_compile and install_fast_layers(module)
+    lora = Lora(module, model, spec.head, spec.seed) if model.lora_rank and spec.optim is not None else None
+    apply_recompute(module, spec.recompute(module, dtype, fast))
     if config.use_torch_compile:
         compile_layers(module)
     engine = FSDPEngine(
         module,
-        order.head,
-        version=_version(
-            choice.strategy, lora is not None, dtype != torch.float32 and 1 in (dist.get_world_size(), config.fsdp_size)
-        ),
+        spec.head,
+        version=_version(choice, adapts=lora is not None),
         config=config,
-        optim=order.optim,
-        total_updates=order.total_updates,
+        optim=spec.optim,
+        total_updates=spec.total_updates,
         device=device,
         source=source,
         lora=lora,
     )
     # What was loaded whole has been checked, a score head aside, which is packed only where its tokens are divided.
-    if engine.score_layer is not None or (source is not None and order.head is not Head.SCORE):
+    if engine.score_layer is not None or (source is not None and spec.head is not Head.SCORE):
         with engine.on_device():
             check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
             sharding.reshard(engine.module)
@@ -54,7 +49,9 @@ def make_fsdp_engine(choice: EngineChoice, order: EngineOrder) -> FSDPEngine:
     return engine
 
 
-def _version(strategy: str, adapts: bool, whole_in_half: bool) -> int:
-    """1 for strategy fsdp, but where FullyShardedDataParallel fails: with adapters it does not put tied weights back that do not learn, and
-    where a rank has the whole model it gives float32 parameters gradients in half precision (tied ones; on a GPU all)."""
-    return 1 if strategy == "fsdp" and not adapts and not whole_in_half else 2
+def _version(choice: EngineChoice, adapts: bool) -> int:
+    """The version of FSDP behind a strategy. `fsdp` is FullyShardedDataParallel where ranks share a model, and fsdp2's code elsewhere:
+    where a rank has the whole model, FullyShardedDataParallel gives float32 parameters gradients in half precision, and reduces none over
+    groups of one rank; with adapters it does not put back tied weights that are frozen."""
+    ranks_of_a_copy = 1 if choice.fsdp_config.fsdp_size == 1 else dist.get_world_size()
+    return 1 if choice.strategy == "fsdp" and ranks_of_a_copy > 1 and not adapts else 2

@@ -2,16 +2,16 @@
 
 The layers are split as transformers' plan for the family says: projections into heads and MLP columns by rows of their weight (colwise),
 those back to the hidden size by columns (rowwise). Norms, value and score heads are whole on every rank. The vocabulary is split, in
-the embedding and in the output layer, which gives log-probs without ever gathering logits (models/token_head.py).
+the embedding and in the output layer; log-probs are computed from its parts without gathering logits (models/chunked_head.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,8 +20,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from transformers import PreTrainedModel
-
-from lockstep.models.token_head import TokenHead
 
 _HEADS_DIM = 2
 """Of [batch, tokens, heads, head size], what norms of single heads see."""
@@ -32,10 +30,20 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
+class _SplitLinear(nn.Linear):
+    """A linear layer split by rows that gives whole outputs: for those who want logits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert isinstance(self.weight, DTensor)
+        whole = DTensor.from_local(input, self.weight.device_mesh, [Replicate()], run_check=False)
+        return super().forward(whole).full_tensor()  # type: ignore[attr-defined]
+
+
 class _SplitRows(ParallelStyle):
-    """Split the parameters by rows and leave the computation to the module."""
+    """Split the parameters of a linear layer by rows."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _SplitLinear
         for name, parameter in list(module.named_parameters(recurse=False)):
             split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(split))
@@ -50,7 +58,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    if isinstance(output, TokenHead):
+    if type(output) is nn.Linear:
         plan[names[output]] = _SplitRows()
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for tied, source in (model.all_tied_weights_keys or {}).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,16 +10,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
-from lockstep.errors import DataError, NumericalError
+from lockstep.errors import DataError
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightFiles, WeightSource
-from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.protocol import Ragged
-from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
+from lockstep.models.meta import WeightFiles
+from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.observability.metrics import Metric
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine, silent, token_outputs
 from lockstep.workers.engine.checkpoint import OPTIMIZER, ModelFolder, read_updates, write_gathered
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
 from lockstep.workers.engine.megatron.layout import join_layout
@@ -35,34 +34,22 @@ from lockstep.workers.engine.megatron.model import Stage
 from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
 from lockstep.workers.engine.megatron.spec import head_size, transformer_config
 from lockstep.workers.engine.megatron.weights import Weights
-from lockstep.workers.engine.optim import learning_rate
+from lockstep.workers.engine.optim import Updates
 from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.spec import EngineSpec
 
 Consume = Callable[[int, Tensor], Tensor]
 """(number of the micro-batch, the columns side by side) -> its loss. Called on ranks of the last stage."""
 
 
 class MegatronEngine(TrainEngine):
-    """See TrainEngine. `module` is the Hugging Face model, which may be on the meta device and is not kept; `source` has its weights.
-
-    `recompute` is one of lockstep.models.recompute's kinds.
-    """
+    """See TrainEngine. The model of transformers says what to build, and its files have the weights."""
 
     exports_copies = True
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        source: WeightSource,
-        head: Head,
-        *,
-        config: MegatronConfig,
-        recompute: str,
-        optim: OptimConfig | None,
-        total_updates: int,
-        device: torch.device,
-        seed: int,
-    ) -> None:
+    def __init__(self, config: MegatronConfig, spec: EngineSpec) -> None:
+        module, source = spec.load()
+        head, optim, device = spec.head, spec.optim, spec.device
         self.head, self.device = head, device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # megatron-core makes its buffers on the current device
@@ -71,12 +58,12 @@ class MegatronEngine(TrainEngine):
         hf_config, shapes = self.folder.hf_config, self.folder.shapes
         self.cost = model_cost(module)
         self.dtype = compute_dtype(config.dtype, device)
-        self._layout = layout = join_layout(config, seed)
+        self._layout = layout = join_layout(config, spec.seed)
         self.model_group = layout.model if layout.model.size() > 1 else None
         self.gradient_ranks = layout.data.size()
         self.reports = layout.is_last_stage and layout.tensor.rank() == 0
         stage = Stage(
-            transformer_config(hf_config, config, self.dtype, recompute),
+            transformer_config(hf_config, config, self.dtype, spec.recompute(module, self.dtype)),
             head,
             layout,
             vocabulary=hf_config.vocab_size,
@@ -87,10 +74,11 @@ class MegatronEngine(TrainEngine):
         ).to(device)
         placed = place_parameters(shapes, hf_config.num_hidden_layers, head_size(hf_config), layout.pipeline.size())
         self._weights = Weights(stage, placed, shapes, layout, device)
-        self._optim, self._total_updates, self._updates = optim, total_updates, 0
+        self._updates = Updates(optim, spec.total_updates)
         self._optimizer: AdamW | None = None
         self.module: nn.Module = stage.requires_grad_(False) if optim is None else self._trained(stage, optim, config)
         self._read_weights(source.read)
+        self.decoder = spec.decoder(module)
 
     def _trained(self, stage: Stage, optim: OptimConfig, config: MegatronConfig) -> DistributedDataParallel:
         with quiet():
@@ -109,14 +97,19 @@ class MegatronEngine(TrainEngine):
         for packed, stacked in zip(packs, self._forward(packs, temperature), strict=True):
             yield self._unstack(self._from_last_stage(stacked, len(packed.predict_at)), entropy_grad=False)
 
-    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
+    def forward_backward(
+        self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> dict[str, Metric]:
         """See TrainEngine. Gradients are reduced over the ranks in `optim_step`."""
+        packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
 
-        def loss(number: int, stacked: Tensor) -> Tensor:
+        def loss_of(number: int, stacked: Tensor) -> Tensor:
+            asked = silent(loss_pass) if packs[number].is_placeholder else loss_pass
             # The schedule divides by the number of micro-batches, but a loss here is a part of a sum and not of a mean.
-            return loss_of(number, self._unstack(stacked, entropy_grad)) * len(packs)
+            return asked.of(token_outputs(self._unstack(stacked, entropy_grad)), packs[number].tokens) * len(packs)
 
-        self._schedule(packs, loss, temperature, entropy_grad, forward_only=False)
+        self._schedule(packs, loss_of, temperature, entropy_grad, forward_only=False)
+        return self._metrics(loss_pass)
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
         packed = pack_sequences(rows, pad_token_id, self.device)
@@ -178,17 +171,9 @@ class MegatronEngine(TrainEngine):
 
     def optim_step(self) -> OptimResult:
         assert self._optimizer is not None, "a frozen engine cannot learn"
-        assert self._optim is not None
         finalize_model_grads([self.module])
         norm = self._optimizer.gradient_norm()
-        if not math.isfinite(norm):
-            self._clear_gradients()
-            raise NumericalError(f"the gradient norm is {norm} at update {self._updates}; no weight was changed")
-        lr = learning_rate(self._updates, self._total_updates, self._optim)
-        self._optimizer.step(norm, lr)
-        self._clear_gradients()
-        self._updates += 1
-        return OptimResult(grad_norm=norm, lr=lr)
+        return self._updates.make(norm, partial(self._optimizer.step, norm), self._clear_gradients)
 
     def _clear_gradients(self) -> None:
         assert self._optimizer is not None
@@ -205,7 +190,7 @@ class MegatronEngine(TrainEngine):
     def save(self, path: Path) -> None:
         """See TrainEngine. Moments are whole tensors under Hugging Face names, so that they fit any layout of this engine."""
         writes = self.rank == 0
-        self.folder.write(path, self._export(MASTER), self._updates, writes=writes)
+        self.folder.write(path, self._export(MASTER), self._updates.done, writes=writes)
         if self._optimizer is not None:
             (path / OPTIMIZER).mkdir(exist_ok=True)
             for kind in MOMENTS:
@@ -220,8 +205,8 @@ class MegatronEngine(TrainEngine):
             return
         for kind, files in zip(MOMENTS, moments, strict=True):
             self._weights.read_into(files.read, partial(self._optimizer.write, kind))
-        self._updates = read_updates(path)
-        self._optimizer.set_steps(self._updates)
+        self._updates.done = read_updates(path)
+        self._optimizer.set_steps(self._updates.done)
 
     def _export(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Master weights or a moment, in float32; of a frozen engine its weights."""

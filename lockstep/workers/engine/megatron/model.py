@@ -7,9 +7,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models.chunked_head import VocabularyPart, chunked_log_probs
 from lockstep.models.load import Head
 from lockstep.models.packing import PackedRows
-from lockstep.models.token_head import VocabularyPart, target_log_probs
 from lockstep.workers.engine.megatron.convert import padded_vocabulary
 from lockstep.workers.engine.megatron.layout import Layout
 from lockstep.workers.engine.megatron.library import (
@@ -130,7 +130,7 @@ class VocabularyHead(nn.Module):
             chosen = copy_to_tensor_model_parallel_region(hidden[packed.predict_at, 0])  # backward: summed
         weight = self.weight if tied is None else tied
         assert weight is not None
-        columns = target_log_probs(chosen, weight, None, packed.targets, temperature, entropy_grad, part=self._part)
+        columns = chunked_log_probs(packed.targets, temperature, entropy_grad, chosen, weight, part=self._part)
         return torch.stack(columns, dim=-1)
 
 

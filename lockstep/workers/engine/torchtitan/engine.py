@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,51 +13,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from lockstep.config.engine import OptimConfig, TorchtitanConfig
-from lockstep.errors import NumericalError
+from lockstep.config.engine import TorchtitanConfig
 from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightSource
-from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.protocol import Ragged
-from lockstep.workers.engine.base import LossOf, OptimResult, TrainEngine
+from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.observability.metrics import Metric
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine, silent, token_outputs
 from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
-from lockstep.workers.engine.optim import learning_rate
+from lockstep.workers.engine.optim import Updates, make_adamw, step_adamw
 from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.sharded import clip_grad_norm, read_shards
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.torchtitan.model import Question, decoder_config
 from lockstep.workers.engine.torchtitan.names import hf_name
-from lockstep.workers.engine.torchtitan.parallel import (
-    build,
-    clip_grad_norm,
-    compile_layers,
-    make_layout,
-    read_shards,
-    whole_tensors,
-)
+from lockstep.workers.engine.torchtitan.parallel import build, compile_layers, make_layout, whole_tensors
 from lockstep.workers.engine.torchtitan.pipeline import Inputs, Pipeline
 
 _EMBEDDING = "model.embed_tokens.weight"
 
 
 class TorchtitanEngine(TrainEngine):
-    """See TrainEngine. `model` says what to build, and may be on the meta device; `source` has its weights."""
+    """See TrainEngine. The model of transformers says what to build, and its files have the weights."""
 
     gradient_ranks = 1  # torchtitan sums gradients
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        source: WeightSource,
-        head: Head,
-        *,
-        config: TorchtitanConfig,
-        recompute: str,
-        optim: OptimConfig | None,
-        total_updates: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: TorchtitanConfig, spec: EngineSpec) -> None:
+        model, source = spec.load()
+        head, optim, device = spec.head, spec.optim, spec.device
         self.head, self.device = head, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.folder = ModelFolder.of(model)
@@ -69,30 +53,22 @@ class TorchtitanEngine(TrainEngine):
         # In a pipeline the first and the last stage have a copy each of a tied embedding; see _sum_tied.
         self._has_copies = tied and self._layout.stages is not None
         titan = decoder_config(model, tied and not self._has_copies)
+        recompute = spec.recompute(model, self.dtype)
         self.module = build(titan, self._layout, self.dtype, recompute, optim is not None, device)
         if config.use_torch_compile:
             compile_layers(self.module)
         output = "model.embed_tokens" if tied else "lm_head" if head is Head.LANGUAGE_MODEL else "score"
         self._parameters = {hf_name(name, output): parameter for name, parameter in self.module.named_parameters()}
         self._owners = self._find_owners()
-        read_shards(self._parameters, source.read)
+        read_shards(self._parameters.items(), source.read)
         self._pipeline = (
             Pipeline(self.module, self._layout.stages, titan.dim, self.dtype, device, self._layout.tensor_mesh)
             if self._layout.stages is not None
             else None
         )
-        self._optim, self._total_updates, self._updates = optim, total_updates, 0
-        self._optimizer = (
-            torch.optim.AdamW(
-                self._parameters.values(),
-                lr=optim.lr,
-                betas=(optim.betas[0], optim.betas[1]),
-                weight_decay=optim.weight_decay,
-                fused=True,
-            )
-            if optim
-            else None
-        )
+        self._updates = Updates(optim, spec.total_updates)
+        self._optimizer = make_adamw(self._parameters.values(), optim) if optim else None
+        self.decoder = spec.decoder(model)
 
     def _find_owners(self) -> dict[str, int]:
         """For each parameter the stage that has it; of two copies the first."""
@@ -108,18 +84,23 @@ class TorchtitanEngine(TrainEngine):
         for answer in self._answers([self._inputs(packed, temperature) for packed in packs]):
             yield self._columns(answer)
 
-    def backward(self, packs: Sequence[PackedRows], loss_of: LossOf, temperature: float, entropy_grad: bool) -> None:
+    def forward_backward(
+        self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> dict[str, Metric]:
+        packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
         batches = [self._inputs(packed, temperature, entropy_grad) for packed in packs]
 
-        def loss(number: int, answer: Tensor) -> Tensor:
-            return loss_of(number, self._columns(answer, entropy_grad))
+        def loss_of(number: int, answer: Tensor) -> Tensor:
+            asked = silent(loss_pass) if packs[number].is_placeholder else loss_pass
+            return asked.of(token_outputs(self._columns(answer, entropy_grad)), packs[number].tokens)
 
         if self._pipeline is not None:
-            self._pipeline.backward(batches, loss, self.gradient_sync)
-            return
-        for number, inputs in enumerate(batches):
-            with self.gradient_sync(number == len(batches) - 1):
-                loss(number, self.module(*inputs)).backward()
+            self._pipeline.backward(batches, loss_of, self.gradient_sync)
+        else:
+            for number, inputs in enumerate(batches):
+                with self.gradient_sync(number == len(batches) - 1):
+                    loss_of(number, self.module(*inputs)).backward()
+        return self._metrics(loss_pass)
 
     def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
         packed = pack_sequences(rows, pad_token_id, self.device)
@@ -161,22 +142,12 @@ class TorchtitanEngine(TrainEngine):
 
     def optim_step(self) -> OptimResult:
         assert self._optimizer is not None, "a frozen engine cannot learn"
-        assert self._optim is not None
         if self._has_copies:
             self._sum_tied()
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         counted = [gradient for name, gradient in gradients.items() if self._owners[name] == self._layout.stage]
-        norm = clip_grad_norm(gradients.values(), counted, self._optim.clip_grad or math.inf, self._layout.stages)
-        if not math.isfinite(norm):
-            self._optimizer.zero_grad()
-            raise NumericalError(f"the gradient norm is {norm} at update {self._updates}; no weight was changed")
-        lr = learning_rate(self._updates, self._total_updates, self._optim)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._updates += 1
-        return OptimResult(grad_norm=norm, lr=lr)
+        norm = clip_grad_norm(gradients.values(), self._updates.max_norm, counted, self._layout.stages)
+        return self._updates.make(norm, partial(step_adamw, self._optimizer), self._optimizer.zero_grad)
 
     def _sum_tied(self) -> None:
         """Give both copies of a tied embedding the gradient of both: they start alike, so they stay alike."""
@@ -188,28 +159,22 @@ class TorchtitanEngine(TrainEngine):
     # -- weights ---------------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.world_size == 1:
-            for name in self.folder.specs:
-                parameter = self._parameters[name]
-                assert isinstance(parameter, DTensor)
-                yield name, parameter.to_local().detach()
-            return
-        yield from whole_tensors(self._parameters, self.folder.shapes, self._owners, self._layout)
+        return whole_tensors(self._parameters, self.folder.shapes, self._owners, self._layout)
 
     def save(self, path: Path) -> None:
-        self.folder.write(path, self.export_weights(), self._updates, writes=self.rank == 0)
+        self.folder.write(path, self.export_weights(), self._updates.done, writes=self.rank == 0)
         if self._optimizer is not None:
             write_moments(path, self._moments())
 
     def load(self, path: Path) -> None:
-        read_shards(self._parameters, self.folder.open(path).read)
+        read_shards(self._parameters.items(), self.folder.open(path).read)
         if self._optimizer is None:
             return
         moments = self._moments()
         read_moments(path, moments)
         for name, parameter in self._parameters.items():
             self._optimizer.state[parameter] = moments[name]
-        self._updates = read_updates(path)
+        self._updates.done = read_updates(path)
 
     def _moments(self) -> dict[str, Any]:
         """AdamW's state by Hugging Face names, as the fsdp engines write it; zeros where there was no update yet."""

@@ -24,7 +24,8 @@ from torchtitan.protocols.sharding import ShardingConfig
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import packed_attention
-from lockstep.models.token_head import VocabularyPart, target_log_probs
+from lockstep.models.chunked_head import VocabularyPart, chunked_log_probs
+from lockstep.workers.engine.sharded import local_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,9 @@ class LanguageHead(Linear):
         if isinstance(self.weight, DTensor):  # each rank has a part of the vocabulary, and makes a part of the gradient
             assert isinstance(input, DTensor)
             hidden = input.to_local(grad_placements=[Partial()])[0, question.at]
-            columns = target_log_probs(hidden, self.weight.to_local(), None, *options, part=VocabularyPart.of(self.weight))
+            columns = chunked_log_probs(*options, hidden, self.weight.to_local(), part=VocabularyPart.of(self.weight))
         else:
-            columns = target_log_probs(input[0, question.at], self.weight, None, *options)
+            columns = chunked_log_probs(*options, input[0, question.at], self.weight)
         return torch.stack(columns, dim=-1)
 
 
@@ -104,9 +105,9 @@ class ValueHead(Linear):
 
     def forward(self, input: Tensor, question: Question | None = None) -> Tensor:
         assert question is not None
-        hidden = _local(input)[0, question.at]
+        hidden = local_part(input)[0, question.at]
         # A sum over one number: FSDP2 warns about outputs that are views.
-        return F.linear(hidden, _local(self.weight), None if self.bias is None else _local(self.bias)).float().sum(-1)
+        return F.linear(hidden, local_part(self.weight), None if self.bias is None else local_part(self.bias)).float().sum(-1)
 
 
 class PackedDecoder(Qwen3Model):
@@ -212,8 +213,4 @@ def _replicated(x: Tensor, like: Tensor) -> Tensor:
     """The same tensor on every rank of the mesh of `like`, where that is a DTensor."""
     if not isinstance(like, DTensor):
         return x
-    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    return DTensor.fromlocal_part(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

@@ -6,8 +6,7 @@ has its own layers only.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
+from lockstep.workers.engine.sharded import whole_tensor
 from lockstep.workers.engine.torchtitan.model import PackedDecoder
 
 _BACKEND = "partial_dtensor"
@@ -135,18 +133,6 @@ def _keep_stage(model: PackedDecoder, layout: Layout) -> None:
         model.norm = model.lm_head = None
 
 
-@torch.no_grad()
-def read_shards(parameters: dict[str, nn.Parameter], read: Callable[[str, int, int], Tensor]) -> None:
-    """Fill parameters by name: each rank asks `read(name, start, stop)` for the rows of its shards, and keeps its columns of them."""
-    for name, parameter in parameters.items():
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        if local.numel():
-            _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            rows = read(name, offset[0], offset[0] + len(local))
-            local.copy_(rows if rows.dim() == 1 else rows[:, offset[1] : offset[1] + local.shape[1]])
-
-
 def whole_tensors(
     parameters: dict[str, nn.Parameter], shapes: dict[str, tuple[int, ...]], owners: dict[str, int], layout: Layout
 ) -> Iterator[tuple[str, Tensor]]:
@@ -154,60 +140,9 @@ def whole_tensors(
     for name, shape in shapes.items():
         mine = owners[name] == layout.stage
         if mine:
-            tensor = _whole(parameters[name])
+            tensor = whole_tensor(parameters[name])
         else:
             tensor = torch.empty(shape, device=next(iter(parameters.values())).device)
         if layout.stages is not None:
             dist.broadcast(tensor, group=layout.stages, group_src=owners[name])
         yield name, tensor
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    """The parameter gathered over its mesh, one dimension after the other: asked for both at once, torch does the same and warns."""
-    tensor = parameter.detach()
-    assert isinstance(tensor, DTensor)
-    for dim in range(tensor.device_mesh.ndim):
-        tensor = tensor.redistribute(placements=[Replicate() if d <= dim else p for d, p in enumerate(tensor.placements)])
-    return tensor.to_local()
-
-
-def clip_grad_norm(
-    gradients: Iterable[Tensor], counted: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None
-) -> float:
-    """Scale `gradients` down to `max_norm`; returns their norm before, which is that of `counted` on all ranks of `group` together.
-
-    torch's own function cannot take gradients that lie on several meshes, and stops half-way, with some of them scaled.
-    """
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for gradient in counted:
-        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    squares = torch.stack([_squares(part, mesh) for mesh, part in by_mesh.items()]).sum()
-    if group is not None:
-        dist.all_reduce(squares, group=group)
-    norm = squares.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        _local(gradient).mul_(scale)
-    return float(norm)
-
-
-def _squares(gradients: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
-    """The sum of squares of all entries; entries that several ranks of the mesh have count once."""
-    copies = [_copies(gradient) for gradient in gradients]
-    norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
-    squares = (norms.square() / torch.tensor(copies, device=norms.device)).sum()
-    if mesh is not None:
-        for dim in range(mesh.ndim):
-            dist.all_reduce(squares, group=mesh.get_group(dim))
-    return squares
-
-
-def _copies(gradient: Tensor) -> int:
-    """How many ranks have each entry."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    return math.prod(gradient.device_mesh.size(dim) for dim, p in enumerate(gradient.placements) if p.is_replicate())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import FSDPConfig, OptimConfig, VeOmniConfig
-from lockstep.models.load import Head
+from lockstep.config.engine import FSDPConfig, VeOmniConfig
+from lockstep.models.load import Head, check_packing
 from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.checkpoint import ModelFolder
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.fsdp.engine import FSDPEngine, pack_score_head
+from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.veomni.build import build_model, lay_out, shard_model
 
 
 class VeOmniEngine(FSDPEngine):
     """See TrainEngine. Its parameters are those of FSDP2 under transformers' names, so optimizer, checkpoints and export are shared.
 
-    `plain` is the model as transformers builds it, of which only the shapes and the config are used; `source` has its weights.
-    `recompute` says what of the activations is computed again (models/recompute.py).
+    Of the model as transformers builds it only the shapes, the config and the weights are used.
     """
 
-    def __init__(
-        self,
-        plain: PreTrainedModel,
-        source: WeightSource,
-        head: Head,
-        *,
-        config: VeOmniConfig,
-        recompute: str,
-        optim: OptimConfig | None,
-        total_updates: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: VeOmniConfig, spec: EngineSpec) -> None:
+        plain, source = spec.load()
+        head, device = spec.head, spec.device
         lay_out(config, device)
         module = build_model(plain, device)
-        apply_recompute(module, recompute)
+        apply_recompute(module, spec.recompute(plain, compute_dtype(config.dtype, device)))
         if head is Head.SCORE:  # VeOmni's class gives a score for every token, so rows need not be padded
             self.score_layer = pack_score_head(module)
         fsdp = FSDPConfig(dtype=config.dtype, ulysses_sequence_parallel_size=config.ulysses_parallel_size)
         super().__init__(
-            module, head, version=2, config=fsdp, optim=optim, total_updates=total_updates, device=device, source=source
+            module, head, version=2, config=fsdp, optim=spec.optim, total_updates=spec.total_updates, device=device, source=source
         )
         self.folder = ModelFolder.of(plain)
+        assert isinstance(self.module, PreTrainedModel)
+        check_packing(self.module, self.module, str(spec.model.path), device, self.dtype, self.score_layer)
+        sharding.reshard(self.module)
+        self.decoder = spec.decoder(plain)
 
     def _shard(
         self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None

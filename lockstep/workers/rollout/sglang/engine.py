@@ -23,8 +23,8 @@ from lockstep.workers.rollout.base import Completion, ProcessRollout, Request, f
 from lockstep.workers.rollout.sampling import request_keys
 from lockstep.workers.rollout.sglang.server import SGLangServer
 from lockstep.workers.rollout.stopping import Stopping
-from lockstep.workers.weight_sync.base import Manifest, Parcel, opened
-from lockstep.workers.weight_sync.disk import DiskParcel
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
+from lockstep.workers.weight_sync.disk import DiskOffer
 
 _SEED_BITS = (1 << 31) - 1
 _CACHE = {"tags": ["kv_cache"]}
@@ -37,7 +37,7 @@ class SGLangRollout(ProcessRollout):
     (--enable-deterministic-inference); otherwise a rerun draws other tokens.
     """
 
-    def _start(self, model: ModelConfig, device: torch.device, dtype: str, silence_s: float) -> None:
+    def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         config = self.config
         self._can_sleep, self._is_asleep = device.type == "cuda", False
         arguments = ["--model-path", self.folder, "--device", device.type, "--dtype", dtype]
@@ -49,7 +49,7 @@ class SGLangRollout(ProcessRollout):
         arguments += ["--trust-remote-code"] if model.trust_remote_code else []
         arguments += ["--disable-cuda-graph"] if config.enforce_eager else []
         arguments += ["--enable-memory-saver"] if self._can_sleep else []
-        self.server = SGLangServer(arguments, silence_s=silence_s)
+        self.server = SGLangServer(arguments, start_s=self.config.start_timeout_s, silence_s=self.config.silence_timeout_s)
 
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         faults = self._faults(requests, sampling)
@@ -89,18 +89,18 @@ class SGLangRollout(ProcessRollout):
             self.server.post("/resume_memory_occupation", _CACHE)
             self._is_asleep = False
 
-    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
-        if not isinstance(parcel, DiskParcel):
-            raise WeightSyncError(f"SGLang reads weights from files, it got a {type(parcel).__name__}: use weight_sync=disk")
-        with opened(parcel, device, receiver) as weights:
-            manifest = {name: parcel.manifest[name] for name, _ in weights}
+    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
+        if not isinstance(offer, DiskOffer):
+            raise WeightSyncError(f"SGLang reads weights from files, it got a {type(offer).__name__}: use weight_sync=disk")
+        with opened(offer, device, receiver) as weights:
+            manifest = {name: offer.manifest[name] for name, _ in weights}
         for file in Path(self.folder).glob("*.json"):  # beside the weights SGLang looks for the model's config
             if "index" not in file.name:
-                shutil.copy(file, parcel.folder)
+                shutil.copy(file, offer.folder)
         self._wake()
-        answer = self.server.post("/update_weights_from_disk", {"model_path": parcel.folder})
+        answer = self.server.post("/update_weights_from_disk", {"model_path": offer.folder})
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise WeightSyncError(f"SGLang did not load the weights of version {parcel.version}: {answer}")
+            raise WeightSyncError(f"SGLang did not load the weights of version {offer.version}: {answer}")
         self.server.post("/flush_cache", {})
         return manifest
 

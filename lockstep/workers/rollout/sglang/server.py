@@ -31,7 +31,7 @@ class SGLangServer:
     Raises WorkerDied or WorkerTimeout when it is not healthy after `start_s`.
     """
 
-    def __init__(self, arguments: Sequence[str], *, start_s: float = 900.0, silence_s: float = 600.0) -> None:
+    def __init__(self, arguments: Sequence[str], *, start_s: float, silence_s: float) -> None:
         with socket.socket() as free:
             free.bind((_HOST, 0))
             self._port = free.getsockname()[1]

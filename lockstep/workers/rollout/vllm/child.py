@@ -15,7 +15,7 @@ from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.sampling import request_keys
 from lockstep.workers.rollout.stopping import Stopping
-from lockstep.workers.weight_sync.base import Manifest, Parcel, opened
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
 
 Finished = tuple[int, list[int], list[float], str]
 """Number of the request, token ids, vLLM's log-probs of them, finish reason."""
@@ -80,10 +80,10 @@ class VLLMChild:
             if stopping:
                 engine.abort_request(list(stopping))
 
-    def load(self, parcel: Parcel) -> Iterator[Manifest]:
+    def load(self, offer: WeightOffer) -> Iterator[Manifest]:
         """Replace the weights, and forget what was computed with the old ones; what was received."""
         self._wake()
-        with opened(parcel, self._device) as weights:
+        with opened(offer, self._device) as weights:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not drop its prefix cache, which is of the old weights")

@@ -24,7 +24,7 @@ from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.quiet import quiet_transformers
 from lockstep.workers.rollout.base import Completion, ProcessRollout, Request
 from lockstep.workers.rollout.process import EngineProcess
-from lockstep.workers.weight_sync.base import Manifest, Parcel, opened
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
 from lockstep.workers.weight_sync.ipc import IPCSender
 
 _COLDEST = 0.01
@@ -37,7 +37,7 @@ class VLLMRollout(ProcessRollout):
     A request's random numbers are seeded by (seed, step, prompt, sample).
     """
 
-    def _start(self, model: ModelConfig, device: torch.device, dtype: str, silence_s: float) -> None:
+    def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         """Raises ConfigError for a model whose weights vLLM knows by other names."""
         config, text_config = self.config, self.hf_config.get_text_config()
         self._names = _parameter_names(self.hf_config, self.folder, model.trust_remote_code)
@@ -54,7 +54,8 @@ class VLLMRollout(ProcessRollout):
                 "cache_bytes": None if cuda else _cache_bytes(text_config, config, getattr(torch, dtype)),
             },
             _environment(config, cuda),
-            silence_s=silence_s,
+            start_s=self.config.start_timeout_s,
+            silence_s=self.config.silence_timeout_s,
         )
 
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
@@ -76,15 +77,15 @@ class VLLMRollout(ProcessRollout):
     def close(self) -> None:
         self.process.close()
 
-    def _load(self, parcel: Parcel, device: torch.device, receiver: int) -> Manifest:
-        if parcel.manifest is None:  # vLLM's process is not a member of the broadcast: its weights are passed on
-            with opened(parcel, device, receiver) as weights, IPCSender(parcel.version) as sender:
+    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
+        if offer.manifest is None:  # vLLM's process is not a member of the broadcast: its weights are passed on
+            with opened(offer, device, receiver) as weights, IPCSender(offer.version) as sender:
                 sender.send(weights)
-                return self._load(sender.parcel(), device, receiver)
-        left_out = sorted(self._names - set(parcel.manifest))
+                return self._load(sender.offer(), device, receiver)
+        left_out = sorted(self._names - set(offer.manifest))
         if left_out:
             raise WeightSyncError(f"the weight update left {len(left_out)} parameters out, first {left_out[:3]}")
-        return self.process.call("load", parcel)
+        return self.process.call("load", offer)
 
 
 def _parameter_names(hf_config: PretrainedConfig, folder: str, trust_remote_code: bool) -> set[str]:

@@ -65,7 +65,7 @@ def test_a_decoder_has_weights_while_the_engine_rests(tmp_path: Path) -> None:
         decoder = engine.decoder
         assert isinstance(decoder, nn.Module)
         expected = weights_of(engine)
-        with shared.lent() as copied:
+        with shared.borrowed() as copied:
             assert resident(engine) == 0
             assert copied == sum(tensor.nbytes for tensor in expected.values())
             assert all(torch.equal(parameter, expected[name]) for name, parameter in decoder.named_parameters())

@@ -54,7 +54,7 @@ def test_heads_that_cannot_be_divided_are_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path, num_key_value_heads=1)
-    monkeypatch.setattr("lockstep.workers.engine.order.load_on_meta", None)
+    monkeypatch.setattr("lockstep.workers.engine.spec.load_on_meta", None)
 
     def make() -> None:
         with pytest.raises(ConfigError, match=r"fsdp_config.tensor_parallel_size=2 cannot split the model's 1 key-value heads"):

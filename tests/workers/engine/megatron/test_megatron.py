@@ -216,12 +216,12 @@ def test_weights_for_generation_equal_the_folder_s_and_follow_updates(tmp_path: 
         engine = LAYOUTS[layout].engine(path, decoder_attention=CACHED)
         shared = SharedWeights(engine, torch.float32)
         assert engine.decoder is not None
-        with shared.lent() as copied:
+        with shared.borrowed() as copied:
             lent = dict(engine.decoder.named_parameters())
             same = lent.keys() == whole.keys() and all(torch.equal(lent[name], whole[name]) for name in whole)
         engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
         trained = weights_of(engine)
-        with shared.lent():
+        with shared.borrowed():
             lent = dict(engine.decoder.named_parameters())
             follows = all(torch.equal(lent[name], trained[name]) for name in trained)
         return same, follows, copied

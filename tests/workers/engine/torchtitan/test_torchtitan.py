@@ -170,7 +170,7 @@ def test_a_decoder_of_the_engine_has_its_present_weights(tmp_path: Path, layout:
     def decode() -> tuple[Tensor, int]:
         engine = LAYOUTS[layout].engine(path, decoder_attention="sdpa")
         engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)
-        with torch.no_grad(), SharedWeights(engine, torch.float32).lent() as copied:
+        with torch.no_grad(), SharedWeights(engine, torch.float32).borrowed() as copied:
             return engine.decoder(input_ids=ids).logits, copied
 
     with torch.no_grad():

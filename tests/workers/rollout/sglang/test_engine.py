@@ -59,8 +59,8 @@ def start(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
 
     def make(*more: str, device: str = "cpu", **options: Any) -> SGLangRollout:
         serve_with(monkeypatch, *more)
-        config, model = RolloutConfig(name="sglang"), ModelConfig(path=path)
-        engines.append(SGLangRollout(model, config, 0, torch.device(device), torch.float32, letters, **options))
+        config, model = RolloutConfig(name="sglang", **options), ModelConfig(path=path)
+        engines.append(SGLangRollout(model, config, 0, torch.device(device), torch.float32, letters))
         return engines[-1]
 
     yield make
@@ -110,19 +110,19 @@ def test_weights_arrive_and_a_failed_update_stops_generation(shared_engine: SGLa
     expected = make_rollout(save_tiny_model(tmp_path / "other", seed=3)).generate(make_requests(), sampling(temperature=0.0))
     with DiskSender(7) as sender:
         sent = sender.send(tiny_model(seed=3).named_parameters())
-        assert engine.receive(sender.parcel(), CPU) == sent
+        assert engine.receive(sender.offer(), CPU) == sent
     found = engine.generate(make_requests(), sampling(temperature=0.0))
     assert ids_of(found) == ids_of(expected)
     assert [completion.policy_version for completion in found] == [7] * len(found)
     with IPCSender(8) as sender:
         sender.send(tiny_model().named_parameters())
         with pytest.raises(WeightSyncError, match="use weight_sync=disk"):
-            engine.receive(sender.parcel(), CPU)
+            engine.receive(sender.offer(), CPU)
     with pytest.raises(WeightSyncError, match="does not generate"):
         engine.generate(make_requests(), sampling())
     with DiskSender(9) as sender:
         sender.send(tiny_model().named_parameters())
-        engine.receive(sender.parcel(), CPU)
+        engine.receive(sender.offer(), CPU)
     calls = [json.loads(line)[0] for line in (Path(path) / "calls.jsonl").read_text().splitlines()]
     updates = [call for call in calls if call != "/generate"]
     assert updates[-2:] == ["/update_weights_from_disk", "/flush_cache"], "the prefix cache is of the old weights"
@@ -140,7 +140,7 @@ def test_the_cache_is_given_back_on_a_gpu_and_taken_again_by_the_next_generation
 
 
 def test_a_server_that_is_killed_is_an_error_at_once_and_one_that_hangs_after_the_deadline(start) -> None:
-    engine = start("--canned-s", "0.2", silence_s=60.0)
+    engine = start("--canned-s", "0.2", silence_timeout_s=60.0)
     stream = engine.generate_stream(make_requests(20), sampling())
     next(stream)
     os.kill(engine.server.process.pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ def test_a_server_that_is_killed_is_an_error_at_once_and_one_that_hangs_after_th
     assert time.monotonic() - started < 10
     with pytest.raises(WorkerDied):
         engine.generate(make_requests(1), sampling())
-    engine = start("--canned-s", "30", silence_s=0.5)
+    engine = start("--canned-s", "30", silence_timeout_s=0.5)
     with pytest.raises(WorkerTimeout, match="gave no sign of life for 0.5 s"):
         engine.generate(make_requests(1), sampling())
 

@@ -1,29 +1,30 @@
-"""Log-probs and entropy of given tokens from hidden states, without the logits.
+"""The output layer of a language model, applied to a chunk of tokens at a time: log-probs, entropies, and losses of them.
 
 The logits of M tokens over a vocabulary of V are the largest tensor of a training step by far, and all that is wanted of them is two
-numbers a token. Here they exist for a chunk of tokens at a time, in the forward pass and again in the backward pass, where they are
-computed anew. What is kept between the two grows with the tokens alone.
+numbers per token. Here they exist for a chunk of tokens at a time, and what is kept between forward and backward grows with the tokens
+alone. There are two ways:
 
-`TokenHead` puts this in the place where a model applies its output layer, so that a sharded layer is whole when it is read. Where the
-vocabulary is divided among ranks (`VocabularyPart`), each has the logits of its own part and they exchange a number or two a token.
+- `chunked_log_probs` gives the columns; the logits of a chunk are made again in the backward pass.
+- `ChunkedLoss` calls the loss on each chunk while its logits are there, so that they are made once: a quarter of the work less.
+
+Both take hidden states and the layer's weights from the engine, which runs the model's body first (`models/hidden.py`). Where the
+vocabulary is divided among ranks (`VocabularyPart`), each has the logits of its own part and they exchange a number or two per token.
 Legend: M tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedModel
 
-from lockstep.models.attention import PackedLayout
+from lockstep.models.packing import TokenRows
 
 MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 """Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
@@ -63,58 +64,67 @@ class VocabularyPart:
         return torch.where(here, targets - self.start, 0), here
 
 
-def target_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What a model says about M tokens, [M] each."""
+
+    log_probs: Tensor | None = None
+    """Language model: log-prob of each token."""
+    entropy: Tensor | None = None
+    """Language model: entropy at each token."""
+    values: Tensor | None = None
+    """Value model: the value before each token."""
+
+
+LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
+"""(outputs, the rows of these tokens with their columns) -> (loss, metrics). The losses of all chunks of all ranks add up to the
+mini-batch's loss; metrics may be pending on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossPass:
+    """What a backward pass over a mini-batch asks of every micro-batch, and what was found so far."""
+
+    loss: LossFn
+    temperature: float
+    """The logits are divided by it, as in sampling."""
+    entropy_grad: bool
+    """Whether the loss reads the entropy."""
+    scale: float = 1.0
+    """Multiplies the gradient, not the losses in `found`."""
+    found: list[tuple[Tensor, Mapping[str, Any], TokenRows]] = field(default_factory=list)
+    """Of each chunk its loss, its metrics and its rows."""
+
+    def of(self, outputs: TokenOutputs, tokens: TokenRows) -> Tensor:
+        """The loss of a whole micro-batch, to be differentiated."""
+        loss, metrics = self.loss(outputs, tokens)
+        self.found.append((loss.detach(), metrics, tokens))
+        return loss * self.scale
+
+
+def chunked_log_probs(
     targets: Tensor,
     temperature: float,
     entropy_grad: bool,
-    max_logits: int | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     part: VocabularyPart | None = None,
+    max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob [M] of `targets` [M] and entropy [M] under softmax((hidden [M, H] weight^T [V, H] + bias [V]) / temperature).
 
-    In float32 (float64 for float64 inputs). At most `max_logits` logits exist at a time (null: what suits the device), or one token's.
+    In float32 (float64 for float64 inputs). At most `max_logits` logits exist at a time (None: what suits the device), or one token's.
     The entropy carries a gradient only when `entropy_grad` asks for it. A logit of -inf is a token that cannot occur.
 
     With `part` the weight (and bias) are that part of the vocabulary, and every rank of its group has to call this with the same hidden
     states and targets. Each gets the same results; for the gradient of `hidden` see `VocabularyPart`.
     """
-    max_logits = max_logits or _max_logits(hidden.device)
-    chunk = max(1, max_logits // (weight.shape[0] if part is None else part.most))
-    return _TargetLogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
+    chunk = max(1, (max_logits or most_logits(hidden.device)) // (weight.shape[0] if part is None else part.most))
+    return _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
 
 
-@dataclass(frozen=True, slots=True)
-class LossParts:
-    """Losses of tokens that follow each other, part by part."""
-
-    sizes: Sequence[int]
-    """Tokens of each part; their logits exist at once."""
-    loss_of: Callable[[int, Tensor, Tensor], Tensor]
-    """(number of the part, log-probs [size], entropy [size]) -> its loss, one number."""
-
-
-def target_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    entropy_grad: bool,
-    parts: LossParts,
-    part: VocabularyPart | None = None,
-) -> Tensor:
-    """The sum of the losses of the parts, whose log-probs and entropies are those of `target_log_probs`.
-
-    A part's logits are made once: its gradient is taken while they are there. (`target_log_probs` makes them again in the backward pass: a
-    quarter of the output layer's work.) The result has one gradient, of this sum.
-    """
-    return _TargetLoss.apply(hidden, weight, bias, targets, temperature, entropy_grad, parts, part)
-
-
-class _TargetLogProbs(torch.autograd.Function):
+class _LogProbs(torch.autograd.Function):
     """With z the logits over the temperature, p = softmax(z), t the target, S the entropy:
 
     log p_t = z_t - logsumexp(z),  S = -sum p log p,  d log p_t / dz = onehot(t) - p,  dS / dz = -p (log p + S)
@@ -159,45 +169,50 @@ class _TargetLogProbs(torch.autograd.Function):
         return *gradients.rounded(ctx.part), *(None,) * 5
 
 
-class _TargetLoss(torch.autograd.Function):
-    """See target_loss; the formulas are those of _TargetLogProbs."""
+class ChunkedLoss(torch.autograd.Function):
+    """The loss of M tokens, chunk by chunk: `apply(loss_pass, chunks, targets, hidden, weight, bias, part)` is the sum over `chunks`,
+    which follow each other, of `loss_pass.loss`, with a gradient of that sum alone. Formulas and arguments are those of
+    `chunked_log_probs`; all logits of a chunk exist at once.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
+        loss_pass: LossPass,
+        chunks: Sequence[TokenRows],
+        targets: Tensor,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        entropy_grad: bool,
-        parts: LossParts,
         part: VocabularyPart | None,
     ) -> Tensor:
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[3:])
         total, start = torch.zeros((), dtype=_sum_dtype(hidden.dtype), device=hidden.device), 0
-        for number, size in enumerate(parts.sizes):
-            rows = slice(start, start + size)
-            start += size
-            logits = _logits(hidden[rows], weight, bias, part)
-            log_probs, log_normaliser, entropy = _statistics(logits, targets[rows], temperature, part, keep=True)
+        for chunk in chunks:
+            tokens = slice(start, start + chunk.rows.num_tokens)
+            start = tokens.stop
+            logits = _logits(hidden[tokens], weight, bias, part)
+            log_probs, log_normaliser, entropy = _statistics(logits, targets[tokens], loss_pass.temperature, part, keep=True)
             if part is not None:
                 dist.all_reduce(log_probs, group=part.group)
                 dist.all_reduce(entropy, group=part.group)
             with torch.enable_grad():
-                leaves = log_probs.requires_grad_(), entropy.requires_grad_(entropy_grad)
-                loss = parts.loss_of(number, *leaves)
-                found = torch.autograd.grad(loss, leaves[: 1 + entropy_grad], materialize_grads=True)
-            own_grad, more = (found[0].contiguous(), found[1].contiguous() if entropy_grad else None)
-            known = targets[rows], log_normaliser, entropy.detach(), own_grad, more
-            gradients.add(rows, _logit_gradient(logits, *known, temperature, hidden.dtype, part))
+                leaves = log_probs.requires_grad_(), entropy.requires_grad_(loss_pass.entropy_grad)
+                loss, metrics = loss_pass.loss(TokenOutputs(*leaves), chunk)
+                read = leaves[: 1 + loss_pass.entropy_grad]
+                of_log_probs, *of_entropy = torch.autograd.grad(loss * loss_pass.scale, read, materialize_grads=True)
+            loss_pass.found.append((loss.detach(), metrics, chunk))
+            more = of_entropy[0].contiguous() if of_entropy else None
+            known = targets[tokens], log_normaliser, entropy.detach(), of_log_probs.contiguous(), more
+            gradients.add(tokens, _logit_gradient(logits, *known, loss_pass.temperature, hidden.dtype, part))
             total += loss.detach()
         ctx.save_for_backward(*gradients.rounded(part))
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if found is None else found * grads[0].to(found.dtype) for found in ctx.saved_tensors), *(None,) * 5
+        found = (None if gradient is None else gradient * grads[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return None, None, None, *found, None
 
 
 class _Gradients:
@@ -230,86 +245,6 @@ class _Gradients:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    targets: Tensor
-    temperature: float
-    entropy_grad: bool
-    parts: LossParts | None
-
-
-class TokenHead(nn.Linear):
-    """A model's output layer that answers with log-prob and entropy of given tokens, or with a loss of them, while `asked` for it, and
-    else with logits."""
-
-    _request: _Request | None = None
-
-    @contextmanager
-    def asked(self, targets: Tensor, temperature: float, entropy_grad: bool, parts: LossParts | None = None) -> Iterator[None]:
-        """Inside, forward of hidden states [1, M, H] gives [1, M, 2]: log-prob and entropy for each of `targets` [M]; or with `parts`
-        [1, 1, 1]: the sum of their losses."""
-        self._request = _Request(targets, temperature, entropy_grad, parts)
-        try:
-            yield
-        finally:
-            self._request = None
-
-    @property
-    def tokens_at_once(self) -> int:
-        """Tokens whose logits exist at a time."""
-        return max(1, _max_logits(self.weight.device) // self.out_features)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Logits, or what was asked for."""
-        if self._request is None:
-            return self._logits(input)
-        request, weight, bias = self._request, self.weight, self.bias
-        part = None
-        if isinstance(weight, DTensor):
-            part = VocabularyPart.of(weight, sums_hidden_grad=True)
-            weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
-        given = input.squeeze(0), weight, bias, request.targets, request.temperature, request.entropy_grad
-        if request.parts is not None:
-            return target_loss(*given, request.parts, part)[None, None, None]
-        columns = target_log_probs(*given, part=part)
-        return torch.stack(columns, dim=-1)[None]
-
-    def _logits(self, input: Tensor) -> Tensor:
-        if not isinstance(self.weight, DTensor):
-            return super().forward(input)
-        whole = DTensor.from_local(input, self.weight.device_mesh, [Replicate()], run_check=False)
-        return super().forward(whole).full_tensor()  # type: ignore[attr-defined]
-
-
-def install_token_head(model: PreTrainedModel) -> TokenHead | None:
-    """Make the model's output layer a TokenHead, in place and over the same parameters; None where it is not a plain linear layer."""
-    layer = model.get_output_embeddings()
-    if type(layer) is not nn.Linear:
-        return None
-    layer.__class__ = TokenHead
-    assert isinstance(layer, TokenHead)
-    return layer
-
-
-@torch.no_grad()
-def gives_logits_unchanged(model: nn.Module, head: TokenHead, device: torch.device) -> bool:
-    """Whether the logits of the model are what its output layer gives: some families scale or cap them afterwards.
-
-    One forward pass of two tokens; on a sharded model every rank has to call it.
-    """
-    seen: list[Tensor] = []
-    handle = head.register_forward_hook(lambda module, args, output: seen.append(output))
-    ids = torch.arange(2, device=device)[None]
-    layout = PackedLayout(torch.tensor([2]), device)
-    was_training = model.training
-    try:
-        logits = model.eval()(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=ids[0, 1:], layout=layout).logits
-    finally:
-        handle.remove()
-        model.train(was_training)
-    return len(seen) == 1 and logits.shape[1] == 1 and torch.equal(seen[0].to(logits.dtype), logits)
-
-
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
 
@@ -330,7 +265,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: Vocabular
     return logits
 
 
-def _max_logits(device: torch.device) -> int:
+def most_logits(device: torch.device) -> int:
+    """Logits that exist at a time."""
     return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.workers.engine.made_when_read import MadeWhenRead
+from lockstep.workers.engine.lazy import LazySequence
 
 
 def test_an_item_is_made_when_it_is_read_and_only_once() -> None:
@@ -12,7 +12,7 @@ def test_an_item_is_made_when_it_is_read_and_only_once() -> None:
         made.append(index)
         return index * index
 
-    items = MadeWhenRead(5, make)
+    items = LazySequence(5, make)
     assert (len(items), made) == (5, [])
     assert items[3] == 9
     assert items[-1] == 16

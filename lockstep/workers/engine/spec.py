@@ -1,4 +1,4 @@
-"""EngineOrder: what is asked of a training engine, and what every backend makes of it in the same way."""
+"""EngineSpec: what is asked of a training engine, and what every backend makes of it in the same way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.utils.hf_config import read_model_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOrder:
+class EngineSpec:
     """One model for one engine. The backend and its own section are said apart from it (config/engine.py: EngineChoice)."""
 
     model: ModelConfig

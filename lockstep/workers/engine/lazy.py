@@ -1,4 +1,4 @@
-"""A sequence whose items are made when they are read: the next micro-batch is cut and packed while the device works on the one before."""
+"""A lazy sequence: the next micro-batch is cut and packed while the device works on the one before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class MadeWhenRead(Sequence[T], Generic[T]):
+class LazySequence(Sequence[T], Generic[T]):
     """`make(i)` for i in 0...length - 1, each called at most once."""
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:

@@ -7,29 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.distributed import run_distributed
-from helpers.families import FAMILIES
-from helpers.tiny import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.models.attention import PACKED, PackedLayout
-from lockstep.models.outputs import token_log_probs
-from lockstep.models.token_head import (
-    LossParts,
-    TokenHead,
-    VocabularyPart,
-    gives_logits_unchanged,
-    install_token_head,
-    target_log_probs,
-    target_loss,
-)  # fmt: skip
+from lockstep.algorithms.rows import Rows
+from lockstep.models.chunked_head import ChunkedLoss, LossPass, TokenOutputs, VocabularyPart, chunked_log_probs
+from lockstep.models.packing import TokenRows
 
 
 def plain_log_probs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    targets: Tensor, temperature: float, entropy_grad: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     log_probs = torch.log_softmax((hidden @ weight.t() + (0 if bias is None else bias)) / temperature, dim=-1)
     own = log_probs[torch.arange(len(targets)), targets]
@@ -54,25 +44,26 @@ def test_values_and_gradients_equal_the_logits_written_out(
     targets = torch.randint(0, vocab, (tokens,), generator=generator)
     weights = draw(2, tokens)
 
-    def run(function: Callable[..., Any], *options: Any) -> tuple[Tensor, ...]:
+    def run(function: Callable[..., Any], **options: Any) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in inputs]
         bias = leaves[2] if with_bias else None
-        log_probs, entropy = function(leaves[0], leaves[1], bias, targets, temperature, *options)
+        log_probs, entropy = function(targets, temperature, entropy_grad, leaves[0], leaves[1], bias, **options)
         loss = (weights[0] * log_probs).sum() + ((weights[1] * entropy).sum() if entropy_grad else 0)
         return log_probs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)
 
-    mine, want = run(target_log_probs, entropy_grad, max_logits), run(plain_log_probs)
+    mine, want = run(chunked_log_probs, max_logits=max_logits), run(plain_log_probs)
     for a, b in zip(mine, want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    sizes=st.lists(st.integers(0, 4), max_size=4), temperature=st.floats(0.3, 3.0), with_bias=st.booleans(), entropy_grad=st.booleans(),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), most=st.integers(4, 9),
+    temperature=st.floats(0.3, 3.0), with_bias=st.booleans(), entropy_grad=st.booleans(),
     factor=st.floats(0.5, 2.0), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_a_loss_taken_part_by_part_is_that_of_the_log_probs(
-    sizes: list[int], temperature: float, with_bias: bool, entropy_grad: bool, factor: float, seed: int
+def test_a_loss_taken_chunk_by_chunk_is_that_of_the_log_probs(
+    sizes: list[int], most: int, temperature: float, with_bias: bool, entropy_grad: bool, factor: float, seed: int
 ) -> None:
     """A loss that is not linear, so that its gradient depends on the log-probs; float64, so 1e-12."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,20 +73,26 @@ def test_a_loss_taken_part_by_part_is_that_of_the_log_probs(
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     inputs = [draw(tokens, 5), 3 * draw(vocab, 5), *([draw(vocab)] if with_bias else [])]
-    targets, weights = torch.randint(0, vocab, (tokens,), generator=generator), draw(2, tokens).split(sizes, dim=1)
+    targets, weights = torch.randint(0, vocab, (tokens,), generator=generator), draw(2, tokens)
+    rows = TokenRows(Rows(torch.tensor(sizes)), {"a": weights[0], "b": weights[1]}, range(len(sizes)))
 
-    def loss_of(part: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
-        return (weights[part][0] * (0.1 * log_probs).exp()).sum() + (weights[part][1] * entropy.square()).sum()
+    def loss_fn(outputs: TokenOutputs, chunk: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+        of_log_probs = (chunk.columns["a"] * (0.1 * outputs.log_probs).exp()).sum()
+        return of_log_probs + (chunk.columns["b"] * outputs.entropy.square()).sum(), {"rows": len(chunk.rows)}
 
     def run(at_once: bool) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in inputs]
-        given = leaves[0], leaves[1], leaves[2] if with_bias else None, targets, temperature, entropy_grad
+        layer = leaves[0], leaves[1], leaves[2] if with_bias else None
+        asked = LossPass(loss_fn, temperature, entropy_grad, scale=factor)
         if at_once:
-            loss = target_loss(*given, LossParts(sizes, loss_of))
+            chunks = rows.chunks(most)
+            loss = ChunkedLoss.apply(asked, chunks, targets, *layer, None)
+            assert [metrics["rows"] for _, metrics, _ in asked.found] == [len(chunk.rows) for chunk in chunks]
+            assert sum(metrics["rows"] for _, metrics, _ in asked.found) == len(sizes)
         else:
-            columns = [column.split(sizes) for column in target_log_probs(*given)]
-            loss = sum((loss_of(i, *part) for i, part in enumerate(zip(*columns, strict=True))), 0.0 * leaves[0].sum())
-        return loss.detach(), *torch.autograd.grad(factor * loss, leaves, materialize_grads=True)
+            loss = asked.of(TokenOutputs(*chunked_log_probs(targets, temperature, entropy_grad, *layer)), rows)
+        found = sum(part for part, _, _ in asked.found)
+        return found, *torch.autograd.grad(loss, leaves, materialize_grads=True)
 
     for a, b in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
@@ -112,7 +109,7 @@ def test_a_divided_vocabulary_gives_what_a_whole_one_gives(ranks: int, vocab: in
 
     def gradients(hidden: Tensor, weight: Tensor, part: VocabularyPart | None) -> tuple[Tensor, ...]:
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        columns = target_log_probs(*leaves, None, targets, 0.7, True, max_logits=2 * rows, part=part)
+        columns = chunked_log_probs(targets, 0.7, True, *leaves, part=part, max_logits=2 * rows)
         loss = sum((w * column).sum() for w, column in zip(loss_weights, columns, strict=True))
         return *(column.detach() for column in columns), *torch.autograd.grad(loss, leaves)
 
@@ -135,7 +132,7 @@ def test_a_divided_vocabulary_gives_what_a_whole_one_gives(ranks: int, vocab: in
 def test_a_forbidden_token_makes_neither_entropy_nor_gradient_nan() -> None:
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[1.0], [0.5], [0.0]], requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf])
-    log_probs, entropy = target_log_probs(hidden, weight, bias, torch.tensor([0]), 2.0, entropy_grad=True)
+    log_probs, entropy = chunked_log_probs(torch.tensor([0]), 2.0, True, hidden, weight, bias)
     (log_probs.sum() + entropy.sum()).backward()
     torch.testing.assert_close(entropy[0], torch.distributions.Categorical(logits=torch.tensor([0.5, 0.25])).entropy())
     assert torch.isfinite(hidden.grad).all()
@@ -161,74 +158,17 @@ def test_neither_pass_makes_or_keeps_a_tensor_of_tokens_times_vocabulary() -> No
     targets = torch.randint(0, vocab, (tokens,))
     saved = []
 
-    def run(function: Callable[..., Any], *options: Any) -> int:
+    def run(function: Callable[..., Any], **options: Any) -> int:
         saved.clear()
         with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-            log_probs, entropy = function(hidden, weight, None, targets, 1.0, *options)
+            log_probs, entropy = function(targets, 1.0, True, hidden, weight, None, **options)
             (log_probs.sum() + entropy.sum()).backward()
         return largest.numel
 
-    assert run(target_log_probs, True, limit) <= limit
+    assert run(chunked_log_probs, max_logits=limit) <= limit
     assert sum(saved) <= weight.numel() + hidden.numel() + 3 * tokens
     assert run(plain_log_probs) == tokens * vocab, "the plain way must be caught, or the test says nothing"
     assert sum(saved) >= tokens * vocab
-
-
-PLAIN_LOGITS = {family: family not in ("gemma2",) for family in FAMILIES}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_that_changes_its_logits_afterwards_is_found_out(family: str) -> None:
-    model = tiny_model(family, **FAMILIES[family])
-    model.set_attn_implementation(PACKED)
-    head = install_token_head(model)
-    assert head is not None
-    assert gives_logits_unchanged(model, head, torch.device("cpu")) == PLAIN_LOGITS[family]
-
-
-@pytest.mark.parametrize("changes", [{"logits_scaling": 4.0}, {"logits_scaling": 1.0}])
-def test_scaled_logits_are_found_out(changes: dict[str, float]) -> None:
-    model = tiny_model("granite", **changes)
-    model.set_attn_implementation(PACKED)
-    head = install_token_head(model)
-    assert gives_logits_unchanged(model, head, torch.device("cpu")) == (changes["logits_scaling"] == 1.0)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox"])
-@pytest.mark.parametrize("entropy_grad", [True, False])
-def test_a_model_gives_the_same_numbers_and_gradients_with_and_without_logits(family: str, entropy_grad: bool) -> None:
-    """float32: 1e-5 of the largest gradient. qwen3 ties its embeddings, phi's head has a bias."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, 32, (1, 11), generator=generator)
-    positions = torch.cat([torch.arange(7), torch.arange(4)])[None]
-    predict_at = torch.tensor([2, 3, 4, 5, 8, 9])
-    weights = torch.randn(2, 6, generator=generator)
-
-    def run(without_logits: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        model = tiny_model(family, **FAMILIES[family])
-        model.set_attn_implementation(PACKED)
-        head = install_token_head(model) if without_logits else None
-        log_probs, entropy = token_log_probs(
-            model, ids, positions, PackedLayout(torch.tensor([7, 4])), predict_at, ids[0, predict_at + 1], 0.7, entropy_grad, head
-        )
-        assert entropy.requires_grad == entropy_grad
-        (weights[0] * log_probs + weights[1] * entropy).sum().backward()
-        return log_probs.detach(), entropy.detach(), [p.grad for p in model.parameters()]
-
-    mine, want = run(True), run(False)
-    torch.testing.assert_close(mine[0], want[0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(mine[1], want[1], atol=1e-5, rtol=0)
-    for a, b in zip(mine[2], want[2], strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5 * b.abs().max().item() + 1e-7, rtol=0)
-
-
-def test_an_installed_head_still_gives_logits_to_who_does_not_ask() -> None:
-    model = tiny_model("llama")
-    ids = torch.arange(2, 9)[None]
-    before = model(input_ids=ids).logits
-    head = install_token_head(model)
-    assert isinstance(head, TokenHead)
-    assert torch.equal(model(input_ids=ids).logits, before)
 
 
 def test_a_vocabulary_that_is_split_over_ranks_gives_the_same_log_probs_entropy_and_gradients() -> None:
@@ -238,7 +178,7 @@ def test_a_vocabulary_that_is_split_over_ranks_gives_the_same_log_probs_entropy_
 
     def run(rows: slice, part: VocabularyPart | None) -> list[torch.Tensor]:
         own = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_(), bias[rows].clone().requires_grad_()]
-        log_probs, entropy = target_log_probs(*own, targets, 0.7, True, max_logits=16, part=part)
+        log_probs, entropy = chunked_log_probs(targets, 0.7, True, *own, part=part, max_logits=16)
         (log_probs.sum() + 0.3 * (entropy**2).sum()).backward()
         return [log_probs.detach(), entropy.detach(), *(tensor.grad for tensor in own)]
 

@@ -1,0 +1,68 @@
+"""Groups: the scored responses that one step learns from, a group per prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.config.algorithm import FilterGroupsConfig
+from lockstep.errors import RewardError
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo import rewards
+from lockstep.trainer.ppo.rewards import Scored
+
+
+class Groups:
+    """Collects `wanted` groups of `n` rows for a step.
+
+    One batch of prompts is enough, unless `config` drops groups whose rewards are all the same (DAPO's dynamic sampling): then batches are
+    added until the rest fills the step.
+    """
+
+    def __init__(self, config: FilterGroupsConfig, wanted: int, n: int) -> None:
+        self._config, self._wanted, self._n = config, wanted, n
+        self._num_batches = self._num_groups = 0
+        self._batches: list[DataProto] = []
+        self._scored: list[Scored] = []
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether the step needs no further batch of prompts."""
+        limit = self._config.max_num_gen_batches if self._config.enable else 1
+        return self._num_groups >= self._wanted or (self._num_batches >= limit > 0)
+
+    def add(self, batch: DataProto, scored: Scored, metrics: dict[str, float]) -> None:
+        """Keep the groups of a batch that the step can use. The metrics of the last batch stand for all."""
+        self._num_batches += 1
+        self._metrics = metrics
+        if self._config.enable:
+            most = (self._wanted - self._num_groups) * self._n
+            rows = rewards.rows_with_signal(batch, scored, self._config.metric)[:most]
+            if not len(rows):
+                return
+            batch, scored = batch.select_idxs(rows), scored.select(rows.tolist())
+        self._num_groups += len(batch) // self._n
+        self._batches.append(batch)
+        self._scored.append(scored)
+
+    def join(self, say: Callable[[str], None]) -> tuple[DataProto, Scored, dict[str, float]]:
+        """All that was kept: rows with token_level_scores, what else the judges said of them, and metrics.
+
+        Raises RewardError when nothing was kept; tells the user when it is less than was wanted.
+        """
+        if not self._config.enable:
+            return self._batches[0], self._scored[0], self._metrics
+        if not self._batches:
+            raise RewardError(
+                f"{self._num_batches} batches of prompts gave no group whose responses differ in {self._config.metric!r}, so there is "
+                "nothing to learn from: the task is too hard or too easy for this model, or its reward is constant (lockstep rewards "
+                "check); algorithm.filter_groups.max_num_gen_batches limits the search"
+            )
+        if self._num_groups < self._wanted:
+            say(
+                f"{self._num_groups} of {self._wanted} groups have a signal after {self._num_batches} batches of prompts; the step goes "
+                "on with these"
+            )
+        share = self._num_groups / (self._num_batches * self._wanted)
+        metrics = self._metrics | {"training/num_gen_batches": self._num_batches, "training/groups_with_signal": share}
+        return DataProto.concat(self._batches), Scored.concat(self._scored), metrics

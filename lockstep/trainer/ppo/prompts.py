@@ -1,0 +1,47 @@
+"""From files to the prompts of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.data.schedule import PromptSchedule
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.stages import make_prompts
+from lockstep.utils.files import load_object
+
+
+def open_dataset(config: PPOConfig, tokenizer: Any, files: Any, max_samples: int) -> Any:
+    """The rows of these files, in the dataset class that the config names."""
+    custom = config.data.custom_cls
+    cls = load_object(custom.path, str(custom.name)) if custom.path else RLHFDataset
+    return cls(files, tokenizer, dataclasses.replace(config.data, seed=config.data_seed), max_samples)
+
+
+class Prompts:
+    """Batches of training prompts in the order of the schedule, each prompt `n` times."""
+
+    def __init__(self, dataset: Any, schedule: PromptSchedule, n: int, pad_token_id: int) -> None:
+        self._dataset, self._schedule, self._n, self._pad_token_id = dataset, schedule, n, pad_token_id
+        self.num_taken = 0
+        """Batches taken so far: one per step, more with algorithm.filter_groups. All there is to save for a resume."""
+
+    def next(self) -> tuple[DataProto, int]:
+        """The next batch and its number, which counts from 1.
+
+        In the sampling key the number stands for the step: a prompt may come twice in a step, but never in a batch.
+        """
+        self.num_taken += 1
+        positions = self._schedule.batch(self.num_taken - 1)
+        batch = make_prompts(self._dataset, positions, self._n, self._pad_token_id)
+        batch.non_tensor_batch["uid"] = np.array([f"{self.num_taken}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
+        return batch, self.num_taken
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch."""
+        return self._schedule.epoch(self.num_taken - 1)

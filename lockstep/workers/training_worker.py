@@ -1,0 +1,150 @@
+"""TrainingWorker: the critic or the reward model."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.config.critic import CriticConfig
+from lockstep.config.reward import RewardModelConfig
+from lockstep.models.load import Head
+from lockstep.models.packing import Budget
+from lockstep.observability.metrics import Metric
+from lockstep.planner.count import Load
+from lockstep.planner.memory import MemoryPlan
+from lockstep.planner.needs import Needs, place_training, training_needs
+from lockstep.protocol import DataProto, Ragged
+from lockstep.single_controller.base import Dispatch, Worker, register
+from lockstep.utils.memory import available_ram, free_device_memory
+from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.stage import Stages
+from lockstep.workers.losses import make_value_loss
+from lockstep.workers.updates import update_metrics
+
+_CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
+
+
+class TrainingWorker(Worker):
+    """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout; one that loads
+    something else than `config.model` also replaces `memory_needs` (None: it is left out of the plan)."""
+
+    engine: TrainEngine
+    """From `init_model` on."""
+    tokenizer: Any
+    """The reward model's, from `init_model` on."""
+
+    def __init__(self, config: CriticConfig | RewardModelConfig, role: str, *, seed: int, total_updates: int = 0) -> None:
+        super().__init__()
+        if role not in ("critic", "rm"):
+            raise ValueError(f"role={role!r} is not known; choose critic or rm")
+        self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
+        if isinstance(config, CriticConfig):
+            self.budget = Budget(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
+            self._value_loss = functools.partial(make_value_loss, config)
+        else:
+            self.budget = Budget(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
+        self.stages = Stages(self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def memory_needs(self, load: Load) -> Needs | None:
+        """What `init_model` and the stages will take on the device, and what is free; None on a CPU, whose memory is the host's already."""
+        free = free_device_memory(self.device)
+        if free is None:
+            return None
+        element = compute_dtype(self.config.engine.dtype, self.device).itemsize
+        model = training_needs(self.config, load=load, world_size=self.world_size, element=element)
+        return Needs(free, available_ram(), socket.gethostname(), [model])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
+        """Make `init_model` do what was decided for the model that `memory_needs` named."""
+        (plan,) = plans.values()
+        self.config = place_training(self.config, plan)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_peaks(self) -> dict[str, Metric]:
+        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
+        return self.stages.take_peaks()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the value model (token classification, one label) or the reward model (sequence classification) with its tokenizer."""
+        config, budget = self.config, self.budget
+        load = functools.partial(
+            make_engine, config, model=config.model, total_updates=self.total_updates, device=self.device, seed=self.seed
+        )
+        if isinstance(config, CriticConfig):
+            limit = budget.max_tokens if budget.max_rows is None else None
+            self.engine = load(head=Head.VALUE, optim=config.optim, max_tokens=limit)
+        else:
+            self.tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+            self.engine = load(head=Head.SCORE, optim=None, pad_token_id=self.tokenizer.pad_token_id)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Reads prompts, responses; writes values."""
+        with self.stages.run("values", data.token_counts().tolist(), self.budget, _CRITIC_KEY):
+            return self.engine.forward(data, self.budget)
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
+        engine, budget = self.engine, self.budget
+        loss_fn = self._value_loss(denominators)
+        started = time.perf_counter()
+        with self.stages.run("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
+            metrics = engine.forward_backward(mini_batch, loss_fn, budget)
+            result = engine.optim_step()
+        return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.stages.take_peaks()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Reads raw_prompt, response_text, responses; writes rm_scores: the model's score on the last response token.
+
+        The text is rendered with the reward model's own chat template and tokenizer. A row without response tokens has no place for a
+        score and nothing to learn.
+        """
+        texts = zip(data.non_tensor_batch["raw_prompt"], data.non_tensor_batch["response_text"], strict=True)
+        rows = Ragged.from_rows([self.render(prompt, response) for prompt, response in texts], dtype=torch.int64)
+        with self.stages.run("reward_model", rows.lengths.tolist(), self.budget, "reward_model.max_token_len_per_gpu"):
+            scores = self.engine.score(rows, self.budget, self.tokenizer.pad_token_id)
+        return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
+
+    def render(self, prompt: str | list[dict[str, str]], response: str) -> list[int]:
+        """The token ids that the reward model judges: its chat template over the conversation, or prompt and response in a row."""
+        if self.tokenizer.chat_template is None:
+            text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+            return self.tokenizer(text + response)["input_ids"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages.append({"role": "assistant", "content": response})
+        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str) -> None:
+        """Write the model to a folder."""
+        self.engine.save(Path(local_path))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> None:
+        """Read the model from a folder that `save_checkpoint` wrote."""
+        self.engine.load(Path(local_path))
+
+
+def on_last_token(scores: Tensor, responses: Ragged) -> Ragged:
+    """A column like `responses` that is 0 everywhere except for `scores` [rows] on each row's last token."""
+    column = torch.zeros(len(responses.values), dtype=torch.float32)
+    filled = responses.lengths > 0
+    last = torch.cumsum(responses.lengths, 0) - 1
+    column[last[filled]] = scores.float()[filled]
+    return responses.like(column)
