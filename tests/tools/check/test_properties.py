@@ -26,7 +26,7 @@ LOSS_CASE = LossCase(
     cut=1,
 )
 ADVANTAGE_CASE = AdvantageCase(
-    tokens={"token_level_rewards": NUMBERS}, rows={"group": torch.tensor([0, 0, 0])}, mask=MASK, order=[1, 2, 0]
+    tokens={"token_level_rewards": NUMBERS}, of_rows={"group": torch.tensor([0, 0, 0])}, mask=MASK, order=[1, 2, 0]
 )
 
 
