@@ -27,7 +27,9 @@ STARTS_A_PROCESS = ("os.fork", "os.posix_spawn", "subprocess.Popen")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-processes", action="store_true", help="a test that starts a process is skipped when it does (make quick)")
+    parser.addoption(
+        "--no-processes", action="store_true", help="a test that starts a process is skipped when it does (make quick)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
