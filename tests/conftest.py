@@ -2,9 +2,11 @@
 
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,27 @@ torch.set_num_threads(1)
 os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's processes give way to all others, such as the other tests
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 settings.load_profile("lockstep")
+
+STARTS_A_PROCESS = ("os.fork", "os.posix_spawn", "subprocess.Popen")
+"""Events of sys.addaudithook."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-processes", action="store_true", help="a test that starts a process is skipped when it does (make quick)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No list of such tests has to be kept. An audit hook cannot be removed, so it stays for the whole run."""
+    main = os.getpid()
+
+    def skip(event: str, arguments: Any) -> None:
+        if event in STARTS_A_PROCESS and "PYTEST_CURRENT_TEST" in os.environ and os.getpid() == main:
+            pytest.skip("it starts a process")
+
+    if config.getoption("--no-processes"):
+        sys.addaudithook(skip)
 
 
 LONGEST = (

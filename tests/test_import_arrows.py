@@ -1,6 +1,7 @@
 """Who may import whom: nothing points up. The arrows are those of docs/architecture.md."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,14 +76,17 @@ def modules():
             yield name, path
 
 
+@cache
 def imported(path):
     """Module names that a file imports anywhere in it, with dots."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: use absolute imports"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
+    return names
 
 
 def room_of(module):

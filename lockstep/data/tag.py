@@ -19,7 +19,7 @@ class Tag:
     has_test_cases: bool = False
     """Whether it has reward_model.test_cases."""
     weights: tuple[tuple[str, float], ...] = ()
-    """reward_model.weights."""
+    """reward_model.weights, by name: files do not keep their order."""
 
     @classmethod
     def of(cls, data_source: str | None, reward_model: Mapping[str, Any] | None) -> Tag:
@@ -28,5 +28,5 @@ class Tag:
         weights = reward_model.get("weights") or {}
         if not isinstance(weights, Mapping):
             raise DataError(f"reward_model.weights must map judges to numbers, not {weights!r} (data_source {data_source!r})")
-        given = tuple((str(name), float(weight)) for name, weight in weights.items() if weight is not None)
+        given = tuple(sorted((str(name), float(weight)) for name, weight in weights.items() if weight is not None))
         return cls(data_source, reward_model.get("style"), reward_model.get("test_cases") is not None, given)

@@ -175,7 +175,10 @@ def check_packing(
 
 def _own_attention(model: PreTrainedModel) -> str:
     """transformers' own attention function; families with soft-capped scores or sinks have no fused one."""
-    return "sdpa" if model._supports_sdpa else "eager"
+    soft_cap = getattr(
+        model.config.get_text_config(), "attn_logit_softcapping", None
+    )  # the fused one of transformers 5.17 leaves it out
+    return "sdpa" if model._supports_sdpa and soft_cap is None else "eager"
 
 
 def _packed_logits(

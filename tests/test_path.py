@@ -1,0 +1,56 @@
+"""The path of a step is short: traced on a GRPO step of two mini-batches, in one process. docs/architecture.md says what for."""
+
+import pytest
+from helpers.run import make_trainer, roles
+from helpers.trace import trace
+
+MAX_FRAMES = 12
+MAX_FILES = 60
+MAX_LINES = 8_000
+MINI_BATCHES = 2
+
+
+@pytest.fixture(scope="module")
+def steps(embedded_config_in, tmp_path_factory):
+    """Two steps: the first computes old log-probs to compare them with the sampler's, the second does without."""
+    config = embedded_config_in(
+        tmp_path_factory.mktemp("path"),
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+    )
+    trainer = make_trainer(config, {"global_pool": [1]}, roles("ActorRollout"))
+    try:
+        trainer.init_workers()
+        with trace() as steps:
+            trainer.fit()
+    finally:
+        trainer.close()
+    first, second = steps
+    return first, second
+
+
+def test_the_formula_is_few_frames_below_fit(steps):
+    for step in steps:
+        assert 0 < len(step.path) <= MAX_FRAMES, step.report()
+
+
+def test_rows_are_padded_at_most_once_and_never_unpadded(steps):
+    for step in steps:
+        assert step.pads <= 1, step.report()
+        assert step.unpads == 0, step.report()
+
+
+def test_rows_are_packed_once_per_micro_batch(steps):
+    """Every mini-batch is one micro-batch here, and so is the pass for old log-probs."""
+    first, second = steps
+    assert first.packs == 1 + MINI_BATCHES, first.report()
+    assert second.packs == MINI_BATCHES, second.report()
+
+
+def test_a_step_is_read_in_an_afternoon(steps):
+    for step in steps:
+        assert len(step.files) <= MAX_FILES, step.report()
+        assert step.num_lines <= MAX_LINES, step.report()
