@@ -281,7 +281,8 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
     """The controller that a section like `algorithm.kl_ctrl` describes."""
-    return kl.make_kl_controller(*(_value(kl_ctrl, name) or 0 for name in ("type", "kl_coef", "target_kl", "horizon")))
+    kind, kl_coef, target_kl, horizon = (_value(kl_ctrl, name) for name in ("type", "kl_coef", "target_kl", "horizon"))
+    return kl.make_kl_controller(kind, kl_coef, target_kl or 0.0, horizon or 0)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------------
