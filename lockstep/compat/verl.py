@@ -96,6 +96,7 @@ def _same_position(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
+    rows: Rows,
     group: Tensor,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
@@ -103,9 +104,9 @@ def _same_position(
 ) -> Advantages:
     """The optimal token baseline with tokens compared at the same *position*: for responses of one turn."""
     returns, weights = token_baseline.returns_and_energy(
-        token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights
+        token_level_rewards, response_mask, rows, old_log_probs, sum_pi_squared, rollout_is_weights
     )
-    return token_baseline.against_column(returns, weights, response_mask, group), returns
+    return token_baseline.against_column(returns, weights, response_mask, rows, group, rows.positions), returns
 
 
 _BLOCKS = "token_level_rewards response_mask "
@@ -173,8 +174,6 @@ def _estimate(estimator: EstimatorFn, inputs: Mapping[str, Any]) -> Advantages:
     if "index" in inputs:
         ids = inputs["index"].cpu().numpy() if isinstance(inputs["index"], Tensor) else np.asarray(inputs["index"])
         available["group"] = torch.from_numpy(np.unique(ids.astype(str), return_inverse=True)[1]).to(mask.device)
-    if "rows" not in inspect.signature(estimator).parameters:
-        return estimators.compute_advantage(estimator, available)
     flat = {name: x.flatten() if isinstance(x, Tensor) and name not in PER_ROW else x for name, x in available.items()}
     advantages, returns = estimators.compute_advantage(estimator, flat | {"rows": Rows.of_padded(mask)})
     return advantages.view(mask.shape), returns.view(mask.shape)
