@@ -79,6 +79,7 @@ def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, 
     file.write_text("\n".join(blocks(ROOT / "docs/algorithms/extending.md", "python")))
     assert check_loss(f"{file}:soft_clip", {"sharpness": 3.0}, max_examples=10)
     assert check_loss(f"{file}:centred", {}, max_examples=10)
+    assert check_loss(f"{file}:by_response", {}, max_examples=10)
     assert check_advantage(f"{file}:reward_to_go", {}, max_examples=10)
 
 

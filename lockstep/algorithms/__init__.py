@@ -12,11 +12,13 @@ kl             distance to the reference policy per token, and the controllers o
 aggregation    loss per token -> one number, over the counts of the whole mini-batch
 counted        random order from a row's key and a position
 registry       what both registries share
+rows           how tokens that lie end to end divide into rows
+blocks         padded blocks for users' functions that do not name `rows`
 ```
 
-Everything per token is padded [B, T] (B rows, T response tokens) beside a `response_mask` [B, T] that is 1 where the
-policy wrote the token. Zeros of the mask may be anywhere (tool output, padding, whole rows), and what lies under them
-is never read: NaN there is harmless.
+Everything per token is flat, [M]: the tokens of B rows end to end, with their `rows`, beside a `response_mask` [M] that is
+1 where the policy wrote the token. Zeros of the mask may be anywhere (tool output, whole rows), and what lies under them is
+never read: NaN there is harmless.
 
 docs/algorithms/ lists the estimators and losses with their sources, and says when each one breaks.
 

@@ -96,6 +96,7 @@ def _same_position(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
+    rows: Rows,
     group: Tensor,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
@@ -103,9 +104,9 @@ def _same_position(
 ) -> Advantages:
     """The optimal token baseline with tokens compared at the same *position*: for responses of one turn."""
     returns, weights = token_baseline.returns_and_energy(
-        token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights
+        token_level_rewards, response_mask, rows, old_log_probs, sum_pi_squared, rollout_is_weights
     )
-    return token_baseline.against_column(returns, weights, response_mask, group), returns
+    return token_baseline.against_column(returns, weights, response_mask, rows, group, rows.positions), returns
 
 
 _BLOCKS = "token_level_rewards response_mask "
@@ -281,7 +282,8 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
     """The controller that a section like `algorithm.kl_ctrl` describes."""
-    return kl.make_kl_controller(*(_value(kl_ctrl, name) or 0 for name in ("type", "kl_coef", "target_kl", "horizon")))
+    kind, kl_coef, target_kl, horizon = (_value(kl_ctrl, name) for name in ("type", "kl_coef", "target_kl", "horizon"))
+    return kl.make_kl_controller(kind, kl_coef, target_kl or 0.0, horizon or 0)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from helpers.flat import aggregate, count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators, agg_loss
+from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators
 from lockstep.errors import ConfigError
 
 PROPERTY = settings(max_examples=30, deadline=None)
@@ -30,7 +31,7 @@ def slow_agg(loss, mask, mode):
 
 def value_and_gradient(loss, mask, mode, denominators):
     loss = loss.clone().requires_grad_()
-    total = agg_loss(loss, mask, mode, denominators, SCALE)
+    total = aggregate(loss, mask, mode, denominators, SCALE)
     total.backward()
     return total.item(), loss.grad
 
@@ -41,7 +42,7 @@ def value_and_gradient(loss, mask, mode, denominators):
 def test_each_mode_equals_its_formula(mode, data, masks, numbers):
     mask = data.draw(masks)
     loss = data.draw(numbers(mask))
-    actual = agg_loss(loss, mask, mode, Denominators.of(mask), SCALE).item()
+    actual = aggregate(loss, mask, mode, count(mask), SCALE).item()
     assert actual == pytest.approx(slow_agg(loss, mask, mode), rel=1e-12, abs=1e-12)
 
 
@@ -52,7 +53,7 @@ def test_any_split_of_the_rows_adds_up_to_the_whole(mode, data, masks, numbers):
     mask = data.draw(masks)
     loss = data.draw(numbers(mask))
     part_of_row = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=len(mask), max_size=len(mask))))
-    denominators = Denominators.of(mask)
+    denominators = count(mask)
     whole, whole_gradient = value_and_gradient(loss, mask, mode, denominators)
 
     total, gradient = 0.0, torch.full_like(loss, torch.nan)
@@ -67,13 +68,13 @@ def test_any_split_of_the_rows_adds_up_to_the_whole(mode, data, masks, numbers):
 
 def test_denominators_count_written_tokens_and_the_rows_that_have_one():
     mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]])
-    assert Denominators.of(mask) == Denominators(tokens=3, sequences=2)
+    assert count(mask) == Denominators(tokens=3, sequences=2)
 
 
 def test_an_unknown_mode_names_the_known_ones():
     one = torch.ones(1, 1)
     with pytest.raises(ConfigError, match="'token_mean'; did you mean 'token-mean'") as caught:
-        agg_loss(one, one, "token_mean", Denominators.of(one))
+        aggregate(one, one, "token_mean", count(one))
     assert all(mode in str(caught.value) for mode in LOSS_AGG_MODES)
 
 
@@ -81,4 +82,4 @@ def test_an_unknown_mode_names_the_known_ones():
 def test_the_normalised_mode_requires_a_positive_scale(factor):
     one = torch.ones(1, 1)
     with pytest.raises(ConfigError, match="loss_scale_factor"):
-        agg_loss(one, one, "seq-mean-token-sum-norm", Denominators.of(one), factor)
+        aggregate(one, one, "seq-mean-token-sum-norm", count(one), factor)

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.algorithms.rows import Rows
 from lockstep.compat import verl as core_algos
 from lockstep.compat.verl import AdvantageEstimator
 from lockstep.config.actor_rollout_ref import ActorConfig
@@ -382,11 +383,14 @@ def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(m
     @core_algos.register_adv_est("recipe")
     def recipe(token_level_rewards, response_mask, index, config=None, **kwargs):
         assert not kwargs
-        return token_level_rewards * config.gamma, index
+        assert index is UIDS
+        return token_level_rewards * config.gamma, token_level_rewards.cumsum(-1) * response_mask
 
     assert advantages.required_inputs("recipe") == ("token_level_rewards", "response_mask", "index")
-    available = {"token_level_rewards": 2.0, "response_mask": 1, "index": UIDS, "config": SimpleNamespace(gamma=0.5), "lam": 1}
-    assert advantages.compute_advantage("recipe", available) == (1.0, UIDS)
+    rows, tokens = Rows(torch.tensor([2, 1, 0, 0, 0])), {"token_level_rewards": torch.ones(3), "response_mask": torch.ones(3)}
+    others = {"index": UIDS, "config": SimpleNamespace(gamma=0.5), "lam": 1, "rows": rows}
+    result = advantages.compute_advantage("recipe", tokens | others)
+    assert [x.tolist() for x in result] == [[0.5, 0.5, 0.5], [1.0, 2.0, 1.0]]  # it was called with blocks
     assert core_algos.get_adv_estimator_fn("recipe") is not None
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
         core_algos.get_adv_estimator_fn("grpoo")

@@ -139,12 +139,17 @@ def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
     return [name for name in required if name not in given and name not in BATCH_INPUTS]
 
 
+def takes_blocks(loss: PolicyLoss) -> bool:
+    """Whether the loss is written for padded blocks: an added one that does not name `rows`."""
+    return loss not in _BUILT_IN and "rows" not in input_names(_what(loss), loss)
+
+
 def bind_policy_loss(loss: PolicyLoss, parameters: Mapping[str, Any]) -> BoundLoss:
     """The loss with those of the `parameters` that it names, to be called as `bound(columns, rows)`.
 
     Raises ConfigError when an argument of the loss is not keyword-only.
     """
-    return BoundLoss(_what(loss), loss, parameters, is_flat=loss in _BUILT_IN)
+    return BoundLoss(_what(loss), loss, parameters, takes_blocks(loss))
 
 
 def prepare_columns(loss: PolicyLoss, available: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -20,8 +20,6 @@ REMEDY = "add it to actor_rollout_ref.actor.policy_loss.loss_kwargs, or give the
 class BoundLoss:
     """The loss with those of the `parameters` that it names; `what` names it in messages.
 
-    A loss that neither names `rows` nor `is_flat` is written for padded blocks, and gets them.
-
     Raises ConfigError when an argument of the loss is not keyword-only.
     """
 
@@ -32,12 +30,12 @@ class BoundLoss:
     function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     """The loss with its numbers; takes columns, and rows if it looks at them, by name."""
 
-    def __init__(self, what: str, loss: PolicyLoss, parameters: Mapping[str, Any], is_flat: bool) -> None:
+    def __init__(self, what: str, loss: PolicyLoss, parameters: Mapping[str, Any], takes_blocks: bool) -> None:
         names = input_names(what, loss)
         numbers = {name: parameters[name] for name in names if parameters.get(name) is not None}
         self.columns = {name: required and name not in numbers for name, required in names.items() if name != "rows"}
-        self.takes_rows = "rows" in names or not is_flat
-        self.function = functools.partial(loss if is_flat or "rows" in names else on_blocks(what, loss), **numbers)
+        self.takes_rows = takes_blocks or "rows" in names
+        self.function = functools.partial(on_blocks(what, loss) if takes_blocks else loss, **numbers)
         self._what, self._parameters = what, parameters
 
     def arguments(self, columns: Mapping[str, Any], rows: Rows) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _describe(case: Any, names: Collection[str]) -> str:
             for pair in zip(x.tolist(), case.mask.tolist(), strict=True)
         ]
         lines.append(f"{name:20} " + "  ".join("[" + " ".join(row) + "]" for row in rows))
-    for name, x in getattr(case, "rows", {}).items():
+    for name, x in getattr(case, "of_rows", {}).items():
         lines += [f"{name:20} {x.tolist()}"] if name in names else []
     return "\n".join([*lines, *([f"{'loss_agg_mode':20} {case.mode}"] if hasattr(case, "mode") else [])])
 

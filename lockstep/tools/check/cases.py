@@ -53,7 +53,7 @@ def advantage_cases(draw: st.DrawFn) -> AdvantageCase:
         "reward_baselines": draw(_numbers((rows,))),
         "reward_parts": draw(_numbers((rows, _PARTS))),
     }
-    return AdvantageCase(tokens=tokens, rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
+    return AdvantageCase(tokens=tokens, of_rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
 
 
 def smallest_failure(

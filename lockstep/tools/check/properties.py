@@ -2,7 +2,8 @@
 
 A property is a function of a subject (the loss or estimator with its parameters) and a case (a small batch, and a way to cut and
 reorder it). It raises `Violation`, which says what went wrong, or returns nothing. The test-suite runs these on everything that is
-registered, `lockstep check` on a function of yours.
+registered, `lockstep check` on a function of yours. Properties compare padded blocks; a function of flat columns gets the blocks'
+tokens end to end, and its results are put into blocks again.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages import compute_advantage
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.masked import zero_outside
-from lockstep.algorithms.policy_losses import compute_policy_loss, prepare_columns
+from lockstep.algorithms.policy_losses import REMEDY, bind_policy_loss, prepare_columns, takes_blocks
+from lockstep.algorithms.registry import call_by_name, input_names
 from lockstep.algorithms.rows import Rows
 
 TOLERANCE = 1e-9
@@ -26,6 +27,8 @@ TOLERANCE = 1e-9
 _EXTRA_COLUMNS = 2
 _SCALE_FACTOR = 5.0
 
+
+C = TypeVar("C", bound="Case")
 
 SHAPES = "one number a token"
 """The property without which the others say nothing."""
@@ -35,20 +38,38 @@ class Violation(AssertionError):
     """A property does not hold, and why."""
 
 
-@dataclass(frozen=True)
-class LossCase:
-    """A mini-batch for a loss, and what is done to it."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch, and what is done to it."""
 
     tokens: dict[str, Tensor]
-    """float64 [B, T] each; the gradient is taken of `log_prob`."""
+    """float64 [B, T] each."""
     mask: Tensor
     """bool [B, T]."""
+    order: list[int]
+    """Another order of the rows."""
+    is_wide: bool = False
+    """Whether a function of flat columns gets the masked tokens at the ends of rows. It does not otherwise, so that lengths differ."""
+
+    def rows(self) -> Rows:
+        """The rows of its flat columns."""
+        ends = torch.full_like(self.mask, True) if self.is_wide else self.mask
+        return Rows((ends * torch.arange(1, self.mask.shape[1] + 1)).amax(1))
+
+    def block(self, x: Tensor) -> Tensor:
+        """A flat column as [B, T], with zeros at the tokens that are not in it."""
+        rows = self.rows()
+        return x.new_zeros(self.mask.shape).index_put((rows.index, rows.positions), x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCase(Case):
+    """A mini-batch for a loss; the gradient is taken of the tokens' `log_prob`."""
+
     row_keys: Tensor
     """int64 [B], one of its own for each row."""
     mode: str
     """A `loss_agg_mode`."""
-    order: list[int]
-    """Another order of the rows."""
     cut: int
     """Rows before this one are the first micro-batch (or rank), the others the second."""
 
@@ -61,36 +82,38 @@ class LossSubject:
     parameters: Mapping[str, Any]
 
     def prepared(self, case: LossCase) -> dict[str, Tensor]:
-        """The columns of the loss's `prepare` for the whole mini-batch."""
-        known = {name: x for name, x in case.tokens.items() if name != "log_prob"}
-        return prepare_columns(self.loss, {**self.parameters, **known, "response_mask": case.mask, "row_keys": case.row_keys})
+        """The columns of the loss's `prepare` for the whole mini-batch, as blocks."""
+        known = {name: x for name, x in case.tokens.items() if name != "log_prob"} | {"response_mask": case.mask}
+        others = {"row_keys": case.row_keys, "rows": case.rows()}
+        columns = prepare_columns(self.loss, {**self.parameters, **_flat(case, known), **others})
+        return {name: case.block(x) for name, x in columns.items()}
 
     def evaluate(
         self, case: LossCase, extra: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The aggregated loss, its gradient by log_prob [B, T], and the metrics."""
+        """The aggregated loss, its gradient by log_prob [B, T], and the metrics [B, T]."""
         log_prob = case.tokens["log_prob"].clone().requires_grad_()
-        available = {**self.parameters, **case.tokens, **extra, "log_prob": log_prob, "response_mask": case.mask}
-        loss, metrics = compute_policy_loss(self.loss, available)
-        for name, x in {"the loss": loss, **{f"metric {name!r}": x for name, x in metrics.items()}}.items():
-            if not isinstance(x, Tensor) or x.shape != case.mask.shape:
-                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise Violation(
-                    f"{name} must have one number a token, {tuple(case.mask.shape)}, but has {got}: return it before any mean, "
-                    "agg_loss divides by the counts of the whole mini-batch"
-                )
-        if any(x.requires_grad for x in metrics.values()):
+        tokens = {**case.tokens, **extra, "log_prob": log_prob, "response_mask": case.mask}
+        if takes_blocks(self.loss):
+            loss, metrics = call_by_name("the policy loss", self.loss, {**self.parameters, **tokens}, REMEDY)
+        else:
+            loss, metrics = bind_policy_loss(self.loss, self.parameters)(_flat(case, tokens), case.rows())
+        named = {"the loss": loss} | {f"metric {name!r}": x for name, x in metrics.items()}
+        hint = ": return it before any mean, agg_loss divides by the counts of the whole mini-batch"
+        loss, *others = _blocks(case, named, takes_blocks(self.loss), hint)
+        if any(x.requires_grad for x in others):
             raise Violation("metrics must be detached: they would keep the graph alive")
-        total = agg_loss(loss, case.mask, case.mode, denominators, _SCALE_FACTOR)
+        rows = Rows.of_padded(case.mask)
+        total = agg_loss(loss.flatten(), case.mask.flatten(), case.mode, denominators, rows, _SCALE_FACTOR)
         gradient = torch.zeros_like(log_prob)
         if total.requires_grad:
             (found,) = torch.autograd.grad(total, log_prob, allow_unused=True)
             gradient = gradient if found is None else found
-        return total.detach(), gradient, {name: x.detach() for name, x in metrics.items()}
+        return total.detach(), gradient, dict(zip(metrics, others, strict=True))
 
     def whole(self, case: LossCase) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The same for the whole mini-batch."""
-        return self.evaluate(case, self.prepared(case), Denominators.of(case.mask))
+        return self.evaluate(case, self.prepared(case), _denominators(case))
 
 
 def loss_is_per_token(subject: LossSubject, case: LossCase) -> None:
@@ -117,11 +140,9 @@ def loss_ignores_masked_tokens(subject: LossSubject, case: LossCase) -> None:
 
 def loss_ignores_padding(subject: LossSubject, case: LossCase) -> None:
     """More columns on the right change nothing."""
-    tokens = {name: _widened(x, torch.nan) for name, x in case.tokens.items()}
-    wide = dataclasses.replace(case, tokens=tokens, mask=_widened(case.mask, False))
     total, gradient, metrics = subject.whole(case)
     expected = (total, _widened(gradient, 0.0), {name: _widened(x, 0.0) for name, x in metrics.items()})
-    _same(f"with {_EXTRA_COLUMNS} more columns of padding", subject.whole(wide), expected)
+    _same(f"with {_EXTRA_COLUMNS} more columns of padding", subject.whole(_wide(case)), expected)
 
 
 def loss_ignores_the_order_of_rows(subject: LossSubject, case: LossCase) -> None:
@@ -133,7 +154,7 @@ def loss_ignores_the_order_of_rows(subject: LossSubject, case: LossCase) -> None
 
 def loss_adds_up_over_parts(subject: LossSubject, case: LossCase) -> None:
     """Micro-batches and ranks: the losses and gradients of the parts of a mini-batch add up to those of the whole."""
-    extra, denominators = subject.prepared(case), Denominators.of(case.mask)
+    extra, denominators = subject.prepared(case), _denominators(case)
     total, gradient, metrics = subject.evaluate(case, extra, denominators)
     rows = list(range(len(case.mask)))
     parts = [
@@ -166,18 +187,12 @@ LOSS_PROPERTIES: dict[str, Callable[[LossSubject, LossCase], None]] = {
 LOSS_WARNINGS: dict[str, Callable[[LossSubject, LossCase], None]] = {"no advantage, no gradient": loss_without_advantage_is_flat}
 
 
-@dataclass(frozen=True)
-class AdvantageCase:
-    """A batch for an estimator, and what is done to it."""
+@dataclass(frozen=True, kw_only=True)
+class AdvantageCase(Case):
+    """A batch for an estimator."""
 
-    tokens: dict[str, Tensor]
-    """float64 [B, T] each."""
-    rows: dict[str, Tensor]
+    of_rows: dict[str, Tensor]
     """[B, ...] each; has `group`."""
-    mask: Tensor
-    """bool [B, T]."""
-    order: list[int]
-    """Another order of the rows."""
 
 
 @dataclass(frozen=True)
@@ -188,26 +203,25 @@ class AdvantageSubject:
     parameters: Mapping[str, Any]
 
     def evaluate(self, case: AdvantageCase) -> tuple[Tensor, Tensor]:
-        """Advantages and returns."""
-        index = case.rows["group"].numpy().astype(str).astype(object)
-        tokens = {name: x.flatten() for name, x in {**case.tokens, "response_mask": case.mask}.items()}
-        available = {**self.parameters, **tokens, **case.rows, "rows": Rows.of_padded(case.mask), "index": index}
-        result = compute_advantage(self.estimator, available)
-        for name, x in zip(("advantages", "returns"), result, strict=True):
-            if not isinstance(x, Tensor) or x.numel() != case.mask.numel():
-                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise Violation(f"{name} must have one number per token, {(case.mask.numel(),)}, but has {got}")
-        return result[0].view(case.mask.shape), result[1].view(case.mask.shape)
+        """Advantages and returns, [B, T] each."""
+        what = "the advantage estimator"
+        is_flat = "rows" in input_names(what, self.estimator)
+        tokens = {**case.tokens, "response_mask": case.mask}
+        index = case.of_rows["group"].numpy().astype(str).astype(object)
+        available = {**self.parameters, **(_flat(case, tokens) if is_flat else tokens), **case.of_rows, "index": index}
+        result = call_by_name(what, self.estimator, available | ({"rows": case.rows()} if is_flat else {}), "no run has it")
+        advantages, returns = _blocks(case, dict(zip(("advantages", "returns"), result, strict=True)), not is_flat)
+        return advantages, returns
 
 
 def advantage_is_per_token(subject: AdvantageSubject, case: AdvantageCase) -> None:
     """Advantages and returns have one number a token."""
-    subject.evaluate(_clean_tokens(case))
+    subject.evaluate(_clean(case))
 
 
 def advantage_is_finite(subject: AdvantageSubject, case: AdvantageCase) -> None:
     """Finite inputs give finite advantages and returns, and 0 outside the mask."""
-    for name, x in zip(("advantages", "returns"), subject.evaluate(_clean_tokens(case)), strict=True):
+    for name, x in zip(("advantages", "returns"), subject.evaluate(_clean(case)), strict=True):
         if not x.isfinite().all():
             raise Violation(f"{name} are not finite")
         if x[~case.mask].any():
@@ -218,15 +232,13 @@ def advantage_ignores_masked_tokens(subject: AdvantageSubject, case: AdvantageCa
     """What lies under the zeros of the mask, NaN too, changes nothing."""
     garbage = {name: torch.where(case.mask, x, torch.nan) for name, x in case.tokens.items()}
     changed = subject.evaluate(dataclasses.replace(case, tokens=garbage))
-    _same("with NaN under the mask", changed, subject.evaluate(_clean_tokens(case)))
+    _same("with NaN under the mask", changed, subject.evaluate(_clean(case)))
 
 
 def advantage_ignores_padding(subject: AdvantageSubject, case: AdvantageCase) -> None:
     """More columns on the right change nothing."""
-    tokens = {name: _widened(x, torch.nan) for name, x in case.tokens.items()}
-    wide = subject.evaluate(dataclasses.replace(case, tokens=tokens, mask=_widened(case.mask, False)))
     expected = tuple(_widened(x, 0.0) for x in subject.evaluate(case))
-    _same(f"with {_EXTRA_COLUMNS} more columns of padding", wide, expected)
+    _same(f"with {_EXTRA_COLUMNS} more columns of padding", subject.evaluate(_wide(case)), expected)
 
 
 def advantage_ignores_the_order_of_rows(subject: AdvantageSubject, case: AdvantageCase) -> None:
@@ -252,12 +264,32 @@ ADVANTAGE_PROPERTIES: dict[str, Callable[[AdvantageSubject, AdvantageCase], None
 }
 
 
-def _clean(case: LossCase) -> LossCase:
+def _flat(case: Case, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    rows = case.rows()
+    return {name: rows.unpad(x) for name, x in blocks.items()}
+
+
+def _blocks(case: Case, results: Mapping[str, Any], are_blocks: bool, hint: str = "") -> list[Tensor]:
+    """The results as blocks. Raises Violation, ending with `hint`, when one does not have one number per token."""
+    shape = tuple(case.mask.shape) if are_blocks else (case.rows().num_tokens,)
+    for name, x in results.items():
+        if not isinstance(x, Tensor) or x.shape != shape:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise Violation(f"{name} must have one number a token, {shape}, but has {got}{hint}")
+    return [x if are_blocks else case.block(x) for x in results.values()]
+
+
+def _denominators(case: LossCase) -> Denominators:
+    return Denominators.of(case.mask.flatten(), Rows.of_padded(case.mask))
+
+
+def _clean(case: C) -> C:
     return dataclasses.replace(case, tokens={name: zero_outside(x, case.mask) for name, x in case.tokens.items()})
 
 
-def _clean_tokens(case: AdvantageCase) -> AdvantageCase:
-    return dataclasses.replace(case, tokens={name: zero_outside(x, case.mask) for name, x in case.tokens.items()})
+def _wide(case: C) -> C:
+    tokens = {name: _widened(x, torch.nan) for name, x in case.tokens.items()}
+    return dataclasses.replace(case, tokens=tokens, mask=_widened(case.mask, False), is_wide=True)
 
 
 def _rows(case: LossCase, rows: list[int]) -> LossCase:
@@ -266,8 +298,8 @@ def _rows(case: LossCase, rows: list[int]) -> LossCase:
 
 
 def _case_rows(case: AdvantageCase, rows: list[int]) -> AdvantageCase:
-    tokens, others = ({name: x[rows] for name, x in part.items()} for part in (case.tokens, case.rows))
-    return dataclasses.replace(case, tokens=tokens, rows=others, mask=case.mask[rows])
+    tokens, others = ({name: x[rows] for name, x in part.items()} for part in (case.tokens, case.of_rows))
+    return dataclasses.replace(case, tokens=tokens, of_rows=others, mask=case.mask[rows])
 
 
 def _widened(x: Tensor, filler: float) -> Tensor:

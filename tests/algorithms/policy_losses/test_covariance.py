@@ -1,5 +1,6 @@
 import pytest
 import torch
+from helpers.flat import on_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def drawn(data, masks, numbers):
 def test_kl_cov_chooses_the_tokens_of_the_highest_covariance(data, ratio, masks, numbers):
     old, advantages, mask, keys = drawn(data, masks, numbers)
     inputs = {"old_log_prob": old, "advantages": advantages, "response_mask": mask, "row_keys": keys}
-    chosen = choose_kl_cov(**inputs, kl_cov_ratio=ratio)["cov_selected"]
+    chosen = on_tokens(choose_kl_cov, **inputs, kl_cov_ratio=ratio)["cov_selected"]
     slow = slow_covariances(old, advantages, mask)
     count = min(max(int(ratio * len(slow)), 1), len(slow))
     assert int(chosen.sum()) == count
@@ -45,11 +46,13 @@ def test_clip_cov_draws_among_the_tokens_between_the_bounds(data, ratio, masks, 
     old, advantages, mask, keys = drawn(data, masks, numbers)
     inputs = {"old_log_prob": old, "advantages": advantages, "response_mask": mask, "row_keys": keys, "clip_cov_ratio": ratio}
     low, high = -0.05, 2.0
-    chosen = choose_clip_cov(**inputs, clip_cov_lb=low, clip_cov_ub=high)["cov_selected"]
+    chosen = on_tokens(choose_clip_cov, **inputs, clip_cov_lb=low, clip_cov_ub=high)["cov_selected"]
     between = {p for p, value in slow_covariances(old, advantages, mask).items() if low < value < high}
     assert {tuple(p) for p in chosen.nonzero().tolist()} <= between
     assert int(chosen.sum()) == min(max(int(ratio * int(mask.sum())), 1), len(between))
-    barred = choose_clip_cov(**inputs, clip_cov_lb=low, clip_cov_ub=high, eligible=torch.zeros_like(mask))["cov_selected"]
+    barred = on_tokens(choose_clip_cov, **inputs, clip_cov_lb=low, clip_cov_ub=high, eligible=torch.zeros_like(mask))[
+        "cov_selected"
+    ]
     assert not barred.any()
 
 
@@ -57,8 +60,8 @@ def test_the_draw_is_fair_and_depends_on_the_keys():
     # Two tokens of covariance 1/4 each in every row: the first is chosen about as often as the second.
     old, advantages, mask = torch.tensor([[1.0, 1, 0]]), torch.tensor([[1.0, 1, 0]]), torch.ones(1, 3)
     firsts = sum(
-        choose_clip_cov(
-            old_log_prob=old, advantages=advantages, response_mask=mask, row_keys=torch.tensor([key]),
+        on_tokens(
+            choose_clip_cov, old_log_prob=old, advantages=advantages, response_mask=mask, row_keys=torch.tensor([key]),
             clip_cov_ratio=0.01, clip_cov_lb=0.1, clip_cov_ub=0.2,
         )["cov_selected"][0, 0].item()
         for key in range(200)
@@ -101,6 +104,6 @@ def test_a_choice_that_cannot_work_is_refused(wrong):
     one = torch.ones(1, 1)
     inputs = {"old_log_prob": one, "advantages": one, "response_mask": one, "row_keys": torch.zeros(1, dtype=torch.int64)}
     with pytest.raises(ConfigError, match=f"clip_cov.*{next(iter(wrong))}"):
-        choose_clip_cov(**inputs, **({"clip_cov_ratio": 0.1, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0} | wrong))
+        on_tokens(choose_clip_cov, **inputs, **({"clip_cov_ratio": 0.1, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0} | wrong))
     with pytest.raises(ConfigError, match="kl_cov_ratio"):
-        choose_kl_cov(**inputs, kl_cov_ratio=0.0)
+        on_tokens(choose_kl_cov, **inputs, kl_cov_ratio=0.0)

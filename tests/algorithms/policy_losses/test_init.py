@@ -4,21 +4,23 @@ import math
 
 import pytest
 import torch
+from helpers.flat import aggregate, count, policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms import policy_losses as module
-from lockstep.algorithms.aggregation import LOSS_AGG_MODES, Denominators, agg_loss
+from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.policy_losses import (
     FLAT_WITHOUT_ADVANTAGE,
     POLICY_LOSSES,
-    compute_policy_loss,
+    bind_policy_loss,
     get_policy_loss,
     loss_inputs,
     prepare_columns,
     vanilla,
 )
+from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.errors import ConfigError
 
@@ -30,7 +32,7 @@ WHOLE_ROW = ("geo_mean",)
 def call(name, **inputs):
     """The loss with the config's other numbers, and no token selected by its covariance."""
     nothing = torch.zeros_like(inputs["response_mask"], dtype=torch.float32)
-    return compute_policy_loss(get_policy_loss(name), ActorConfig().loss_parameters | {"cov_selected": nothing} | inputs)
+    return policy_loss(get_policy_loss(name), ActorConfig().loss_parameters | {"cov_selected": nothing} | inputs)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
@@ -42,11 +44,11 @@ def test_at_ratio_one_the_gradient_is_that_of_the_plain_policy_gradient(name, cl
     new, advantages = data.draw(numbers(mask)), data.draw(numbers(mask))
     if name in WHOLE_ROW:
         advantages = torch.linspace(-1, 1, len(mask), dtype=torch.float64)[:, None].expand(mask.shape)
-    denominators = Denominators.of(mask)
+    denominators = count(mask)
 
     def gradient(loss_of):
         log_prob = new.clone().requires_grad_()
-        agg_loss(loss_of(log_prob), mask, mode, denominators, loss_scale_factor=5.0).backward()
+        aggregate(loss_of(log_prob), mask, mode, denominators, 5.0).backward()
         return log_prob.grad
 
     actual = gradient(lambda x: call(name, old_log_prob=new, log_prob=x, advantages=advantages, response_mask=mask, **clip)[0])
@@ -134,14 +136,13 @@ def test_a_registered_loss_and_its_prepare_get_the_inputs_they_name_and_no_other
 
     assert get_policy_loss("probe") is probe
     assert loss_inputs(probe) == {"response_mask": True, "power": True, "log_prob": True, "share": True, "sharpness": False}
-    columns = prepare_columns(probe, {"response_mask": torch.ones(1, 2), "power": 1, "advantages": None})
-    assert columns["share"].tolist() == [[0.5, 0.5]]
-    loss, _ = compute_policy_loss(probe, {"log_prob": torch.tensor([[1.0, 3.0]]), "sharpness": 4.0, **columns})
-    assert loss.tolist() == [[2.0, 6.0]]
+    rows = Rows(torch.tensor([2]))
+    columns = prepare_columns(probe, {"response_mask": torch.ones(2), "power": 1, "advantages": None, "rows": rows})
+    assert columns["share"].tolist() == [0.5, 0.5]
+    loss, _ = bind_policy_loss(probe, {"sharpness": 4.0})({"log_prob": torch.tensor([1.0, 3.0]), **columns}, rows)
+    assert loss.tolist() == [2.0, 6.0]
     with pytest.raises(ConfigError, match=r"the prepare of policy loss 'probe' needs power.*loss_kwargs"):
-        prepare_columns(probe, {"response_mask": torch.ones(1, 2)})
-    with pytest.raises(ConfigError, match="policy loss 'probe' needs share"):
-        compute_policy_loss(probe, {"log_prob": torch.ones(1, 1)})
+        prepare_columns(probe, {"response_mask": torch.ones(2), "rows": rows})
 
 
 @pytest.mark.usefixtures("scratch_registry")
@@ -163,7 +164,7 @@ def test_a_row_without_advantage_has_no_gradient_in_the_losses_that_say_so(name)
         "response_mask": torch.ones(3, 5, dtype=torch.bool),
         "cov_selected": torch.ones(3, 5),
     }
-    loss, _ = compute_policy_loss(get_policy_loss(name), ActorConfig().loss_parameters | inputs)
+    loss, _ = policy_loss(get_policy_loss(name), ActorConfig().loss_parameters | inputs)
     (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
     assert (gradient[0] == 0).all() == (POLICY_LOSSES[name] in FLAT_WITHOUT_ADVANTAGE)
     if name != "clip_cov":  # which leaves the selected tokens out

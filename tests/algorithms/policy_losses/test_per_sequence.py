@@ -3,10 +3,11 @@ import math
 import statistics
 
 import torch
+from helpers.flat import aggregate, count, on_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.aggregation import Denominators, agg_loss
+from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
 from lockstep.algorithms.policy_losses.per_token import vanilla
 
@@ -35,7 +36,7 @@ def rows_of(mask):
 @given(data=st.data())
 def test_gspo_clips_the_ratio_of_the_row_and_passes_each_token_its_own_gradient(data, masks, numbers):
     old, new, advantages, mask = drawn(data, masks, numbers)
-    loss, metrics = gspo(old_log_prob=old, log_prob=new, advantages=advantages, response_mask=mask, **CLIP)
+    loss, metrics = on_tokens(gspo, old_log_prob=old, log_prob=new, advantages=advantages, response_mask=mask, **CLIP)
     loss.sum().backward()
 
     expected = {name: torch.zeros_like(old) for name in ("loss", "gradient", "pg_clipfrac")}
@@ -56,8 +57,8 @@ def test_gspo_clips_the_ratio_of_the_row_and_passes_each_token_its_own_gradient(
 @given(data=st.data())
 def test_geo_mean_clips_tokens_and_multiplies_the_row_mean_advantage_by_their_geometric_mean(data, masks, numbers):
     old, new, advantages, mask = drawn(data, masks, numbers)
-    loss, metrics = geo_mean(old_log_prob=old, log_prob=new, advantages=advantages, response_mask=mask, **CLIP)
-    agg_loss(loss, mask, "seq-mean-token-mean", Denominators(tokens=1, sequences=1)).backward()
+    loss, metrics = on_tokens(geo_mean, old_log_prob=old, log_prob=new, advantages=advantages, response_mask=mask, **CLIP)
+    aggregate(loss, mask, "seq-mean-token-mean", Denominators(tokens=1, sequences=1)).backward()
 
     expected = {name: torch.zeros_like(old) for name in ("loss", "gradient", "pg_clipfrac")}
     for i, at in rows_of(mask):
@@ -83,7 +84,7 @@ def test_gspo_with_rows_of_one_token_is_vanilla_without_dual_clip(data, masks, n
 
     def result(loss_fn):
         log_prob = new.clone().requires_grad_()
-        loss, metrics = loss_fn(log_prob=log_prob, **inputs)
+        loss, metrics = on_tokens(loss_fn, log_prob=log_prob, **inputs)
         loss.sum().backward()
         return loss.detach(), log_prob.grad, metrics
 
@@ -97,10 +98,10 @@ def test_gspos_gradient_is_that_of_the_sequence_objective_when_a_row_has_one_adv
     per_row = torch.linspace(-1, 1, len(mask), dtype=torch.float64)
     inputs = {"old_log_prob": old, "advantages": per_row[:, None].expand(mask.shape), "response_mask": mask}
     new = (old + (new - old).clamp(-0.1, 0.1)).detach()  # inside the clip range
-    denominators = Denominators.of(mask)
+    denominators = count(mask)
 
     log_prob = new.clone().requires_grad_()
-    agg_loss(gspo(log_prob=log_prob, **inputs, **CLIP)[0], mask, "seq-mean-token-mean", denominators).backward()
+    aggregate(on_tokens(gspo, log_prob=log_prob, **inputs, **CLIP)[0], mask, "seq-mean-token-mean", denominators).backward()
 
     direct = new.clone().requires_grad_()
     difference = torch.where(mask, direct - old, 0)
@@ -113,6 +114,8 @@ def test_geo_means_average_over_rows_is_the_papers_whatever_their_lengths():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     new = torch.log(torch.tensor([[1.1, 1.2, 0.9], [0.9, 7.0, 7.0]], dtype=torch.float64))
     advantages = torch.tensor([[2.0] * 3, [-1.0] * 3], dtype=torch.float64)
-    loss, _ = geo_mean(old_log_prob=torch.zeros_like(new), log_prob=new, advantages=advantages, response_mask=mask, **CLIP)
-    total = agg_loss(loss, mask, "seq-mean-token-mean", Denominators.of(mask))
+    loss, _ = on_tokens(
+        geo_mean, old_log_prob=torch.zeros_like(new), log_prob=new, advantages=advantages, response_mask=mask, **CLIP
+    )
+    total = aggregate(loss, mask, "seq-mean-token-mean", count(mask))
     assert math.isclose(total.item(), (-2 * (1.1 * 1.2 * 0.9) ** (1 / 3) + 0.9) / 2, rel_tol=1e-12)

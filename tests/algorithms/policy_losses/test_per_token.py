@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
+from helpers.flat import policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.policy_losses import compute_policy_loss
 from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
 from lockstep.errors import ConfigError
 
@@ -68,7 +68,7 @@ def test_loss_gradient_and_metrics_equal_the_formula(loss_fn, slow, data, masks,
     new.requires_grad_()
     inputs = {"old_log_prob": old, "log_prob": new, "advantages": advantages, "response_mask": mask}
     parameters = CLIP | {"tau_pos": TAU_POS, "tau_neg": TAU_NEG, "dro_beta": BETA}
-    loss, metrics = compute_policy_loss(loss_fn, inputs | parameters)
+    loss, metrics = policy_loss(loss_fn, inputs | parameters)
     loss.sum().backward()
 
     expected = {name: torch.zeros_like(old) for name in ("loss", "gradient", *metrics)}

@@ -26,7 +26,7 @@ LOSS_CASE = LossCase(
     cut=1,
 )
 ADVANTAGE_CASE = AdvantageCase(
-    tokens={"token_level_rewards": NUMBERS}, rows={"group": torch.tensor([0, 0, 0])}, mask=MASK, order=[1, 2, 0]
+    tokens={"token_level_rewards": NUMBERS}, of_rows={"group": torch.tensor([0, 0, 0])}, mask=MASK, order=[1, 2, 0]
 )
 
 
@@ -81,6 +81,34 @@ def test_a_loss_with_a_pull_of_its_own_gets_a_warning():
     check(LossSubject(good, {}), LOSS_CASE)
     with pytest.raises(Violation, match="every advantage"):
         check(LossSubject(changed(lambda loss, new, mask: loss + zero_outside(new, mask)), {}), LOSS_CASE)
+
+
+def test_functions_that_name_rows_get_flat_columns_of_rows_that_end_with_their_last_selected_token():
+    def flat(*, log_prob, advantages, response_mask, rows):
+        seen.append((rows.lengths.tolist(), tuple(log_prob.shape)))
+        return -zero_outside(advantages, response_mask) * zero_outside(log_prob, response_mask), {}
+
+    def by_length(*, log_prob, advantages, response_mask, rows):
+        loss, metrics = flat(log_prob=log_prob, advantages=advantages, response_mask=response_mask, rows=rows)
+        return loss / rows.spread(rows.lengths), metrics
+
+    def score(*, token_level_rewards, response_mask, rows):
+        seen.append((rows.lengths.tolist(), tuple(token_level_rewards.shape)))
+        scores = zero_outside(rows.spread(rows.sum(zero_outside(token_level_rewards, response_mask))), response_mask)
+        return scores, scores
+
+    seen: list = []
+    for check in LOSS_PROPERTIES.values():
+        check(LossSubject(flat, {}), LOSS_CASE)
+    assert ([3, 2, 0], (5,)) in seen
+    assert ([5, 5, 5], (15,)) in seen  # masked tokens at the ends, which stand for padding
+    with pytest.raises(Violation, match="columns of padding"):
+        LOSS_PROPERTIES["padding"](LossSubject(by_length, {}), LOSS_CASE)
+    for check in ADVANTAGE_PROPERTIES.values():
+        check(AdvantageSubject(score, {}), ADVANTAGE_CASE)
+    assert seen[-1] == ([3, 2], (5,))
+    with pytest.raises(Violation, match=r"the loss must have one number a token, \(5,\), but has shape \(\)"):
+        LOSS_PROPERTIES["one number a token"](LossSubject(lambda *, log_prob, rows: (log_prob.sum(), {}), {}), LOSS_CASE)
 
 
 def reward_to_go(*, token_level_rewards, response_mask):
