@@ -7,7 +7,7 @@ A batch is rows. A column of it is one of three things:
 - object: a numpy object array (dicts, strings).
 
 `data.ragged(name)` gives a ragged column as stored, and `data[i]` a row. Only `data.batch[name]` pads: it makes the block that
-reward managers written for other systems expect, and nothing in Lockstep itself reads it. Parameters are never columns: they are
+reward managers written for other systems expect, and Lockstep itself reads no ragged column by it. Parameters are never columns: they are
 arguments of the call, or `meta_info` where they describe the data itself.
 
 The ledger of columns (R ragged, D dense, O object; T response tokens, P prompt tokens), each with the function of `trainer/ppo` that adds
@@ -62,8 +62,6 @@ import torch
 from torch import Tensor
 
 from lockstep.ragged import Ragged, padding_mask, tensors_equal
-
-__all__ = ["BatchView", "Column", "DataProto", "DataProtoItem", "Ragged", "pad_dataproto_to_divisor", "unpad_dataproto"]
 
 Indices = Sequence[int] | np.ndarray | Tensor | slice
 """What selects rows: positions, a boolean mask, or a slice."""

@@ -225,7 +225,7 @@ class Scoring:
         """Ask about every row that was not added, wait for all, and combine. Reads responses, rm_scores, rm_judged."""
         manager, responses = self._manager, data.ragged("responses")
         rm_scores = data.columns.get("rm_scores")
-        judged = [bool(row) for row in data.columns["rm_judged"]] if "rm_judged" in data else [rm_scores is not None] * len(data)
+        judged = data.batch["rm_judged"].bool().tolist() if "rm_judged" in data else [rm_scores is not None] * len(data)
         chosen = []
         for i, tag in enumerate(self._tags):
             has_weights = manager.judges.explicit(tag) is not None

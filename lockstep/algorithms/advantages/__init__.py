@@ -58,8 +58,6 @@ from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rlo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
 from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
-from lockstep.algorithms.rows import Rows
-from lockstep.errors import ConfigError
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
@@ -78,9 +76,6 @@ ADV_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "tir_optimal_token_baseline": optimal_token_baseline,
 }
 """Name -> estimator: the values of `algorithm.adv_estimator`."""
-
-TOKEN_INPUTS = ("token_level_rewards", "response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-"""The inputs with one number per token."""
 
 
 def register_adv_est(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
@@ -123,18 +118,7 @@ def compute_advantage(estimator: str | AdvantageEstimator, available: Mapping[st
     or when the blocks that an estimator returns have another shape than those it was given.
     """
     what, function = _resolve(estimator)
-    remedy = "choose another algorithm.adv_estimator, or switch on what produces it"
-    if "rows" in input_names(what, function):
-        return call_by_name(what, function, available, remedy)
-    rows: Rows = available["rows"]
-    blocks = {name: rows.pad(available[name]) for name in TOKEN_INPUTS if available.get(name) is not None}
-    result = call_by_name(what, function, {**available, **blocks, "rows": None}, remedy)
-    shape = blocks["response_mask"].shape
-    for name, x in zip(("advantages", "returns"), result, strict=True):
-        if not isinstance(x, Tensor) or x.shape != shape:
-            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ConfigError(f"{what} must return one number per token, {tuple(shape)}; its {name} are of {got}")
-    return rows.unpad(result[0]), rows.unpad(result[1])
+    return call_by_name(what, function, available, "choose another algorithm.adv_estimator, or switch on what produces it")
 
 
 def _resolve(estimator: str | AdvantageEstimator) -> tuple[str, AdvantageEstimator]:

@@ -6,6 +6,7 @@ advantage times everything the loss does with it: ratio, clip, weight, aggregati
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -56,12 +57,13 @@ def strongest(pushes: Ragged, count: int) -> tuple[list[tuple[int, int]], list[t
     that are pushed that way count. Equal pushes come in the order of rows and positions.
     """
 
-    def first(sign: int) -> list[tuple[int, int]]:
-        peaks = [(float((sign * row).max()), i, int((sign * row).argmax())) for i, row in enumerate(pushes.rows()) if len(row)]
-        best = sorted((peak for peak in peaks if peak[0] > 0), key=lambda peak: -peak[0])
-        return [(i, position) for _, i, position in best[:count]]
+    return _peaks(pushes)[:count], _peaks(pushes.like(-pushes.values))[:count]
 
-    return first(1), first(-1)
+
+def _peaks(column: Ragged) -> list[tuple[int, int]]:
+    """(row, position) of the largest number of each row that has one above 0; largest first."""
+    tops = [(float(row.max()), i, int(row.argmax())) for i, row in enumerate(column.rows()) if (row > 0).any()]
+    return [(i, position) for _, i, position in sorted(tops, key=lambda top: -top[0])]
 
 
 def ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, limit: float = 20.0) -> Tensor:
@@ -80,10 +82,8 @@ def windows(pushes: Sequence[Ragged], count: int) -> list[tuple[int, int]]:
     The algorithms take turns; each names the rows of its strongest pushes, strongest first.
     """
     chosen: dict[int, int] = {}
-    sizes = [[row.abs() for row in p.rows()] for p in pushes]
-    orders = [sorted(range(len(rows)), key=lambda i: -float(rows[i].max()) if len(rows[i]) else 0.0) for rows in sizes]
-    for turn in zip(*orders, strict=True):
-        for rows, row in zip(sizes, turn, strict=True):
-            if row not in chosen and len(chosen) < count and rows[row].any():
-                chosen[row] = int(rows[row].argmax())
+    for turn in itertools.zip_longest(*(_peaks(p.like(p.values.abs())) for p in pushes)):
+        for row, position in filter(None, turn):
+            if len(chosen) < count:
+                chosen.setdefault(row, position)
     return list(chosen.items())

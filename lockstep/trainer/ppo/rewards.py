@@ -152,8 +152,8 @@ def _read_rewards(rewards: Any, responses: Ragged, failures: list[Failure | None
         scores = rewards.like(rewards.values.float().cpu())
         seen: Sequence[Tensor] = scores.rows()
     elif isinstance(rewards, Tensor) and tuple(rewards.shape) == (len(responses), responses.width):
-        seen = rewards = rewards.float().cpu()
-        scores = Ragged.from_padded(rewards, responses.lengths)
+        seen = rewards.float().cpu().unbind()
+        scores = Ragged.from_padded(rewards.float().cpu(), responses.lengths)
     else:
         got = f"a tensor of shape {tuple(rewards.shape)}" if isinstance(rewards, Tensor) else type(rewards).__name__
         shape = (len(responses), responses.width)

@@ -330,9 +330,7 @@ def _reward_parts(batch: DataProto, config: AlgorithmConfig) -> Tensor | None:
             f"algorithm.gdpo_reward_keys names {config.gdpo_reward_keys}, but the reward function gave the parts {names}: make it "
             f"return a dict with {missing or config.gdpo_reward_keys}, or change the keys"
         )
-    parts = batch.columns["reward_parts"]
-    assert isinstance(parts, Tensor)
-    return parts[:, [names.index(key) for key in config.gdpo_reward_keys]]
+    return batch.batch["reward_parts"][:, [names.index(key) for key in config.gdpo_reward_keys]]
 
 
 def _share_lost(before: Tensor, after: Tensor) -> float:
