@@ -22,7 +22,7 @@ def scored(*failed, rows=4, **extra):
 def test_scores_are_stored_without_padding_and_extra_information_is_passed_on():
     batch = make_batch()
     tensor = torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
-    plain = rewards.score(lambda data: tensor, batch)
+    plain = rewards.score(lambda data: tensor, batch, max_failure_rate=0.0)
     assert (plain.failures, plain.total, plain.extra, plain.parts) == ([None, None], [1.0, 0.5], {}, {})
     assert rows_of(batch, "token_level_scores") == [[0.0, 0.0, 1.0], [0.5]]
     assert batch.ragged("token_level_scores").values.dtype == torch.float32
@@ -31,7 +31,7 @@ def test_scores_are_stored_without_padding_and_extra_information_is_passed_on():
         assert return_dict
         return {"reward_tensor": tensor, "reward_extra_info": {"acc": [1, 0]}}
 
-    assert rewards.score(with_dict, batch).extra == {"acc": [1, 0]}
+    assert rewards.score(with_dict, batch, max_failure_rate=0.0).extra == {"acc": [1, 0]}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_scores_are_stored_without_padding_and_extra_information_is_passed_on():
 )
 def test_a_reward_that_cannot_be_used_is_an_error_and_not_a_number(result, message):
     with pytest.raises(RewardError, match=message):
-        rewards.score(lambda data: result, make_batch())
+        rewards.score(lambda data: result, make_batch(), max_failure_rate=0.0)
 
 
 def test_a_missing_reward_leaves_its_row_out_and_too_many_stop_the_run_with_examples():
