@@ -47,12 +47,8 @@ class Scored:
 
     def select(self, rows: Sequence[int]) -> Scored:
         """The same of some rows."""
-        return Scored(
-            [self.failures[i] for i in rows],
-            [self.total[i] for i in rows],
-            {name: [values[i] for i in rows] for name, values in self.extra.items()},
-            {name: [values[i] for i in rows] for name, values in self.parts.items()},
-        )
+        extra, parts = ({name: [values[i] for i in rows] for name, values in kind.items()} for kind in (self.extra, self.parts))
+        return Scored([self.failures[i] for i in rows], [self.total[i] for i in rows], extra, parts)
 
     @staticmethod
     def concat(all_scored: Sequence[Scored]) -> Scored:
@@ -268,11 +264,8 @@ def reward_metrics(scored: Scored) -> dict[str, float]:
     for judge, values in scored.parts.items():
         known = [value for value in values if value is not None]
         if known:
-            metrics |= {
-                f"reward/{judge}/mean": sum(known) / len(known),
-                f"reward/{judge}/max": max(known),
-                f"reward/{judge}/min": min(known),
-            }
+            summary = {"mean": sum(known) / len(known), "max": max(known), "min": min(known)}
+            metrics |= {f"reward/{judge}/{name}": value for name, value in summary.items()}
     kinds = Counter(failure.kind for failure in scored.failures if failure is not None)
     metrics["reward/missing_ratio"] = kinds.total() / max(len(scored.failures), 1)
     return metrics | {f"reward/missing/{kind}": float(count) for kind, count in kinds.items()}
