@@ -17,7 +17,7 @@ from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.graders import code
-from lockstep.rewards.judges import MODEL, RULE, SANDBOX, Judges, Weights
+from lockstep.rewards.judges import MODEL, RULE, SANDBOX, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
@@ -56,7 +56,7 @@ class RewardManager:
         timeout_s: float = 30.0,
         num_workers: int | None = None,
         functions: Mapping[str, ComputeScore] | None = None,
-        weights: Mapping[str, Weights] | None = None,
+        weights: Mapping[str, JudgeWeights] | None = None,
         make_sandbox: Callable[[], Sandbox] = default_sandbox,
     ) -> None:
         self.tokenizer = tokenizer
@@ -233,7 +233,7 @@ class Scoring:
         outcomes = [{judge: asked.result() for judge, asked in (row or {}).items()} for row in self._asked]
         return _combine(chosen, outcomes, rm_scores, responses)
 
-    def _ask(self, row: int, response_ids: Tensor, weights: Weights) -> None:
+    def _ask(self, row: int, response_ids: Tensor, weights: JudgeWeights) -> None:
         functions = [judge for judge in weights if judge != MODEL]
         if not functions:
             self._asked[row] = {}
@@ -251,7 +251,7 @@ class Scoring:
 
 
 def _combine(
-    chosen: Sequence[Weights], outcomes: Sequence[Mapping[str, Outcome]], rm_scores: Tensor | None, responses: Ragged
+    chosen: Sequence[JudgeWeights], outcomes: Sequence[Mapping[str, Outcome]], rm_scores: Tensor | None, responses: Ragged
 ) -> Answer:
     lengths, longest = responses.lengths.tolist(), int(responses.lengths.max()) if len(responses) else 0
     rewards = torch.zeros(len(chosen), longest)
