@@ -142,7 +142,7 @@ class RewardManager:
         function = self.function(judge, source)
         arguments = _arguments(function, {**row, "ground_truth": row["test_cases"]} if judge == SANDBOX else row)
         if _takes_sandbox(function):
-            return self._pool.submit_sandboxed(function, arguments | {"sandbox": self._get_sandbox()})
+            arguments["sandbox"] = self._get_sandbox()
         return self._pool.submit(function, arguments)
 
     def function(self, judge: str, source: str | None) -> ComputeScore:
