@@ -89,8 +89,8 @@ class LanguageHead(Linear):
         options = (question.targets, question.temperature, question.entropy_grad)
         if isinstance(self.weight, DTensor):  # each rank has a part of the vocabulary, and makes a part of the gradient
             assert isinstance(input, DTensor)
-            hidden = input.tolocal_part(grad_placements=[Partial()])[0, question.at]
-            columns = target_log_probs(hidden, self.weight.tolocal_part(), None, *options, part=VocabularyPart.of(self.weight))
+            hidden = input.to_local(grad_placements=[Partial()])[0, question.at]
+            columns = target_log_probs(hidden, self.weight.to_local(), None, *options, part=VocabularyPart.of(self.weight))
         else:
             columns = target_log_probs(input[0, question.at], self.weight, None, *options)
         return torch.stack(columns, dim=-1)
@@ -213,4 +213,4 @@ def _replicated(x: Tensor, like: Tensor) -> Tensor:
     """The same tensor on every rank of the mesh of `like`, where that is a DTensor."""
     if not isinstance(like, DTensor):
         return x
-    return DTensor.fromlocal_part(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
