@@ -229,7 +229,7 @@ def print_tables(result: dict[str, Any]) -> None:
         print(f"\n{result['rows']} rows, {case}")
         for key, value in measured.items():
             print(f"  {key:34} best {value['best']:10.2f}   median {value['median']:10.2f}")
-    print("\nprompts a second")
+    print("\nprompts per second")
     for case, value in result["prompts_per_second"].items():
         per_cpu = value["best_per_processor_second"]
         print(f"  {case:44} best {value['best']:8.0f}   median {value['median']:8.0f}   a processor second {per_cpu:8.0f}")

@@ -13,9 +13,9 @@ import functools
 import json
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -50,12 +50,12 @@ class RowFiles:
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """The rows at `indices`, in that order, as plain Python objects with every name of `columns`."""
-        found: dict[int, dict[str, Any]] = {}
-        for part, here in _by_part(indices, self._starts).items():
-            start = self._starts[part]
-            rows = self._files[part].rows([index - start for index in here])
-            found |= zip(here, rows, strict=True)
-        return [{name: found[index].get(name) for name in self.columns} for index in indices]
+        found = []
+        for index in indices:
+            part = bisect_right(self._starts, index) - 1
+            row = self._files[part].row(index - self._starts[part])
+            found.append({name: row.get(name) for name in self.columns})
+        return found
 
     def batches(self, column: str) -> Iterator[tuple[int, Values]]:
         """All values of one column, in order, as (row number of the first, values); other columns are not read.
@@ -75,7 +75,7 @@ class _File(Protocol):
     num_rows: int
     columns: Sequence[str]
 
-    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]: ...
+    def row(self, index: int) -> dict[str, Any]: ...
 
     def batches(self, column: str) -> Iterator[Values]: ...
 
@@ -89,15 +89,12 @@ class _ParquetFile:
         self.num_rows: int = self._file.metadata.num_rows
         self.columns: Sequence[str] = self._file.schema_arrow.names
 
-    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+    def row(self, index: int) -> dict[str, Any]:
         with _errors_name(self.path):
             batches, starts = self._decoded
-            for part, here in _by_part(indices, starts).items():
-                for run in _runs(here):
-                    rows = batches[part].slice(run[0] - starts[part], len(run)).to_pylist()
-                    found |= zip(run, rows, strict=True)
-        return [found[index] for index in indices]
+            part = bisect_right(starts, index) - 1
+            row: dict[str, Any] = batches[part].slice(index - starts[part], 1).to_pylist()[0]
+            return row
 
     @functools.cached_property
     def _decoded(self) -> tuple[list[pa.RecordBatch], list[int]]:
@@ -134,28 +131,12 @@ class _JsonFile:
         self.num_rows = len(self._rows)
         self.columns: Sequence[str] = list(dict.fromkeys(name for row in self._rows for name in row))
 
-    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._rows[index] for index in indices]
+    def row(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
 
     def batches(self, column: str) -> Iterator[Values]:
         for start in range(0, self.num_rows, _BATCH_ROWS):
             yield [row.get(column) for row in self._rows[start : start + _BATCH_ROWS]]
-
-
-def _by_part(indices: Sequence[int], starts: Sequence[int]) -> dict[int, list[int]]:
-    """Which of the indices lie in which part; part p is starts[p] up to starts[p + 1]."""
-    parts: dict[int, list[int]] = {}
-    for index in indices:
-        parts.setdefault(bisect_right(starts, index) - 1, []).append(index)
-    return parts
-
-
-def _runs(indices: Iterable[int]) -> Iterator[range]:
-    """The indices as ascending runs of neighbours."""
-    ordered = sorted(set(indices))
-    cuts = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
-    for low, high in pairwise([0, *cuts, len(ordered)]):
-        yield range(ordered[low], ordered[high - 1] + 1)
 
 
 def _open(path: Path) -> _File:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-Spec = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
 Tensors = Iterable[tuple[str, Tensor]]
 """(name, tensor), as they come."""
@@ -30,7 +30,7 @@ _TYPES = {
 }
 
 
-def write_weights(file: Path, specs: Mapping[str, Spec], tensors: Tensors) -> None:
+def write_weights(file: Path, specs: Mapping[str, TensorSpec], tensors: Tensors) -> None:
     """Write `tensors` to `file` as they come. `specs` says beforehand what comes, in any order of names.
 
     Raises ValueError for a tensor that is not in `specs`, comes twice, or has another type or shape, and when one is left out.

@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError, DataError, MissingReward
 from lockstep.rewards.graders import _select_rm_score_fn
 
 RULE, MODEL, SANDBOX = "rule", "model", "sandbox"
-Weights = Mapping[str, float]
+JudgeWeights = Mapping[str, float]
 
 
 class Judges:
@@ -43,7 +43,7 @@ class Judges:
         self,
         compute_score: Callable[..., Any] | None = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
-        weights: Mapping[str, Weights] | None = None,
+        weights: Mapping[str, JudgeWeights] | None = None,
     ) -> None:
         self._compute_score, self.functions, self._weights = compute_score, dict(functions or {}), dict(weights or {})
         for name in self.functions:
@@ -101,7 +101,7 @@ class Judges:
             )
         return _select_rm_score_fn(data_source)
 
-    def _check_names(self, weights: Weights, where: str) -> None:
+    def _check_names(self, weights: JudgeWeights, where: str) -> None:
         known = [RULE, MODEL, SANDBOX, *self.functions]
         for name in weights:
             if name not in known:

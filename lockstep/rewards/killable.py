@@ -43,16 +43,28 @@ _PR_SET_PDEATHSIG = 1
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from lockstep.rewards.killable import serve; serve()"
 
 
-class CallTimeout(RewardError):
+class CallError(RewardError):
+    """A call without a value; `kind` is one of outcome.FAILURE_KINDS."""
+
+    kind: str
+
+
+class CallTimeout(CallError):
     """The call did not end before its deadline; its process was killed."""
 
+    kind = "timeout"
 
-class CallFailed(RewardError):
+
+class CallFailed(CallError):
     """The function raised, or its value cannot be sent back; the message ends with the traceback."""
 
+    kind = "raised"
 
-class CallCrashed(RewardError):
+
+class CallCrashed(CallError):
     """The process ended during the call."""
+
+    kind = "crashed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import Column, DataProto, Ragged
 from lockstep.rewards.graders import code
-from lockstep.rewards.judges import MODEL, RULE, SANDBOX, Judges, Weights
+from lockstep.rewards.judges import MODEL, RULE, SANDBOX, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
@@ -57,7 +57,7 @@ class RewardManager:
         timeout_s: float = RewardConfig.timeout_s,
         num_workers: int | None = None,
         functions: Mapping[str, ComputeScore] | None = None,
-        weights: Mapping[str, Weights] | None = None,
+        weights: Mapping[str, JudgeWeights] | None = None,
         make_sandbox: Callable[[], Sandbox] = default_sandbox,
     ) -> None:
         self.tokenizer = tokenizer
@@ -146,7 +146,7 @@ class RewardManager:
         function = self.function(judge, source)
         arguments = _arguments(function, {**row, "ground_truth": row["test_cases"]} if judge == SANDBOX else row)
         if _takes_sandbox(function):
-            return self._pool.submit_sandboxed(function, arguments | {"sandbox": self._get_sandbox()})
+            arguments["sandbox"] = self._get_sandbox()
         return self._pool.submit(function, arguments)
 
     def function(self, judge: str, source: str | None) -> ComputeScore:
@@ -237,7 +237,7 @@ class Scoring:
         outcomes = [{judge: asked.result() for judge, asked in (futures or {}).items()} for futures in self._asked]
         return _combine(chosen, outcomes, rm_scores, responses)
 
-    def _ask(self, row: int, response_ids: Tensor, weights: Weights) -> None:
+    def _ask(self, row: int, response_ids: Tensor, weights: JudgeWeights) -> None:
         functions = [judge for judge in weights if judge != MODEL]
         if not functions:
             self._asked[row] = {}
@@ -255,7 +255,7 @@ class Scoring:
 
 
 def _combine(
-    chosen: Sequence[Weights], outcomes: Sequence[Mapping[str, Outcome]], rm_scores: Column | None, responses: Ragged
+    chosen: Sequence[JudgeWeights], outcomes: Sequence[Mapping[str, Outcome]], rm_scores: Column | None, responses: Ragged
 ) -> Answer:
     rewards = responses.like(torch.zeros(len(responses.values)))
     row_rewards = rewards.rows()

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.rewards.killable import CallCrashed, CallFailed, CallTimeout, KillableWorker, is_portable
+from lockstep.rewards.killable import CallError, KillableWorker, is_portable
 from lockstep.rewards.outcome import Failure, Outcome, Score
 
 ComputeScore = Callable[..., Any]
@@ -50,23 +50,20 @@ class ScoringPool:
     def __init__(self, num_workers: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._processes = _Lane(num_workers, self._in_process)
-        self._threads = _Lane(num_workers, self._in_thread)
-        self._sandboxed = _Lane(_MAX_OPEN_CALLS, functools.partial(self._in_thread, timeout_s=max(timeout_s, _SANDBOXED_S)))
+        self._threads = _Lane(num_workers, functools.partial(_in_thread, timeout_s))
+        self._sandboxed = _Lane(_MAX_OPEN_CALLS, functools.partial(_in_thread, max(timeout_s, _SANDBOXED_S)))
         self._loop: _LoopLane | None = None
 
     def submit(self, function: ComputeScore, arguments: dict[str, Any]) -> Future[Outcome]:
-        """Start `function(**arguments)`."""
+        """Start `function(**arguments)`. With an argument `sandbox` it waits for programs in one, which has its own deadlines and bounds
+        how many run at once."""
         if _is_async(function):
             if self._loop is None or self._loop.is_blocked():
                 self._loop = _LoopLane(self.timeout_s)
             return self._loop.submit(function, arguments)
+        if "sandbox" in arguments:
+            return self._sandboxed.submit(function, arguments)
         return (self._processes if is_portable(function) else self._threads).submit(function, arguments)
-
-    def submit_sandboxed(self, function: ComputeScore, arguments: dict[str, Any]) -> Future[Outcome]:
-        """The same for a function that waits for programs in a sandbox, which has its own deadlines and bounds how many run at once."""
-        if _is_async(function):
-            return self.submit(function, arguments)
-        return self._sandboxed.submit(function, arguments)
 
     def close(self) -> None:
         """End processes and threads; calls that have not started are failures."""
@@ -84,33 +81,27 @@ class ScoringPool:
             worker.load(function)
             started = time.monotonic()
             outcome = check_score(worker.call(function, self.timeout_s, **arguments))
-        except CallTimeout as error:
-            outcome = Failure("timeout", str(error))
-        except CallCrashed as error:
-            outcome = Failure("crashed", str(error))
-        except CallFailed as error:
-            outcome = Failure("raised", str(error))
+        except CallError as error:
+            outcome = Failure(error.kind, str(error))
         return replace(outcome, seconds=time.monotonic() - started)
 
-    def _in_thread(
-        self, worker: KillableWorker, function: ComputeScore, arguments: dict[str, Any], timeout_s: float | None = None
-    ) -> Outcome:
-        timeout_s = timeout_s or self.timeout_s
-        outcome: list[Outcome] = []
 
-        def work() -> None:
-            try:
-                value = function(**arguments)
-                outcome.append(check_score(asyncio.run(value) if inspect.iscoroutine(value) else value))
-            except BaseException as error:
-                outcome.append(raised(error))
+def _in_thread(timeout_s: float, worker: KillableWorker, function: ComputeScore, arguments: dict[str, Any]) -> Outcome:
+    outcome: list[Outcome] = []
 
-        thread = threading.Thread(target=work, name="reward", daemon=True)
-        started = time.monotonic()
-        thread.start()
-        thread.join(timeout_s)
-        late = Failure("timeout", f"the call did not end within {timeout_s:g} s; its thread was left behind")
-        return replace(outcome[0] if outcome else late, seconds=time.monotonic() - started)
+    def work() -> None:
+        try:
+            value = function(**arguments)
+            outcome.append(check_score(asyncio.run(value) if inspect.iscoroutine(value) else value))
+        except BaseException as error:
+            outcome.append(raised(error))
+
+    thread = threading.Thread(target=work, name="reward", daemon=True)
+    started = time.monotonic()
+    thread.start()
+    thread.join(timeout_s)
+    late = Failure("timeout", f"the call did not end within {timeout_s:g} s; its thread was left behind")
+    return replace(outcome[0] if outcome else late, seconds=time.monotonic() - started)
 
 
 class _Lane:

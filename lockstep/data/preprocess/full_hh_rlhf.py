@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.preprocess.recipe import REWARD_MODEL, Example, Message, Recipe, Row, UnusableRow, text
+from lockstep.data.preprocess.recipe import REWARD_MODEL, Message, Recipe, SourceRow, UnusableRow, WrittenRow, text
 
 _TURN = re.compile(r"(?:\A|\n\n)\s*(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -36,27 +36,27 @@ def parse_dialogue(dialogue: str) -> list[Message]:
     return messages
 
 
-def _rl(row: Row, _: str) -> Example:
+def _rl(row: SourceRow, _: str) -> WrittenRow:
     prompt, response = _answered(row, "response" if "response" in row else "chosen")
-    return Example(prompt, {"reward_model": {"style": "model", "ground_truth": response}}, {})
+    return WrittenRow(prompt, {"reward_model": {"style": "model", "ground_truth": response}}, {})
 
 
-def _sft(row: Row, _: str) -> Example:
+def _sft(row: SourceRow, _: str) -> WrittenRow:
     prompt, response = _answered(row, "response" if "response" in row else "chosen")
-    return Example(prompt, {"response": response}, {})
+    return WrittenRow(prompt, {"response": response}, {})
 
 
-def _rm(row: Row, _: str) -> Example:
+def _rm(row: SourceRow, _: str) -> WrittenRow:
     prompt, chosen = _answered(row, "chosen")
     other_prompt, rejected = _answered(row, "rejected")
     if prompt != other_prompt:
         raise UnusableRow("chosen and rejected answer different dialogues")
     if chosen == rejected:
         raise UnusableRow("chosen and rejected are the same")
-    return Example(prompt, {"chosen": chosen, "rejected": rejected}, {})
+    return WrittenRow(prompt, {"chosen": chosen, "rejected": rejected}, {})
 
 
-def _answered(row: Row, column: str) -> tuple[list[Message], str]:
+def _answered(row: SourceRow, column: str) -> tuple[list[Message], str]:
     """The messages before an answer, and the answer."""
     if "prompt" in row:
         *messages, last = parse_dialogue(text(row, "prompt"))

@@ -6,14 +6,14 @@ import re
 
 import pyarrow as pa
 
-from lockstep.data.preprocess.recipe import REWARD_MODEL, Example, Recipe, Row, UnusableRow, ask, text
+from lockstep.data.preprocess.recipe import REWARD_MODEL, Recipe, SourceRow, UnusableRow, WrittenRow, ask, text
 
 INSTRUCTION = "Reason step by step, and end with the final answer on a line of its own, in the form: #### number"
 
 _FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*\Z")
 
 
-def convert(row: Row, instruction: str) -> Example:
+def convert(row: SourceRow, instruction: str) -> WrittenRow:
     """The number after the last `####`, without thousands commas, is the ground truth."""
     question, answer = text(row, "question"), text(row, "answer")
     if "####" not in answer:
@@ -21,7 +21,7 @@ def convert(row: Row, instruction: str) -> Example:
     final = _FINAL.search(answer)
     if final is None:
         raise UnusableRow("no number after '####' at the end of the answer")
-    return Example(
+    return WrittenRow(
         prompt=ask(question, instruction),
         columns={"reward_model": {"style": "rule", "ground_truth": final[1].replace(",", "")}},
         extra_info={"question": question, "answer": answer},

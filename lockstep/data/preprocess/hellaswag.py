@@ -6,7 +6,7 @@ import re
 
 import pyarrow as pa
 
-from lockstep.data.preprocess.recipe import REWARD_MODEL, Example, Recipe, Row, UnusableRow, ask, text
+from lockstep.data.preprocess.recipe import REWARD_MODEL, Recipe, SourceRow, UnusableRow, WrittenRow, ask, text
 
 INSTRUCTION = (
     "Which ending continues the text best? Say why, and end with a last line of the form: Answer: X, where X is its letter."
@@ -18,7 +18,7 @@ _TAG = re.compile(r"\s*\[(header|title|step|substeps)\]\s*")
 """Marks that WikiHow texts carry: a heading, the parts of a step."""
 
 
-def convert(row: Row, instruction: str) -> Example:
+def convert(row: SourceRow, instruction: str) -> WrittenRow:
     """The letter of the label's ending is the ground truth."""
     context = _context(row)
     endings = row.get("endings")
@@ -26,7 +26,7 @@ def convert(row: Row, instruction: str) -> Example:
         raise UnusableRow(f"endings is not a list of {len(LETTERS)} texts")
     label = _label(row)
     choices = "\n".join(f"{letter}. {_clean(ending)}" for letter, ending in zip(LETTERS, endings, strict=True))
-    return Example(
+    return WrittenRow(
         prompt=ask(f"{context} ...\n\n{choices}", instruction),
         columns={"reward_model": {"style": "rule", "ground_truth": LETTERS[label]}},
         extra_info={
@@ -38,7 +38,7 @@ def convert(row: Row, instruction: str) -> Example:
     )
 
 
-def _context(row: Row) -> str:
+def _context(row: SourceRow) -> str:
     """What has happened, under the name of the activity. The second part begins a sentence that the endings finish."""
     first, second = row.get("ctx_a"), row.get("ctx_b")
     context = f"{first} {second[:1].upper()}{second[1:]}" if first and second else text(row, "ctx")
@@ -46,7 +46,7 @@ def _context(row: Row) -> str:
     return f"{activity}: {_clean(context)}" if activity else _clean(context)
 
 
-def _label(row: Row) -> int:
+def _label(row: SourceRow) -> int:
     label = row.get("label")
     if label is None or label == "":
         raise UnusableRow("no label")

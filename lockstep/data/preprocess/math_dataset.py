@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from lockstep.data.preprocess.recipe import REWARD_MODEL, Example, Recipe, Row, UnusableRow, ask, text
+from lockstep.data.preprocess.recipe import REWARD_MODEL, Recipe, SourceRow, UnusableRow, WrittenRow, ask, text
 from lockstep.rewards.graders.math import last_boxed
 
 INSTRUCTION = r"Reason step by step, and state the final answer once, at the end, inside \boxed{}."
@@ -16,7 +16,7 @@ INSTRUCTION = r"Reason step by step, and state the final answer once, at the end
 MATH_500 = "HuggingFaceH4/MATH-500"
 
 
-def convert(row: Row, instruction: str) -> Example:
+def convert(row: SourceRow, instruction: str) -> WrittenRow:
     r"""The column `answer` is the ground truth where there is one (MATH-500), otherwise the last \boxed{} of the solution."""
     problem, solution = text(row, "problem"), text(row, "solution")
     is_math_500 = row.get("answer") is not None
@@ -24,7 +24,7 @@ def convert(row: Row, instruction: str) -> Example:
     if answer is None or not answer.strip():
         raise UnusableRow(r"the solution has no \boxed{} with an answer in it")
     subject = row.get("subject") if is_math_500 else row.get("type")
-    return Example(
+    return WrittenRow(
         prompt=ask(problem, instruction),
         columns={"reward_model": {"style": "rule", "ground_truth": answer}},
         extra_info={

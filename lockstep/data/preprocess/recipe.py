@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-Row = Mapping[str, Any]
+SourceRow = Mapping[str, Any]
 Message = dict[str, str]
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -20,7 +20,7 @@ class UnusableRow(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class WrittenRow:
     """A row as it is written, without what is the same for all rows."""
 
     prompt: list[Message]
@@ -38,8 +38,8 @@ class Recipe:
     hub_id: str
     """Where the dataset is on the hub; also its `data_source`."""
     ability: str
-    convert: Callable[[Row, str], Example]
-    """A row and the instruction to an Example; raises UnusableRow."""
+    convert: Callable[[SourceRow, str], WrittenRow]
+    """A row and the instruction to a WrittenRow; raises UnusableRow."""
     instruction: str = ""
     """What the prompt asks for besides the question: the form of the answer that the reward reads."""
     columns: Mapping[str, pa.DataType]
@@ -65,7 +65,7 @@ class Recipe:
         )
 
 
-def text(row: Row, column: str) -> str:
+def text(row: SourceRow, column: str) -> str:
     """The text in a column. Raises UnusableRow when the column is missing, is no text, or is blank."""
     if column not in row:
         raise UnusableRow(f"no column {column!r}")

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.data.preprocess.reading import read_rows
-from lockstep.data.preprocess.recipe import Recipe, Row, UnusableRow
+from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow
 
 _ROW_GROUP = 10_000
 _SHOWN = 100
@@ -73,7 +73,7 @@ def _examples(recipe: Recipe, instruction: str, split: str, paths: Sequence[Path
             }
 
 
-def _check_unicode(row: Row) -> None:
+def _check_unicode(row: SourceRow) -> None:
     """JSON can spell halves of a character, which parquet cannot hold."""
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
@@ -81,7 +81,7 @@ def _check_unicode(row: Row) -> None:
         raise UnusableRow("not valid Unicode") from None
 
 
-def _excerpt(row: Row | UnusableRow) -> str:
+def _excerpt(row: SourceRow | UnusableRow) -> str:
     if isinstance(row, UnusableRow):
         return ""
     shown = json.dumps(row, default=str)

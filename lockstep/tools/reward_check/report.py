@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.tools.reward_check.fuzz import Earns
-from lockstep.tools.reward_check.scoring import GOLD, MAX_TIMEOUTS, SAMPLE, Result
+from lockstep.tools.reward_check.scoring import GOLD, MAX_TIMEOUTS, SAMPLE, CaseResult
 
 ERRORS = {
     "raised": "the reward raised an exception",
@@ -126,7 +126,11 @@ class Report:
 
 
 def make_report(
-    results: Sequence[Result], escapes: Iterable[str], timeout_s: float, gold_score: float | None = None, notes: Sequence[str] = ()
+    results: Sequence[CaseResult],
+    escapes: Iterable[str],
+    timeout_s: float,
+    gold_score: float | None = None,
+    notes: Sequence[str] = (),
 ) -> Report:
     """Find the problems.
 
@@ -211,7 +215,7 @@ def _different(examples: Sequence[Example]) -> list[Example]:
     return [examples[i] for _, i in sorted(turns)[:_NUM_EXAMPLES]]
 
 
-def _failures(result: Result) -> list[tuple[str, str]]:
+def _failures(result: CaseResult) -> list[tuple[str, str]]:
     """(kind, text) of what went wrong with the calls: each kind once, and a difference between them."""
     found = {outcome.kind: outcome.text for outcome in result.outcomes if isinstance(outcome, Failure)}
     values = [outcome.kind if isinstance(outcome, Failure) else outcome.value for outcome in result.outcomes]
@@ -220,7 +224,7 @@ def _failures(result: Result) -> list[tuple[str, str]]:
     return [*found.items(), *differs]
 
 
-def _gold_targets(results: Sequence[Result], gold_score: float | None) -> dict[str | None, float]:
+def _gold_targets(results: Sequence[CaseResult], gold_score: float | None) -> dict[str | None, float]:
     """data_source -> what a right answer must get."""
     targets: dict[str | None, float] = {}
     for result in results:
@@ -231,7 +235,7 @@ def _gold_targets(results: Sequence[Result], gold_score: float | None) -> dict[s
     return targets
 
 
-def _groups(results: Sequence[Result]) -> Groups | None:
+def _groups(results: Sequence[CaseResult]) -> Groups | None:
     groups: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
     for result in results:
         if result.case.response.name == SAMPLE and result.outcomes:
@@ -250,7 +254,7 @@ def _groups(results: Sequence[Result]) -> Groups | None:
 
 
 def _sources(
-    results: Sequence[Result], targets: Mapping[str | None, float], problems: Mapping[tuple[str, str | None], Problem]
+    results: Sequence[CaseResult], targets: Mapping[str | None, float], problems: Mapping[tuple[str, str | None], Problem]
 ) -> list[SourceSummary]:
     summaries = []
     for source in dict.fromkeys(result.case.subject.row.data_source for result in results):
@@ -275,7 +279,7 @@ def _sources(
     return summaries
 
 
-def _kinds(results: Sequence[Result]) -> list[KindSummary]:
+def _kinds(results: Sequence[CaseResult]) -> list[KindSummary]:
     summaries = []
     for kind in dict.fromkeys(result.case.response.name for result in results):
         scores = [_highest(result.outcomes) for result in results if result.case.response.name == kind]
@@ -286,7 +290,7 @@ def _kinds(results: Sequence[Result]) -> list[KindSummary]:
     return summaries
 
 
-def _row_key(result: Result) -> tuple[str, int]:
+def _row_key(result: CaseResult) -> tuple[str, int]:
     return result.case.subject.row.split, result.case.subject.row.position
 
 
@@ -298,6 +302,6 @@ def _lowest(outcomes: Iterable[Outcome]) -> float | None:
     return min((outcome.value for outcome in outcomes if isinstance(outcome, Score)), default=None)
 
 
-def _example(result: Result, text: str) -> Example:
+def _example(result: CaseResult, text: str) -> Example:
     row, response = result.case.subject.row, result.case.response
     return Example(text[-_NUM_STORED:], f"{row.split} row {row.index}", response.name, response.text[:_NUM_STORED])

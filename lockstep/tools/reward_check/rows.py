@@ -14,7 +14,7 @@ _MAX_VISITED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TriedRow:
     """One row of the data, as a reward sees it."""
 
     split: str
@@ -31,7 +31,7 @@ class Row:
     tag: Tag
 
     @classmethod
-    def of(cls, split: str, position: int, item: Mapping[str, Any]) -> Row:
+    def of(cls, split: str, position: int, item: Mapping[str, Any]) -> TriedRow:
         """The row of an item of RLHFDataset."""
         reward_model = item.get("reward_model") or {}
         ground_truth = reward_model.get("ground_truth")
@@ -48,7 +48,7 @@ class Row:
         )
 
 
-def choose_rows(datasets: Mapping[str, Any], num_rows: int, num_sources: int, seed: int) -> list[Row]:
+def choose_rows(datasets: Mapping[str, Any], num_rows: int, num_sources: int, seed: int) -> list[TriedRow]:
     """At most `num_rows` rows of all splits, as evenly over the data_sources as these allow, drawn by `seed`.
 
     Rows are read in a random order until each of the `num_sources` data_sources has its share, or 20,000 were read. They come back
@@ -57,16 +57,16 @@ def choose_rows(datasets: Mapping[str, Any], num_rows: int, num_sources: int, se
     places = [(split, position) for split, dataset in datasets.items() for position in range(len(dataset))]
     random.Random(seed).shuffle(places)
     share = -(-num_rows // max(num_sources, 1))
-    found: dict[str | None, list[Row]] = {}
+    found: dict[str | None, list[TriedRow]] = {}
     for split, position in places[: max(_MAX_VISITED, num_rows)]:
-        row = Row.of(split, position, datasets[split][position])
+        row = TriedRow.of(split, position, datasets[split][position])
         found.setdefault(row.data_source, []).append(row)
         if sum(len(rows) >= share for rows in found.values()) >= num_sources:
             break
     return _spread(list(found.values()), num_rows)
 
 
-def _spread(sources: Sequence[list[Row]], num_rows: int) -> list[Row]:
+def _spread(sources: Sequence[list[TriedRow]], num_rows: int) -> list[TriedRow]:
     """The first rows of each source, one at a time in turn, until there are `num_rows`."""
     turns = sorted((turn, number) for number, rows in enumerate(sources) for turn in range(len(rows)))
     chosen = sorted((number, turn) for turn, number in turns[:num_rows])

@@ -18,7 +18,7 @@ from lockstep.rewards.manager import RewardManager
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.tools.reward_check.fuzz import Earns, Response, cheap_responses, odd_responses
 from lockstep.tools.reward_check.gold import gold_response
-from lockstep.tools.reward_check.rows import Row
+from lockstep.tools.reward_check.rows import TriedRow
 from lockstep.tools.reward_check.traps import Traps
 
 GOLD, SAMPLE = "gold", "sample of the model"
@@ -32,7 +32,7 @@ _ODD_ROWS = 2
 class Subject:
     """A row with its judges and its right answer."""
 
-    row: Row
+    row: TriedRow
     weights: Mapping[str, float]
     """Judge -> weight, without the reward model."""
     runs_programs: bool
@@ -48,7 +48,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CaseResult:
     """What the judges said of a case."""
 
     case: Case
@@ -58,7 +58,7 @@ class Result:
     """How long each call of a function took."""
 
 
-def make_subjects(manager: RewardManager, rows: Sequence[Row], has_model: bool, timeout_s: float) -> list[Subject]:
+def make_subjects(manager: RewardManager, rows: Sequence[TriedRow], has_model: bool, timeout_s: float) -> list[Subject]:
     """The rows that a function judges; those that only a reward model judges are left out."""
     subjects = []
     worker = KillableWorker()
@@ -120,7 +120,7 @@ def _parses(program: str) -> bool:
 
 def score_twice(
     manager: RewardManager, cases: Sequence[Case], num_at_once: int, on_scored: Callable[[], None] = lambda: None
-) -> list[Result]:
+) -> list[CaseResult]:
     """Ask about every case, and again in the opposite order. Each call has the manager's deadline; after a few that pass theirs, no more
     are made: what hangs always would take hours.
 
@@ -141,7 +141,7 @@ def score_twice(
     with ThreadPoolExecutor(num_at_once, "reward-check") as threads:
         first = list(threads.map(ask, cases))
         second = list(threads.map(ask, reversed(cases)))[::-1]
-    return [Result(case, one[0] + two[0], one[1] + two[1]) for case, one, two in zip(cases, first, second, strict=True)]
+    return [CaseResult(case, one[0] + two[0], one[1] + two[1]) for case, one, two in zip(cases, first, second, strict=True)]
 
 
 def _ask(manager: RewardManager, case: Case) -> tuple[Outcome, tuple[float, ...]]:

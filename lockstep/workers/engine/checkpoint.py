@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lockstep.errors import DataError
 from lockstep.models.meta import WeightFiles
-from lockstep.models.weight_file import Spec, Tensors, write_weights
+from lockstep.models.weight_file import Tensors, TensorSpec, write_weights
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
@@ -39,11 +39,11 @@ class ModelFolder:
     hf_config: PretrainedConfig
     generation_config: GenerationConfig | None
     """Of a language model: the stop tokens of chat models are listed there."""
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, TensorSpec]
     """Hugging Face name -> type and shape of every weight."""
 
     @classmethod
-    def of(cls, module: PreTrainedModel, specs: Mapping[str, Spec] | None = None) -> ModelFolder:
+    def of(cls, module: PreTrainedModel, specs: Mapping[str, TensorSpec] | None = None) -> ModelFolder:
         """The folder of a model of transformers, whose config learns its class. `specs` where it has other weights than its parameters."""
         module.config.architectures = [type(module).__name__]
         if specs is None:
@@ -81,7 +81,7 @@ class ModelFolder:
         return files
 
 
-def write_gathered(file: Path, specs: Mapping[str, Spec], tensors: Tensors, *, writes: bool) -> None:
+def write_gathered(file: Path, specs: Mapping[str, TensorSpec], tensors: Tensors, *, writes: bool) -> None:
     """Write `tensors` as they come. Gathering each of them is for all ranks, so all call this; the one that `writes` keeps it."""
     if writes:
         write_weights(file, specs, tensors)

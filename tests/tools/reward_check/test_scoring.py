@@ -9,7 +9,7 @@ from lockstep.embedded.task import make_tokenizer
 from lockstep.rewards.manager import RewardManager
 from lockstep.rewards.outcome import Failure, Score
 from lockstep.tools.reward_check.fuzz import Earns, Response
-from lockstep.tools.reward_check.rows import Row
+from lockstep.tools.reward_check.rows import TriedRow
 from lockstep.tools.reward_check.scoring import GOLD, MAX_TIMEOUTS, Case, make_cases, make_subjects, score_twice
 from lockstep.tools.reward_check.traps import Traps
 
@@ -17,7 +17,7 @@ from lockstep.tools.reward_check.traps import Traps
 def make_row(number=0, source="mine", ground_truth=None, **reward_model):
     item = {"data_source": source, "raw_prompt": f"question {number}", "index": number}
     truth = str(number) if ground_truth is None else ground_truth
-    return Row.of("train", number, item | {"reward_model": {"ground_truth": truth} | reward_model})
+    return TriedRow.of("train", number, item | {"reward_model": {"ground_truth": truth} | reward_model})
 
 
 def make_manager(compute_score=None, **more):

@@ -33,7 +33,7 @@ from lockstep.workers.engine.megatron.library import (
 from lockstep.workers.engine.megatron.model import Stage
 from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
 from lockstep.workers.engine.megatron.spec import head_size, transformer_config
-from lockstep.workers.engine.megatron.weights import Weights
+from lockstep.workers.engine.megatron.weights import MegatronWeights
 from lockstep.workers.engine.optim import Updates
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.spec import EngineSpec
@@ -73,7 +73,7 @@ class MegatronEngine(TrainEngine):
             windows=self.cost.windows,
         ).to(device)
         placed = place_parameters(shapes, hf_config.num_hidden_layers, head_size(hf_config), layout.pipeline.size())
-        self._weights = Weights(stage, placed, shapes, layout, device)
+        self._weights = MegatronWeights(stage, placed, shapes, layout, device)
         self._updates = Updates(optim, spec.total_updates)
         self._optimizer: AdamW | None = None
         self.module: nn.Module = stage.requires_grad_(False) if optim is None else self._trained(stage, optim, config)

@@ -12,7 +12,7 @@ from lockstep.workers.engine.megatron.library import model_parallel_cuda_manual_
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MegatronLayout:
     """The place of this rank, and the ranks that it works with."""
 
     tensor: dist.ProcessGroup
@@ -33,7 +33,7 @@ class Layout:
         return self.pipeline.rank() == self.pipeline.size() - 1
 
 
-def join_layout(section: MegatronConfig, seed: int) -> Layout:
+def join_layout(section: MegatronConfig, seed: int) -> MegatronLayout:
     """The layout that the section asks for, made at the first call. Every rank has to call this.
 
     A second model in the same process takes part in the layout of the first; one that asks for another raises ConfigError.
@@ -55,7 +55,7 @@ def join_layout(section: MegatronConfig, seed: int) -> Layout:
             f"another cannot have {wanted[0]} and {wanted[1]}. Give the models that share processes (actor, reference, critic) the same "
             "sizes"
         )
-    return Layout(
+    return MegatronLayout(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),

@@ -11,7 +11,7 @@ from lockstep.models.chunked_head import VocabularyPart, chunked_log_probs
 from lockstep.models.load import Head
 from lockstep.models.packing import PackedRows
 from lockstep.workers.engine.megatron.convert import padded_vocabulary
-from lockstep.workers.engine.megatron.layout import Layout
+from lockstep.workers.engine.megatron.layout import MegatronLayout
 from lockstep.workers.engine.megatron.library import (
     MegatronModule,
     ModelType,
@@ -35,7 +35,7 @@ class Stage(MegatronModule):
         self,
         config: TransformerConfig,
         head: Head,
-        layout: Layout,
+        layout: MegatronLayout,
         *,
         vocabulary: int,
         tied: bool,

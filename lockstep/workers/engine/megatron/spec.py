@@ -91,7 +91,7 @@ def block_spec(config: TransformerConfig, windows: tuple[int | None, ...]) -> Tr
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"windows": windows})
+    attention.core_attention = ModuleSpec(module=MegatronAttention, params={"windows": windows})
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = config.num_layers // config.pipeline_model_parallel_size
@@ -106,7 +106,7 @@ class RMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class PackedAttention(MegatronModule):
+class MegatronAttention(MegatronModule):
     """Attention of the heads of one rank over packed rows. Tokens after those of the layout are padding and give zeros."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, windows: tuple[int | None, ...], **options: Any) -> None:

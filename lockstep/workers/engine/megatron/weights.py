@@ -9,16 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.workers.engine.megatron.convert import Placed, Read, Shapes
-from lockstep.workers.engine.megatron.layout import Layout
+from lockstep.workers.engine.megatron.layout import MegatronLayout
 
 Get = Callable[[nn.Parameter], Tensor]
 """What is to be exported of a parameter: itself, its master weight, a moment."""
 
 
-class Weights:
+class MegatronWeights:
     """The parameters of the model of which this rank has a part, by Hugging Face name. Only `read_into` is not for all ranks together."""
 
-    def __init__(self, stage: nn.Module, placed: Sequence[Placed], shapes: Shapes, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, stage: nn.Module, placed: Sequence[Placed], shapes: Shapes, layout: MegatronLayout, device: torch.device
+    ) -> None:
         self._placed, self._shapes, self._layout, self._device = placed, shapes, layout, device
         own = dict(stage.named_parameters())
         self._parameters = {entry: own.pop(entry.parameter) for entry in placed if entry.stage == layout.pipeline.rank()}

@@ -40,7 +40,7 @@ class Question:
     entropy_grad: bool = False
 
 
-class PackedAttention(Module):
+class TitanAttention(Module):
     """Attention inside the segments of a pack; flash attention on a GPU."""
 
     @dataclass(kw_only=True, slots=True)
@@ -189,7 +189,7 @@ def _layer(hf: Any, layer: Any) -> Qwen3TransformerBlock.Config:
             qkv_linear=QKVLinear.Config(head_dim=attention.head_dim, wq=_linear(attention.q_proj), wkv=_linear(attention.k_proj)),
             wo=_linear(attention.o_proj),
             qk_norm=_norm(attention.head_dim, hf.rms_norm_eps) if hasattr(attention, "q_norm") else None,
-            inner_attention=PackedAttention.Config(sliding_window=getattr(attention, "sliding_window", None)),
+            inner_attention=TitanAttention.Config(sliding_window=getattr(attention, "sliding_window", None)),
             rope=Rotation.Config(),
         ),
         feed_forward=FeedForward.Config(w1=_linear(mlp.gate_proj), w2=_linear(mlp.down_proj), w3=_linear(mlp.up_proj)),
@@ -213,4 +213,4 @@ def _replicated(x: Tensor, like: Tensor) -> Tensor:
     """The same tensor on every rank of the mesh of `like`, where that is a DTensor."""
     if not isinstance(like, DTensor):
         return x
-    return DTensor.fromlocal_part(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

@@ -29,7 +29,7 @@ _RECOMPUTE = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Co
 
 
 @dataclass(frozen=True)
-class Layout:
+class TitanLayout:
     """This rank's place, and the groups it is in."""
 
     dims: ParallelDims
@@ -58,7 +58,7 @@ class Layout:
         return self.is_last and (self.tensor_mesh is None or self.tensor_mesh.get_local_rank() == 0)
 
 
-def make_layout(tensor: int, pipeline: int) -> Layout:
+def make_layout(tensor: int, pipeline: int) -> TitanLayout:
     """Put the ranks on a grid [pipeline, data, tensor]. Every rank has to call it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     data = world // (tensor * pipeline)
@@ -68,7 +68,7 @@ def make_layout(tensor: int, pipeline: int) -> Layout:
     grid = torch.arange(world).view(pipeline, data, tensor)
     copies = [grid[:, d].flatten().tolist() for d in range(data)]
     ends = [grid[[0, -1], d, t].tolist() for d in range(data) for t in range(tensor)]
-    return Layout(
+    return TitanLayout(
         dims=dims,
         stage=rank // (data * tensor),
         model_group=_own_group(copies) if tensor * pipeline > 1 else None,
@@ -85,7 +85,7 @@ def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 def build(
-    config: PackedDecoder.Config, layout: Layout, dtype: torch.dtype, recompute: str, trained: bool, device: torch.device
+    config: PackedDecoder.Config, layout: TitanLayout, dtype: torch.dtype, recompute: str, trained: bool, device: torch.device
 ) -> PackedDecoder:
     """This rank's part of the model on `device`, divided and without values. Weights are float32; computation runs in `dtype`."""
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def compile_layers(model: PackedDecoder, backend: str = "inductor") -> None:
         block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
-def _keep_stage(model: PackedDecoder, layout: Layout) -> None:
+def _keep_stage(model: PackedDecoder, layout: TitanLayout) -> None:
     """Leave the layers of this rank's stage; the embedding is in the first, norm and output layer are in the last."""
     layers, stages = len(model.layers), layout.dims.pp
     own = range(layers * layout.stage // stages, layers * (layout.stage + 1) // stages)
@@ -134,7 +134,7 @@ def _keep_stage(model: PackedDecoder, layout: Layout) -> None:
 
 
 def whole_tensors(
-    parameters: dict[str, nn.Parameter], shapes: dict[str, tuple[int, ...]], owners: dict[str, int], layout: Layout
+    parameters: dict[str, nn.Parameter], shapes: dict[str, tuple[int, ...]], owners: dict[str, int], layout: TitanLayout
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every name in `shapes`, on every rank, one at a time; `owners` are the stages that have them."""
     for name, shape in shapes.items():

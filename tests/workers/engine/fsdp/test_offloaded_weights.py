@@ -56,7 +56,7 @@ def test_an_idle_engine_holds_nothing_on_the_device_and_learns_as_ever(
         assert_weights_close(weights, model)
 
 
-def test_a_decoder_has_weights_while_the_engine_rests(tmp_path: Path) -> None:
+def test_a_decoder_has_weights_while_the_engine_is_offloaded(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
 
     def use() -> None:
@@ -73,7 +73,7 @@ def test_a_decoder_has_weights_while_the_engine_rests(tmp_path: Path) -> None:
     run_distributed(use, 1)
 
 
-def test_a_frozen_engine_rests_between_stages(tmp_path: Path) -> None:
+def test_a_frozen_engine_is_offloaded_between_stages(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
 
     def use() -> tuple[Tensor, Tensor]:
