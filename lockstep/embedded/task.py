@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lockstep.config.trainer import TrainerConfig
-from lockstep.observability.display import NoDisplay
+from lockstep.observability.display import Display
 from lockstep.trainer.run import Run
 from lockstep.utils.quiet import quiet_transformers
 
@@ -147,7 +147,7 @@ class _WarmUp(Run):
 
     def __init__(self, train: list[str], val: list[str], target_accuracy: float, rng: random.Random, run_dir: str) -> None:
         trainer = TrainerConfig(default_local_dir=run_dir, val_before_train=False, test_freq=_CHECK_EVERY, save_freq=0)
-        super().__init__(_WarmUpConfig(trainer), _MAX_WARMUP_STEPS, NoDisplay(), has_validation=True)
+        super().__init__(_WarmUpConfig(trainer), _MAX_WARMUP_STEPS, Display(), has_validation=True)
         self.tokenizer = make_tokenizer()
         self.model = LlamaForCausalLM(_model_config(self.tokenizer))
         self.accuracy = 0.0

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -39,8 +39,11 @@ _SPARKLINE_WIDTH = 50
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
-class Display(Protocol):
-    """The view of one run. A missing metric shows as '-'; no number, not even nan, makes it raise; `with` closes it."""
+class Display:
+    """The view of one run; this one shows nothing.
+
+    A missing metric shows as '-'; no number, not even nan, makes it raise; `with` closes it.
+    """
 
     def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
         """Begin; `first_step` steps are already done (0 unless the run was resumed)."""
@@ -62,10 +65,6 @@ class Display(Protocol):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-class NoDisplay(Display):
-    """Shows nothing."""
 
 
 def make_display(stream: TextIO | None = None) -> Display:

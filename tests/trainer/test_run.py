@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config.trainer import TrainerConfig
 from lockstep.errors import DataError
-from lockstep.observability.display import NoDisplay
+from lockstep.observability.display import Display
 from lockstep.trainer.run import Run
 
 
@@ -20,7 +20,7 @@ class CountingConfig:
 
 
 @dataclass
-class Heard(NoDisplay):
+class Heard(Display):
     """What the user saw."""
 
     texts: list[str] = field(default_factory=list)
