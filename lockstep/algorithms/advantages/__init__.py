@@ -99,15 +99,9 @@ def get_adv_estimator(name: str) -> AdvantageEstimator:
     return ADV_ESTIMATORS[name]
 
 
-def estimator_inputs(estimator: str | AdvantageEstimator) -> dict[str, bool]:
-    """The arguments of the estimator (or the one of that name), and whether it cannot do without each."""
-    what, function = _resolve(estimator)
-    return input_names(what, function)
-
-
 def required_inputs(estimator: str | AdvantageEstimator) -> tuple[str, ...]:
     """The arguments the estimator (or the one of that name) cannot do without: what a trainer must produce before using it."""
-    return tuple(name for name, is_required in estimator_inputs(estimator).items() if is_required)
+    return tuple(name for name, is_required in input_names(*_resolve(estimator)).items() if is_required)
 
 
 def bind_estimator(estimator: str | AdvantageEstimator, parameters: Mapping[str, Any]) -> Bound:

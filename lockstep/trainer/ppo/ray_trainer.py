@@ -98,6 +98,7 @@ class RayPPOTrainer(Run):
         self.kl_control = make_kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
         self.estimation, self.policy_update = Estimation.of(algorithm), PolicyUpdate.of(config.actor_rollout_ref.actor)
         self.correction = read_correction(algorithm.rollout_correction)
+        self.actor_prompts, self.critic_prompts = config.actor_mini_batch_prompts, config.critic_mini_batch_prompts
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
         self.workers = Workers(config, self.role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.display.message)
         self.worker_groups = self.workers.by_role
@@ -115,7 +116,7 @@ class RayPPOTrainer(Run):
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
-        self.weight_exchange = workers.weight_exchange()
+        self.weight_exchange, self.num_gpus = workers.weight_exchange(), self.resource_pool_manager.get_n_gpus()
         self.scorer = Scorer(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 
@@ -147,7 +148,7 @@ class RayPPOTrainer(Run):
                 groups.add(batch, scored, metrics)
             batch, scored, metrics = groups.join(self.display.message)
 
-            updates = self._mini_batches(step, batch, config.actor_mini_batch_prompts, actor.ppo_epochs)
+            updates = self._mini_batches(step, batch, self.actor_prompts, actor.ppo_epochs)
             is_recorded = self._is_recorded(step)
             source = self.drift.source(step, len(updates), is_recorded)
             if source is Source.SAMPLER:
@@ -170,7 +171,7 @@ class RayPPOTrainer(Run):
                 metrics |= stages.advantage(batch, self.estimation, self.kl_control)
             if self.critic_wg is not None:
                 with timer.stage("update_critic"):
-                    rows = self._mini_batches(step, batch, config.critic_mini_batch_prompts, config.critic_epochs)
+                    rows = self._mini_batches(step, batch, self.critic_prompts, config.critic_epochs)
                     metrics |= stages.update_critic(self.critic_wg, batch, rows)
             if step > config.trainer.critic_warmup:
                 with timer.stage("update_actor"):
@@ -192,10 +193,11 @@ class RayPPOTrainer(Run):
     def _record(self, step: int, batch: DataProto, scored: Scored) -> dict[str, float]:
         """Numbers about the batch and the time it took. Writes its samples where trainer.rollout_data_dir says."""
         data = self.config.data
-        write_samples(self.config.trainer.rollout_data_dir, step, batch, scored.extra, self.tokenizer)
+        if (folder := self.config.trainer.rollout_data_dir) is not None:
+            write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
-        metrics |= timing_metrics(batch, self.timer.seconds, self.resource_pool_manager.get_n_gpus())
+        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
     def _is_recorded(self, step: int) -> bool:
