@@ -41,7 +41,8 @@ from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.memory import place_models
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
-from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, on_last_token
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from lockstep.workers.training_worker import on_last_token
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 0
