@@ -39,9 +39,23 @@ class NativeRollout(ModuleRollout):
         super().__init__(module, config, pad_token_id, decode_text)
         self._runner: Runner | GPUBackend | None = None
         self._aborts: set[int] = set()
+        self._streams = False
+        """Whether a `generate_stream` is open: it has the pages."""
+
+    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        """See RolloutEngine. Raises RuntimeError while another stream is open: read that to its end, or close it."""
+        if self._streams:
+            raise RuntimeError(
+                "this engine has an open generate_stream, whose pages a second one would share: read it to its end, or close it"
+            )
+        self._streams = True
+        try:
+            yield from self._stream(requests, sampling)
+        finally:
+            self._streams = False
 
     @torch.no_grad()
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+    def _stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         self._aborts.clear()
         faults = self._faults(requests, sampling)
         context = getattr(self.module.config.get_text_config(), "max_position_embeddings", None)

@@ -102,6 +102,8 @@ class _ChunkedAttention:
             if variant.sliding_window is not None:
                 seen &= places > self._positions - variant.sliding_window
             scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+            # What another request left in an unseen place may not be finite, and 0 times that is not 0.
+            v = v.view(block, kv_heads, _KEYS, size).masked_fill(~seen[:, None, :, None], 0.0).view_as(v)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             # Before its first visible key a token has no largest score; any finite number does.
             base = new.masked_fill(new == -torch.inf, 0.0)

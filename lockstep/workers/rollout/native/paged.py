@@ -32,6 +32,8 @@ class _Block:
     """Sliding window -> [rows, 1, 1, length], True where a key is seen."""
     lengths: Tensor
     """[rows] keys of each row, the new one included."""
+    past: Tensor
+    """Places of the gathered block, rows end to end, that are behind their row's last key."""
 
 
 class PagedAttention:
@@ -69,7 +71,9 @@ class PagedAttention:
             while start and decoding[start - 1][0] >= _SHORTEST * width * page_size:
                 start -= 1
             part = slice(start, stop)
-            self._blocks.append(_Block(part, self._decode_table[part, :width].flatten().long(), {}, self._decode_lengths[part]))
+            lengths = self._decode_lengths[part]
+            past = (torch.arange(width * page_size, device=device) >= lengths[:, None]).flatten().nonzero().flatten()
+            self._blocks.append(_Block(part, self._decode_table[part, :width].flatten().long(), {}, lengths, past))
             stop = start
         self._prefills = [
             (slice(starts[row], starts[row + 1]), contexts[row], table[row, : -(-(contexts[row] + count) // page_size)].long())
@@ -109,7 +113,7 @@ class PagedAttention:
         """q [R, H, D] -> [R, H, D]. The query heads that share a key head stand as its queries, so that keys are not repeated."""
         rows, heads, size = q.shape
         kv_heads = k_pages.shape[2]
-        k, v = self._gather(block.pages, k_pages, v_pages, rows)
+        k, v = self._gather(block.pages, k_pages, v_pages, rows, block.past)
         length = k.shape[2]
         if variant.sliding_window not in block.masks:
             places = torch.arange(length, device=q.device)
@@ -134,9 +138,12 @@ class PagedAttention:
         out = causal_attention(q.transpose(0, 1)[None], k, v, variant.scaling, variant.sliding_window, variant.softcap, sinks)
         return out[0].transpose(0, 1)
 
-    def _gather(self, pages: Tensor, k_pages: Tensor, v_pages: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages` [rows * width] as [rows, KV, width * page_size, D]. They lie in memory that the next call reuses:
-        fresh memory for every block of every layer costs more than the copy itself."""
+    def _gather(
+        self, pages: Tensor, k_pages: Tensor, v_pages: Tensor, rows: int, past: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pages` [rows * width] as [rows, KV, width * page_size, D], zeros at `past`: what another request left
+        there may not be finite, and 0 times that is not 0. They lie in memory that the next call reuses: fresh memory for every block of
+        every layer costs more than the copy itself."""
         shape = (len(pages), *k_pages.shape[1:])
         if self._scratch[0].numel() < shape[0] * k_pages[0].numel():
             size = shape[0] * k_pages[0].numel() * 5 // 4
@@ -145,5 +152,7 @@ class PagedAttention:
         for scratch, source in zip(self._scratch, (k_pages, v_pages), strict=True):
             target = scratch[: shape[0] * k_pages[0].numel()].view(shape)
             torch.index_select(source, 0, pages, out=target)
+            if past is not None:
+                target.flatten(0, 1).index_fill_(0, past, 0)
             gathered.append(target.view(rows, -1, *shape[2:]).transpose(1, 2))
         return gathered[0], gathered[1]

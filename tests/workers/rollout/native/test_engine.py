@@ -252,6 +252,26 @@ def test_a_stream_that_is_closed_early_leaves_a_usable_engine(tmp_path: Path) ->
     assert ids_of(rollout.generate(requests, sampling())) == expected
 
 
+def test_a_second_stream_while_one_is_open_is_refused(tmp_path: Path) -> None:
+    """It would write into the pages of the first, which goes on unharmed."""
+    rollout = make_rollout(save_tiny_model(tmp_path))
+    requests = make_requests(5)
+    expected = ids_of(rollout.generate(requests, sampling()))
+    stream = rollout.generate_stream(requests, sampling())
+    completions = [next(stream)]
+    with pytest.raises(RuntimeError, match="has an open generate_stream"):
+        rollout.generate(requests, sampling())
+    completions += stream
+    assert ids_of(sorted(completions, key=lambda completion: completion.index)) == expected
+    assert ids_of(rollout.generate(requests, sampling())) == expected
+
+
+def test_a_stop_id_that_the_model_does_not_have_ends_nothing(tmp_path: Path) -> None:
+    rollout = make_rollout(save_tiny_model(tmp_path))
+    expected = ids_of(rollout.generate(make_requests(5), sampling(stop_token_ids=())))
+    assert ids_of(rollout.generate(make_requests(5), sampling(stop_token_ids=(-1, 32, 10**9)))) == expected
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------------
 
 

@@ -107,8 +107,9 @@ class GPUBackend:
         rows.inverse_temperature.fill_(1.0 / (sampling.temperature or 1.0))
         rows.greedy.fill_(int(sampling.temperature == 0))
         rows.stop.zero_()
-        if stop_token_ids:
-            rows.stop[torch.tensor(sorted(stop_token_ids), device=self._device)] = 1
+        known = sorted(token for token in stop_token_ids if 0 <= token < len(rows.stop))
+        if known:
+            rows.stop[torch.tensor(known, device=self._device)] = 1
         loop = GenerationLoop(scheduler, self._decoder, self._runner, rows, self._cache, self._batch_invariant)
         yield from loop.run(keys, find_stop, make_filter(sampling), take_aborts)
 

@@ -207,6 +207,7 @@ class GenerationLoop:
         rows.token[here] = self._upload(np.array([(s.tokens or s.prompt.ids)[-1] for s in sequences], dtype=np.int64))
         rows.done[here] = RUNNING
         if rows.seen is not None:
+            rows.seen[here] = False  # while it was padding, the filter has marked the padding's token
             for row, sequence in enumerate(sequences, first):
                 rows.seen[row, self._upload(np.array(sequence.slice(0, len(sequence))))] = True
         return first
@@ -313,11 +314,12 @@ class GenerationLoop:
                 sequence.tokens[start:end] = [tokens[row][place] for place in places]
                 sequence.log_probs[start:end] = [log_probs[row][place] for place in places]
                 seat.read = end
-                finite = done[row] != NOT_FINITE
-                stop = find_stop(sequence, start) if finite else end
+                stop = find_stop(sequence, start)
+                # The token whose log-prob is not finite is the last; a stop before it, which the device does not know of, counts first.
+                finite = done[row] != NOT_FINITE or (stop is not None and stop < end)
                 if stop is None and done[row] == RUNNING:
                     continue
-                length = end if stop is None else stop
+                length = end if stop is None or not finite else stop
                 if len(sequence.tokens) < sequence.max_tokens:  # else it has left the scheduler when its last token was promised
                     self._scheduler.finish(sequence)
                 del sequence.tokens[length:], sequence.log_probs[length:]
