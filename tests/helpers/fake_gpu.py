@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from helpers.fake_model import VOCABULARY, FakeModel
-from lockstep.workers.rollout.native.layout import CacheShape
+from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.sampling import uniforms
 
 
@@ -73,7 +73,7 @@ class FakeDecoder:
                 pages = int(shared.tokens[first]) // self._model.page_size if size else 0
                 for row in range(first, first + size):
                     table[row][:pages] = table[first][:pages]
-        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table)
+        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, range(len(table)))
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: Any) -> Tensor:
         size, table = self._model.page_size, []
@@ -81,7 +81,7 @@ class FakeDecoder:
         for count, own in zip(rows.lengths, key_slots.split(rows.ends), strict=True):
             pages = [slot // size for slot in own.tolist()[::size]]
             table += [pages] * count
-        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table)[rows.last]
+        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, rows.last.tolist())
 
     def release(self) -> None:
         pass

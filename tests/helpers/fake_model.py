@@ -50,22 +50,33 @@ class FakeModel:
             self._cells[target] = content
 
     def logits(
-        self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], table: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slots: Sequence[int],
+        table: Sequence[Sequence[int]],
+        wanted: Sequence[int],
     ) -> Tensor:
-        """Store each token in its slot; the logits after each, [tokens, VOCABULARY]. `table` has the pages of each token's row."""
+        """Store each token in its slot; the logits [wanted, VOCABULARY] after those. `table` has the pages of each token's row."""
         size = self.page_size
         for token, slot in zip(tokens, slots, strict=True):
             self._cells[slot // size][slot % size] = token
         self.num_tokens += len(tokens)
-        return torch.stack([
-            self._after([self._cells[pages[place // size] if place // size < len(pages) else 0][place % size] for place in range(end + 1)])
-            for end, pages in zip(positions, table, strict=True)
-        ])  # fmt: skip
+        states = []
+        for i in wanted:
+            pages = [*table[i], 0]
+            row = [token for page in pages[: positions[i] // size + 1] for token in self._cells[page]]
+            states.append(self._state(row[: positions[i] + 1]))
+        return _table()[states]
 
-    def _after(self, tokens: Sequence[int]) -> Tensor:
+    def _state(self, tokens: Sequence[int]) -> int:
+        """The row of the table that stands for all of `tokens`; the last row is NaN."""
         if tokens[-1] == self.bad_token:
-            return torch.full((VOCABULARY,), torch.nan)
-        return _table()[functools.reduce(lambda state, token: (state * 53 + token + 11) % _STATES, tokens, 0)]
+            return _STATES
+        state = 0
+        for token in tokens:
+            state = (state * 53 + token + 11) % _STATES
+        return state
 
     def alone(
         self, prompt: list[int], key: int, max_tokens: int, stop: frozenset[int], params: SamplingParams
@@ -75,7 +86,7 @@ class FakeModel:
         while True:
             history = prompt + response
             token, log_prob = sample(
-                self._after(history)[None],
+                _table()[self._state(history)][None],
                 uniforms(torch.tensor([key]), torch.tensor([len(response)])),
                 params.temperature,
                 params.top_k,
@@ -95,4 +106,6 @@ class FakeModel:
 
 @functools.cache
 def _table() -> Tensor:
-    return 2 * torch.randn(_STATES, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    table = 2 * torch.randn(_STATES + 1, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    table[-1] = torch.nan
+    return table

@@ -14,8 +14,8 @@ from lockstep.errors import ConfigError
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.native.torch_runner import TorchRunner
 
 
 def is_a_valid_end(completion: Completion, max_tokens: int, stop: set[int]) -> bool:
@@ -37,7 +37,7 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`small_pool(pages)`: as if there were memory for that many pages only."""
 
     def shrink(pages: int) -> None:
-        monkeypatch.setattr(TorchRunner, "most_pages", lambda self: pages)
+        monkeypatch.setattr(TorchBackend, "most_pages", lambda self: pages)
 
     return shrink
 
@@ -328,12 +328,12 @@ def test_a_completion_says_which_weights_wrote_it(tmp_path: Path) -> None:
 def test_the_cache_is_kept_until_sleep_gives_it_back(tmp_path: Path) -> None:
     rollout = make_rollout(save_tiny_model(tmp_path))
     expected = ids_of(rollout.generate(make_requests(), sampling()))
-    pages = rollout._runner.num_pages
+    pages = rollout.backend.num_pages
     assert pages > 0
     rollout.generate(make_requests(2), sampling())
-    assert rollout._runner.num_pages == pages
+    assert rollout.backend.num_pages == pages
     rollout.sleep()
-    assert rollout._runner.num_pages == 0
+    assert rollout.backend.num_pages == 0
     assert ids_of(rollout.generate(make_requests(), sampling())) == expected
 
 

@@ -12,6 +12,7 @@ from helpers.rollouts import sampling
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.base import Completion, DecodeText, Request
+from lockstep.workers.rollout.native.generation import generate as native_generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.scheduler import Scheduler
 from lockstep.workers.rollout.sampling import request_keys
@@ -28,12 +29,10 @@ def generate(
     seats: int = 4,
     take_aborts: Callable[[], set[int]] = set,
 ) -> list[Completion]:
-    from lockstep.workers.rollout.native.gpu.generation import GPUGeneration
-
     scheduler = Scheduler(PagePool(gpu.num_pages, gpu.page_size), seats, 1000, gpu.lookahead, gpu.mixed)
-    stopping = {index: Stopping.of(request, params, None, decode_text) for index, request in enumerate(requests)}
-    generation = GPUGeneration(gpu, scheduler, requests, stopping, params, version=0)
-    return sorted(generation.run(take_aborts), key=lambda completion: completion.index)
+    limits = {index: Stopping.of(request, params, None, decode_text) for index, request in enumerate(requests)}
+    completions = native_generate(gpu, scheduler, requests, limits, params, 0, take_aborts)
+    return sorted(completions, key=lambda completion: completion.index)
 
 
 def alone(model: FakeModel, request: Request, params: SamplingParams) -> list[int]:

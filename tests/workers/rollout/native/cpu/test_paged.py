@@ -7,8 +7,7 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 
 from lockstep.workers.rollout.base import Request
-from lockstep.workers.rollout.native import paged
-from lockstep.workers.rollout.native.cpu import fused
+from lockstep.workers.rollout.native.cpu import fused, paged
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])

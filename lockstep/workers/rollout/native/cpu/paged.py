@@ -1,4 +1,4 @@
-"""Attention over pages on a CPU; in plain PyTorch on any device, where it is the reference for kernels that read pages in place.
+"""One pass as tensors, and its attention over pages on a CPU; in plain PyTorch on any device, the reference for kernels that read pages.
 
 On a CPU with a C compiler a compiled function reads the pages in place. Otherwise rows that are prefilled are computed one by one, without
 padding, and rows that decode are gathered into padded blocks of similar length.
@@ -12,12 +12,40 @@ import torch
 from torch import Tensor
 
 from lockstep.models.attention import Variant, causal_attention, masked_attention
-from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, store
-from lockstep.workers.rollout.native.cpu.library import library
-from lockstep.workers.rollout.native.layout import KVCache, StepBatch
+from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, library, store
+from lockstep.workers.rollout.native.pages import KVCache
 
 _SHORTEST = 0.7
 """A block's shortest row has at least this share of its longest row's pages: less padding, but more calls, the nearer it is to 1."""
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One pass: new tokens of some rows, packed end to end. A decoding row has one; a row that is prefilled has a chunk of its prompt.
+
+    Tensors are on the CPU. Legend: N tokens of the pass, R rows, S tokens to draw.
+    """
+
+    input_ids: Tensor
+    """[N] int64"""
+    positions: Tensor
+    """[N] int64: each token's place in its sequence."""
+    slots: Tensor
+    """[N] int64: where its key and value go."""
+    query_lens: list[int]
+    """[R]: new tokens of each row; they add up to N."""
+    context_lens: Tensor
+    """[R] int32: tokens of the row that are in the cache before this pass."""
+    page_table: Tensor
+    """[R, most pages] int32: the row's pages in order, then zeros (the scratch page)."""
+    sample_from: Tensor
+    """[S] int64: the token of the pass whose logits a draw is from. Samples of one prompt name the same token."""
+    keys: Tensor
+    """[S] int64: `sampling.request_keys` of each draw's request."""
+    response_positions: Tensor
+    """[S] int64: which token of the response is drawn, from 0; with the key it decides the random number."""
+    history: list[Tensor] | None = None
+    """[S] of [seen tokens] int64: the request's prompt and response so far; only where a repetition penalty is asked for."""
 
 
 @dataclass(slots=True)
