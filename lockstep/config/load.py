@@ -61,10 +61,9 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
 
 
 @cache
-def _schema() -> DictConfig:
+def _schema() -> Any:
     """The dataclasses' defaults, to be merged with (which copies) and never changed."""
-    schema: DictConfig = OmegaConf.structured(PPOConfig)
-    return schema
+    return OmegaConf.structured(PPOConfig)
 
 
 def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
