@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel  # noqa: F401  (before the stub: what it imports asks Triton more than the stub knows)
 
 from helpers.fake_model import VOCABULARY, FakeModel
 from lockstep.workers.rollout.native.pages import CacheShape
