@@ -64,11 +64,11 @@ def make_subjects(manager: RewardManager, rows: Sequence[TriedRow], has_model: b
     worker = KillableWorker()
     try:
         for row in rows:
-            chosen = manager.judges.of(row.tag, has_model)
+            chosen = manager.judges_of(row.tag, has_model)
             weights = {judge: weight for judge, weight in chosen.items() if judge != MODEL}
             if not weights:
                 continue
-            functions = [manager.function(judge, row.data_source) for judge in weights]
+            functions = [manager.function(judge, row.data_source).function for judge in weights]
             # A user's function for known data is given that data's right answer; that data's rule need not work here.
             with contextlib.suppress(MissingReward, MissingExtra):
                 functions.append(_select_rm_score_fn(str(row.data_source)))
