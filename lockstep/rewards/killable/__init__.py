@@ -28,10 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lockstep.errors import RewardError
-from lockstep.rewards.killable_child import HEADER, MARK, FunctionReference
+from lockstep.rewards.killable.child import HEADER, MARK, FunctionReference
 
 _START_S = 120.0
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from lockstep.rewards.killable_child import serve; serve()"
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from lockstep.rewards.killable.child import serve; serve()"
 
 
 class CallError(RewardError):
