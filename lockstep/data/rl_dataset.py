@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import torch
 from torch.utils.data import Dataset
 
-from lockstep.data.encoder import PromptEncoder, num_bytes
-from lockstep.data.row_files import RowFiles, Values
+from lockstep.data.encoder import PromptEncoder
+from lockstep.data.prompt_checks import Length, choose_rows, find_overlong, read_column
+from lockstep.data.row_files import RowFiles
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError
 
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 _TRUNCATIONS = ("error", "left", "right", "middle")
 _CHECK_BYTES = 2 * 2**20
 """How much text is tokenised at most to find prompts that are too long before training starts: under a second of work."""
-
-_Length = tuple[int, int]
-"""A row's number and its prompt's number of tokens."""
 
 
 class RLHFDataset(Dataset[dict[str, Any]]):
@@ -85,12 +81,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                 f"no column {self._prompt_key!r} in {paths}: the columns are {sorted(self._files.columns)}; "
                 "data.prompt_key names the one that holds the prompt"
             )
-        self._rows = _choose(len(self._files), max_samples, config.shuffle, config.seed)
+        self._rows = choose_rows(len(self._files), max_samples, config.shuffle, config.seed)
         self.num_filtered = 0
-        if config.filter_overlong_prompts:
-            self._filter(self._overlong(math.inf))
-        else:
-            self._refuse(self._overlong(_CHECK_BYTES if self._truncation == "error" else 0))
+        measured = math.inf if config.filter_overlong_prompts else _CHECK_BYTES if self._truncation == "error" else 0
+        overlong = find_overlong(self._files, self._prompt_key, self._rows, self._encoder, self._max_prompt_length, measured)
+        (self._filter if config.filter_overlong_prompts else self._refuse)(overlong)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -122,57 +117,13 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         """The different tags of the rows: what decides who judges them."""
         return set(map(Tag.of, self._column("data_source"), self._column("reward_model")))
 
-    def _column(self, name: str) -> Iterator[Any]:
+    def _column(self, name: str) -> Iterable[Any]:
         """The values of a column in the dataset's rows; None for all where no file has it."""
         if name not in self._files.columns:
-            return iter([None] * len(self._rows))
-        return (value for _, values in self._batches(name, self._rows) for value in values)
+            return [None] * len(self._rows)
+        return (value for _, values in read_column(self._files, name, self._rows) for value in values)
 
-    def _batches(self, column: str, rows: np.ndarray) -> Iterator[tuple[list[int], list[Any]]]:
-        """Row numbers and values of a column in `rows` (their numbers ascend), some at a time."""
-        for start, values in self._files.batches(column):
-            low, high = np.searchsorted(rows, [start, start + len(values)])
-            here = rows[low:high].tolist()
-            if len(here) == len(values):
-                yield here, _objects(values, here)
-            elif here:
-                positions = [row - start for row in here]
-                chosen = values.take(pa.array(positions)) if isinstance(values, pa.Array) else [values[i] for i in positions]
-                yield here, _objects(chosen, here)
-
-    def _overlong(self, measure_bytes: float) -> list[_Length]:
-        """Raise for prompts that cannot be used; return the rows whose prompt is too long.
-
-        Every prompt goes through the template. Only those that may be too long by their size are tokenised: the largest,
-        `measure_bytes` of them together.
-        """
-        found: list[int] = []
-        for rows, prompts in self._batches(self._prompt_key, self._rows):
-            for prompt, row in zip(prompts, rows, strict=True):
-                _check_prompt(prompt, row)
-            found += map(num_bytes, self._encoder.render(prompts, rows))
-        sizes = np.array(found)
-        suspects = np.flatnonzero(sizes + self._encoder.tokens_beyond_bytes > self._max_prompt_length)
-        suspects = suspects[np.argsort(-sizes[suspects], kind="stable")]
-        num_measured = int(np.searchsorted(np.cumsum(sizes[suspects]), measure_bytes)) + 1 if measure_bytes else 0
-        overlong = self._measure(np.sort(self._rows[suspects[:num_measured]]))
-        if 0 < num_measured < len(suspects) and not overlong:
-            print(
-                f"data: {len(suspects)} prompts may be longer than data.max_prompt_length={self._max_prompt_length} tokens; the largest "
-                f"{num_measured} are not, the others are measured when they are read (data.filter_overlong_prompts measures all)"
-            )
-        return overlong
-
-    def _measure(self, rows: np.ndarray) -> list[_Length]:
-        """Those of the rows whose prompt is too long, by tokenising it."""
-        return [
-            (row, len(ids))
-            for numbers, prompts in self._batches(self._prompt_key, rows)
-            for row, ids in zip(numbers, self._encoder.encode(prompts, numbers), strict=True)
-            if len(ids) > self._max_prompt_length
-        ]
-
-    def _filter(self, overlong: list[_Length]) -> None:
+    def _filter(self, overlong: list[Length]) -> None:
         """Leave these rows out."""
         num_rows = len(self._rows)
         self._rows = np.setdiff1d(self._rows, [index for index, _ in overlong], assume_unique=True)
@@ -184,7 +135,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                 "and data.filter_overlong_prompts leaves them out: raise the limit"
             )
 
-    def _refuse(self, overlong: list[_Length]) -> None:
+    def _refuse(self, overlong: list[Length]) -> None:
         """Raise when there are any."""
         if overlong:
             shown = ", ".join(f"row {index} ({length} tokens)" for index, length in overlong[:5])
@@ -206,52 +157,3 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
         return ids
     head = {"left": 0, "right": limit, "middle": limit // 2}[side]
     return ids[:head] + ids[head + num_cut :]
-
-
-def _choose(num_rows: int, max_samples: int, shuffle: bool, seed: int | None) -> np.ndarray:
-    """The row numbers to use, ascending: a random subset with `shuffle`, otherwise the first ones."""
-    if max_samples == -1 or max_samples >= num_rows:
-        return np.arange(num_rows)
-    if not shuffle:
-        return np.arange(max_samples)
-    if seed is None:
-        raise ConfigError("choosing a random subset needs a number in data.seed, or data.shuffle=false for the first rows")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(num_rows, generator=generator)[:max_samples].sort().values.numpy()
-
-
-def _objects(values: Values, rows: list[int]) -> list[Any]:
-    """The values of these rows as Python objects. Raises DataError for text that is not UTF-8."""
-    if not isinstance(values, pa.Array):
-        return values
-    try:
-        return values.to_pylist()
-    except UnicodeDecodeError as error:
-        if len(rows) > 1:  # find the one
-            return [_objects(values[position : position + 1], [row])[0] for position, row in enumerate(rows)]
-        raise DataError(f"row {rows[0]}: the prompt is not valid UTF-8: {error}") from error
-
-
-def _check_prompt(prompt: Any, index: int) -> None:
-    if not isinstance(prompt, str | list):
-        raise DataError(f"row {index}: the prompt must be a string or a list of messages, not {prompt!r}")
-    if not prompt:
-        raise DataError(f"row {index}: the prompt is empty")
-    if isinstance(prompt, list) and not all(map(_is_message, prompt)):
-        raise DataError(f"row {index}: a message must be a dict with role and content; the prompt is {prompt!r}")
-    for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
-        try:
-            if isinstance(text, str):
-                text.encode()
-        except UnicodeEncodeError:  # JSON can spell halves of a character, which no tokenizer takes
-            raise DataError(f"row {index}: the prompt is not valid Unicode: {text!r}") from None
-
-
-def _is_message(message: Any) -> bool:
-    """A role and a content; a message that calls tools may say nothing."""
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and "content" in message
-        and (message["content"] is not None or bool(message.get("tool_calls")))
-    )

@@ -10,18 +10,18 @@ whole: keep large data in parquet.
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.data.json_file import JsonFile
 from lockstep.errors import DataError
 
 _BATCH_ROWS = 16_384
@@ -70,16 +70,6 @@ class RowFiles:
                 start += len(values)
 
 
-class _File(Protocol):
-    path: Path
-    num_rows: int
-    columns: Sequence[str]
-
-    def row(self, index: int) -> dict[str, Any]: ...
-
-    def batches(self, column: str) -> Iterator[Values]: ...
-
-
 class _ParquetFile:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,50 +109,12 @@ class _ParquetFile:
                 yield batch.column(column)
 
 
-class _JsonFile:
-    """One JSON list of objects, or one object a line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._rows = _parse_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read {path} as JSON (a list of objects, or one object a line): {error}") from error
-        self.num_rows = len(self._rows)
-        self.columns: Sequence[str] = list(dict.fromkeys(name for row in self._rows for name in row))
-
-    def row(self, index: int) -> dict[str, Any]:
-        return self._rows[index]
-
-    def batches(self, column: str) -> Iterator[Values]:
-        for start in range(0, self.num_rows, _BATCH_ROWS):
-            yield [row.get(column) for row in self._rows[start : start + _BATCH_ROWS]]
-
-
-def _open(path: Path) -> _File:
+def _open(path: Path) -> _ParquetFile | JsonFile:
     if path.suffix not in (".parquet", ".json", ".jsonl"):
         raise DataError(f"{path}: unknown extension {path.suffix!r}; data files are .parquet, .json or .jsonl")
     if not path.is_file():
         raise DataError(f"data file {path} does not exist (data.train_files, data.val_files)")
-    return _ParquetFile(path) if path.suffix == ".parquet" else _JsonFile(path)
-
-
-def _parse_json(text: str) -> list[dict[str, Any]]:
-    if text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:
-        rows = []
-        # Only "\n" separates lines: str.splitlines would also cut at characters that JSON allows inside strings.
-        for number, line in enumerate(text.split("\n"), start=1):
-            try:
-                if line.strip():
-                    rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {index} is a {type(row).__name__}, not an object")
-    return rows
+    return _ParquetFile(path) if path.suffix == ".parquet" else JsonFile(path)
 
 
 @contextmanager

@@ -17,15 +17,27 @@ The first of these that says something holds:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError, MissingReward
-from lockstep.rewards.graders import _select_rm_score_fn
+from lockstep.rewards.graders import _select_rm_score_fn, code
 
 RULE, MODEL, SANDBOX = "rule", "model", "sandbox"
 JudgeWeights = Mapping[str, float]
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+class JudgeFunction(NamedTuple):
+    """The function behind a judge, and what it is called with."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, str]
+    """Those of the four arguments of a reward function that it names, each with the entry of the row that it is given."""
+    takes_sandbox: bool
+    """Whether it has an argument `sandbox`: it runs the response as a program."""
 
 
 class Judges:
@@ -52,46 +64,50 @@ class Judges:
         for source, judges in self._weights.items():
             self._check_names(judges, f"reward.weights.{source}")
 
-    def of(self, tag: Tag, has_model: bool) -> dict[str, float]:
+    def of(self, tag: Tag, has_model: bool) -> JudgeWeights:
         """Judge -> weight for a row. Without a model (as in validation) its share is left out.
 
         Raises MissingReward when nobody can judge the row, DataError when it has no data_source and needs one, ConfigError when its
         weights name a judge that is not there.
         """
-        chosen = self.explicit(tag) or {}
-        if not has_model:
-            chosen = {judge: weight for judge, weight in chosen.items() if judge != MODEL}
+        chosen = {judge: weight for judge, weight in self.explicit(tag).items() if has_model or judge != MODEL}
         if not chosen:
             if tag.style == MODEL and has_model:
                 chosen = {MODEL: 1.0}
             elif tag.has_test_cases:
                 chosen = {SANDBOX: 1.0}
-            elif has_model and not self.has_rule(tag.data_source):
-                chosen = {MODEL: 1.0}
             else:
-                chosen = {RULE: 1.0}
+                chosen = {MODEL if has_model and not self._has_rule(tag.data_source) else RULE: 1.0}
         if RULE in chosen:
-            self.rule(tag.data_source)
+            self._rule(tag.data_source)
         return chosen
 
-    def explicit(self, tag: Tag) -> dict[str, float] | None:
-        """The weights that the row or the config states; None where neither does."""
-        if tag.weights:
-            self._check_names(dict(tag.weights), f"reward_model.weights of a row with data_source {tag.data_source!r}")
-            return dict(tag.weights)
-        found = self._weights.get(tag.data_source or "*") or self._weights.get("*")
-        return dict(found) if found else None
+    def explicit(self, tag: Tag) -> JudgeWeights:
+        """The weights that the row or the config states; empty where neither does. Raises ConfigError as `of` does."""
+        self._check_names(weights := dict(tag.weights), f"reward_model.weights of a row with data_source {tag.data_source!r}")
+        return weights or self._weights.get(tag.data_source or "*") or self._weights.get("*") or {}
 
-    def has_rule(self, data_source: str | None) -> bool:
-        """Whether the rule judge can score rows of this source."""
+    def function(self, judge: str, data_source: str | None) -> JudgeFunction:
+        """What is behind a judge other than the model. Raises MissingReward, and DataError where a rule has no data_source."""
+        if judge == SANDBOX:
+            function: Callable[..., Any] = code.compute_score
+        else:
+            function = self._rule(data_source) if judge == RULE else self.functions[judge]
+        parameters = inspect.signature(function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        arguments = {name: name for name in _ARGUMENTS if takes_all or name in parameters}
+        if judge == SANDBOX:
+            arguments["ground_truth"] = "test_cases"
+        return JudgeFunction(function, arguments, "sandbox" in parameters)
+
+    def _has_rule(self, data_source: str | None) -> bool:
         try:
-            self.rule(data_source)
+            self._rule(data_source)
         except (MissingReward, DataError):
             return False
         return True
 
-    def rule(self, data_source: str | None) -> Callable[..., Any]:
-        """The function behind the judge "rule". Raises MissingReward, and DataError without a data_source."""
+    def _rule(self, data_source: str | None) -> Callable[..., Any]:
         if self._compute_score is not None:
             return self._compute_score
         if data_source is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,7 @@ from lockstep.config.reward import RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import Column, DataProto, Ragged
-from lockstep.rewards.graders import code
-from lockstep.rewards.judges import MODEL, RULE, SANDBOX, Judges, JudgeWeights
+from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
@@ -63,9 +62,11 @@ class RewardManager:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.reward_fn_key = reward_fn_key
-        self.judges = Judges(compute_score, functions, weights)
-        self._make_sandbox = make_sandbox
-        self._sandbox: Sandbox | None = None
+        judges = Judges(compute_score, functions, weights)
+        # A dataset has few tags: what they mean is decided once, by `check`.
+        self.judges_of, self.explicit = functools.cache(judges.of), functools.cache(judges.explicit)
+        self.function = functools.cache(judges.function)
+        self._sandbox = functools.cache(make_sandbox)
         self._model_judges_all = False
         self._pool = ScoringPool(num_workers or min(os.cpu_count() or 1, 8), timeout_s)
 
@@ -79,11 +80,11 @@ class RewardManager:
         """
         asked = []
         for tag in tags:
-            judges = self.judges.of(tag, has_model)
+            judges = self.judges_of(tag, has_model)
             asked.append(MODEL in judges)
-            if self.runs_programs(judges, tag.data_source):
-                self._get_sandbox()
-            if MODEL in (self.judges.explicit(tag) or {}) and not (has_model or validation):
+            if self.runs_programs({*judges, *self.judges_of(tag, True)}, tag.data_source):
+                self._sandbox()
+            if MODEL in self.explicit(tag) and not (has_model or validation):
                 raise ConfigError(
                     f"the weights of data_source {tag.data_source!r} name a reward model, and there is none: "
                     "set reward_model.enable=true and reward_model.model.path"
@@ -92,11 +93,12 @@ class RewardManager:
 
     def wants_model(self, data: DataProto) -> Tensor:
         """bool [rows]: which responses the reward model is to score."""
-        wanted = []
-        for tag in self._tags(data):
-            by_default = self._model_judges_all and self.judges.explicit(tag) is None
-            wanted.append(by_default or MODEL in self.judges.of(tag, has_model=True))
+        wanted = [self.waits_for_model(tag) or MODEL in self.judges_of(tag, True) for tag in self.tags(data)]
         return torch.tensor(wanted, dtype=torch.bool)
+
+    def waits_for_model(self, tag: Tag) -> bool:
+        """Whether the reward model judges a row although nothing says so; its judges are known when the model has spoken."""
+        return self._model_judges_all and not self.explicit(tag)
 
     def begin(self, data: DataProto) -> Scoring:
         """Start scoring a batch whose responses come one by one: `data` has every column but those; see `Scoring.add`."""
@@ -123,19 +125,20 @@ class RewardManager:
         """
         scoring = scoring or self.begin(data)
         answer = scoring.finish(data)
-        self._print_examples(data, answer)
-        rewards = answer.rewards if ragged else answer.rewards.pad()
+        rewards: Ragged = answer["reward_tensor"]
+        if self.num_examine:
+            self._print_examples(data, answer)
+        if not ragged:
+            answer["reward_tensor"] = rewards.pad()
         if return_dict:
-            return {
-                "reward_tensor": rewards,
-                "failures": answer.failures,
-                "reward_extra_info": answer.extra,
-                "reward_parts": answer.parts,
-            }
-        for i, failure in enumerate(answer.failures):
+            return answer
+        for i, failure in enumerate(answer["failures"]):
             if failure is not None:
-                raise RewardError(describe_failure(failure, i, scoring.sources[i], scoring.texts[i]))
-        return rewards
+                raise RewardError(
+                    f"the reward of row {i} is missing ({failure.kind}); data_source {scoring.sources[i]!r}; "
+                    f"the response begins: {scoring.texts[i][:_NUM_SHOWN]!r}\n{failure.text}"
+                )
+        return answer["reward_tensor"]
 
     def close(self) -> None:
         """End the scoring processes. The manager can be used again."""
@@ -143,21 +146,15 @@ class RewardManager:
 
     def submit(self, judge: str, source: str | None, row: Mapping[str, Any]) -> Future[Outcome]:
         """Ask one judge (not the model) about one response."""
-        function = self.function(judge, source)
-        arguments = _arguments(function, {**row, "ground_truth": row["test_cases"]} if judge == SANDBOX else row)
-        if _takes_sandbox(function):
-            arguments["sandbox"] = self._get_sandbox()
+        function, names, takes_sandbox = self.function(judge, source)
+        arguments = {name: row[entry] for name, entry in names.items()}
+        if takes_sandbox:
+            arguments["sandbox"] = self._sandbox()
         return self._pool.submit(function, arguments)
-
-    def function(self, judge: str, source: str | None) -> ComputeScore:
-        """The function behind a judge (not the model). Raises as `Judges.rule` does."""
-        if judge == SANDBOX:
-            return code.compute_score
-        return self.judges.rule(source) if judge == RULE else self.judges.functions[judge]
 
     def runs_programs(self, judges: Iterable[str], source: str | None) -> bool:
         """Whether one of the judges runs the response in the sandbox."""
-        return any(_takes_sandbox(self.function(judge, source)) for judge in judges if judge != MODEL)
+        return any(self.function(judge, source).takes_sandbox for judge in judges if judge != MODEL)
 
     def decode(self, ids: Tensor) -> str:
         """Text of response or prompt tokens, without special ones."""
@@ -165,41 +162,23 @@ class RewardManager:
         assert isinstance(text, str), type(text)
         return text
 
-    def _get_sandbox(self) -> Sandbox:
-        if self._sandbox is None:
-            self._sandbox = self._make_sandbox()
-        return self._sandbox
+    def tags(self, data: DataProto) -> list[Tag]:
+        """What each row says about its reward."""
+        return list(map(Tag.of, column(data, self.reward_fn_key), column(data, "reward_model")))
 
-    def _tags(self, data: DataProto) -> list[Tag]:
-        sources, reward_models = (column(data, name) for name in (self.reward_fn_key, "reward_model"))
-        return [Tag.of(source, reward_model) for source, reward_model in zip(sources, reward_models, strict=True)]
-
-    def _print_examples(self, data: DataProto, answer: Answer) -> None:
-        if not self.num_examine:
-            return
+    def _print_examples(self, data: DataProto, answer: Mapping[str, Any]) -> None:
         printed: Counter[Any] = Counter()
-        for i, (source, reward_model) in enumerate(
-            zip(column(data, self.reward_fn_key), column(data, "reward_model"), strict=True)
-        ):
+        sums = [row.sum().item() for row in answer["reward_tensor"].rows()]
+        scores = answer["reward_extra_info"].get("score", sums)
+        for i, (source, reward_model) in enumerate(zip(column(data, self.reward_fn_key), column(data, "reward_model"))):
             if printed[source] < self.num_examine:
                 printed[source] += 1
-                failure = answer.failures[i]
+                failure = answer["failures"][i]
                 print(
                     f"[data_source] {source}\n[prompt] {self.decode(data.ragged('prompts')[i])}\n"
                     f"[response] {self.decode(data.ragged('responses')[i])}\n[ground_truth] {(reward_model or {}).get('ground_truth')}\n"
-                    f"[score] {f'missing: {failure.kind}' if failure else f'{answer.total[i]:g}'}"
+                    f"[score] {f'missing: {failure.kind}' if failure else f'{scores[i]:g}'}"
                 )
-
-
-@dataclass
-class Answer:
-    """What the judges of a batch said."""
-
-    rewards: Ragged
-    failures: list[Failure | None]
-    total: list[float]
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    parts: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 class Scoring:
@@ -207,40 +186,38 @@ class Scoring:
 
     def __init__(self, manager: RewardManager, data: DataProto) -> None:
         self._manager = manager
-        self.sources = list(column(data, manager.reward_fn_key))
+        self.sources, self._reward_models, self._extra_infos = (
+            column(data, name) for name in (manager.reward_fn_key, "reward_model", "extra_info")
+        )
         self.texts: list[str] = [""] * len(self.sources)
-        self._reward_models, self._extra_infos = (list(column(data, name)) for name in ("reward_model", "extra_info"))
-        self._tags = manager._tags(data)
-        self._asked: list[dict[str, Future[Outcome]] | None] = [None] * len(self.sources)
+        self._tags = manager.tags(data)
+        self._asked: list[dict[str, Future[Outcome]]] = [{} for _ in self.sources]
 
     def add(self, row: int, response_ids: Tensor) -> None:
         """The response of a row is there: ask its judges. Rows whose judges cannot be known before the model has spoken wait."""
-        explicit = self._manager.judges.explicit(self._tags[row])
-        if explicit is None and self._manager._model_judges_all:
-            return
-        weights = explicit or self._manager.judges.of(self._tags[row], has_model=True)
-        self._ask(row, response_ids, weights)
+        if not self._manager.waits_for_model(self._tags[row]):
+            self._ask(row, response_ids, self._manager.judges_of(self._tags[row], True))
 
-    def finish(self, data: DataProto) -> Answer:
-        """Ask about every row that was not added, wait for all, and combine. Reads responses, rm_scores, rm_judged."""
+    def finish(self, data: DataProto) -> dict[str, Any]:
+        """Ask the judges that were not asked, wait for all, and combine. Reads responses, rm_scores, rm_judged; see
+        `RewardManager.__call__` for what is returned.
+        """
         manager, responses = self._manager, data.ragged("responses")
         rm_scores = data.columns.get("rm_scores")
         judged = data.batch["rm_judged"].bool().tolist() if "rm_judged" in data else [rm_scores is not None] * len(data)
-        chosen = []
-        for i, tag in enumerate(self._tags):
-            has_weights = manager.judges.explicit(tag) is not None
-            chosen.append({MODEL: 1.0} if judged[i] and not has_weights else manager.judges.of(tag, judged[i]))
-        for i, (weights, row) in enumerate(zip(chosen, responses.rows(), strict=True)):
-            if self._asked[i] is None:
-                self._ask(i, row, weights)
+        chosen: list[JudgeWeights] = []
+        for i, (tag, row) in enumerate(zip(self._tags, responses.rows(), strict=True)):
+            by_model = judged[i] and not manager.explicit(tag)
+            chosen.append({MODEL: 1.0} if by_model else manager.judges_of(tag, judged[i]))
+            self._ask(i, row, chosen[i])
         # Each call has its own deadline, so this ends.
-        outcomes = [{judge: asked.result() for judge, asked in (futures or {}).items()} for futures in self._asked]
+        outcomes = [{judge: asked.result() for judge, asked in futures.items()} for futures in self._asked]
         return _combine(chosen, outcomes, rm_scores, responses)
 
-    def _ask(self, row: int, response_ids: Tensor, weights: JudgeWeights) -> None:
-        functions = [judge for judge in weights if judge != MODEL]
+    def _ask(self, row: int, response_ids: Tensor, judges: Iterable[str]) -> None:
+        """Ask those of the judges, other than the model, that were not asked."""
+        functions = [judge for judge in judges if judge != MODEL and judge not in self._asked[row]]
         if not functions:
-            self._asked[row] = {}
             return
         reward_model = self._reward_models[row] or {}
         self.texts[row] = self._manager.decode(response_ids)
@@ -251,73 +228,53 @@ class Scoring:
             "extra_info": self._extra_infos[row],
             "test_cases": reward_model.get("test_cases") or reward_model.get("ground_truth"),
         }
-        self._asked[row] = {judge: self._manager.submit(judge, self.sources[row], known) for judge in functions}
+        self._asked[row] |= {judge: self._manager.submit(judge, self.sources[row], known) for judge in functions}
 
 
 def _combine(
     chosen: Sequence[JudgeWeights], outcomes: Sequence[Mapping[str, Outcome]], rm_scores: Column | None, responses: Ragged
-) -> Answer:
+) -> dict[str, Any]:
     rewards = responses.like(torch.zeros(len(responses.values)))
-    row_rewards = rewards.rows()
     failures: list[Failure | None] = [None] * len(chosen)
-    total = [0.0] * len(chosen)
-    extra_rows: list[dict[str, Any]] = []
+    extras: list[dict[str, Any]] = [{} for _ in chosen]
     parts: dict[str, list[float | None]] = {}
-    for i, (weights, row) in enumerate(zip(chosen, outcomes, strict=True)):
-        on_last = 0.0
-        extra: dict[str, Any] = {}
+    for i, (weights, said, row_rewards) in enumerate(zip(chosen, outcomes, rewards.rows(), strict=True)):
+        on_last = total = 0.0
         for judge, weight in weights.items():
-            value: float | None = None
+            outcome: Outcome
+            values = parts.setdefault(judge, [None] * len(chosen))
             if judge == MODEL:
                 assert rm_scores is not None
-                scores = rm_scores[i][: len(row_rewards[i])].float()
-                if torch.isfinite(scores).all():
-                    row_rewards[i].add_(weight * scores)
-                    value = scores.sum().item()
-                else:
-                    failures[i] = Failure("invalid", "the reward model's score is not a finite number")
-            elif isinstance(outcome := row[judge], Score):
-                on_last += weight * outcome.value
-                value = outcome.value
-                prefix = f"{judge}/" if len(row) > 1 else ""
-                extra |= {prefix + name: said for name, said in outcome.extra.items()}
+                scores = rm_scores[i][: len(row_rewards)].float()
+                row_rewards.add_(weight * scores)
+                value = scores.sum().item()
+                outcome = (
+                    Score(value) if math.isfinite(value) else Failure("invalid", "the reward model's score is not a finite number")
+                )
             else:
+                outcome = said[judge]
+            if isinstance(outcome, Failure):
                 failures[i] = outcome
-            parts.setdefault(judge, [None] * len(chosen))[i] = value
-            total[i] += weight * (value or 0.0)
+                continue
+            values[i] = outcome.value
+            total += weight * outcome.value
+            on_last += weight * outcome.value if judge != MODEL else 0.0
+            prefix = f"{judge}/" if len(said) > 1 else ""
+            extras[i] |= {prefix + name: entry for name, entry in outcome.extra.items()}
         if failures[i] is not None:
-            row_rewards[i].zero_()
-            total[i] = float("nan")
+            row_rewards.zero_()
         elif on_last:
-            row_rewards[i][-1:] += on_last
-        extra_rows.append(extra)
-    names = dict.fromkeys(name for extra in extra_rows for name in extra)
-    columns: dict[str, list[Any]] = {name: [extra.get(name) for extra in extra_rows] for name in names}
-    if any(outcomes):
-        columns = {"score": [None if failure else value for value, failure in zip(total, failures, strict=True)]} | columns
-    return Answer(rewards, failures, total, columns, parts)
+            row_rewards[-1:] += on_last
+        extras[i] = {"score": None if failures[i] else total} | extras[i]
+    names = dict.fromkeys(name for extra in extras for name in extra) if any(outcomes) else ()
+    return {
+        "reward_tensor": rewards,
+        "failures": failures,
+        "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
+        "reward_parts": parts,
+    }
 
 
-def describe_failure(failure: Failure, row: int, data_source: Any, response: str) -> str:
-    """One failure as a message: which row, what the model had written, what happened."""
-    return (
-        f"the reward of row {row} is missing ({failure.kind}); data_source {data_source!r}; "
-        f"the response begins: {response[:_NUM_SHOWN]!r}\n{failure.text}"
-    )
-
-
-def column(data: DataProto, name: str) -> Iterable[Any]:
+def column(data: DataProto, name: str) -> Sequence[Any]:
     """An object column; None in every row where the batch has none."""
-    return data.non_tensor_batch.get(name, [None] * len(data))
-
-
-def _arguments(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the row's arguments that the function names; all four where it takes **keywords."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    names = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return {name: row[name] for name in names if takes_all or name in parameters}
-
-
-def _takes_sandbox(function: Callable[..., Any]) -> bool:
-    return "sandbox" in inspect.signature(function).parameters
+    return data.non_tensor_batch.get(name, [None] * len(data))  # type: ignore[return-value]

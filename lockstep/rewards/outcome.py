@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
+_MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
 FAILURE_KINDS = ("raised", "timeout", "crashed", "invalid")
 """raised: an exception; timeout: no answer before the deadline; crashed: its process ended; invalid: not a finite number."""
 
@@ -32,3 +37,26 @@ class Failure:
 
 
 Outcome = Score | Failure
+
+
+def check_score(result: Any) -> Outcome:
+    """What a reward function returned, as a Score; a Failure of kind "invalid" when it is not a finite number."""
+    extra: dict[str, Any] = {}
+    value = result
+    if isinstance(result, dict):
+        if "score" not in result:
+            return Failure("invalid", f"the reward function returned a dict without 'score': {str(result)[:200]}")
+        extra = {name: v for name, v in result.items() if name != "score"}
+        value = result["score"]
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    # The reward tensor is float32, where a larger number would become infinite.
+    if not (isinstance(value, int | float) and -_MAX_FLOAT32 <= value <= _MAX_FLOAT32):
+        return Failure("invalid", f"the reward function returned {str(value)[:200]!r}, which is not a finite number")
+    return Score(float(value), extra)
+
+
+def raised(error: BaseException) -> Failure:
+    """The failure of a call that raised, without the frame that called it."""
+    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return Failure("raised", "".join(traceback.format_exception(type(error), error, tail)))

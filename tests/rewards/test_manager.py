@@ -211,6 +211,18 @@ def test_scoring_starts_with_the_first_response():
     manager.close()
 
 
+def test_a_row_that_asks_for_a_model_gets_its_rule_where_there_is_none_even_when_its_response_came_early():
+    data = gsm8k_batch()
+    for reward_model in data.non_tensor_batch["reward_model"]:
+        reward_model["style"] = "model"
+    manager = RewardManager(TOKENIZER, num_examine=0)
+    scoring = manager.begin(data)
+    for i, ids in enumerate(data.ragged("responses").rows()):
+        scoring.add(i, ids)
+    assert torch.equal(manager(data, scoring=scoring), manager(gsm8k_batch()))
+    manager.close()
+
+
 def test_a_row_with_test_cases_is_judged_in_the_sandbox_and_a_rule_and_the_sandbox_combine():
     class Sandbox:
         """Stands in for programs: what it is asked is what it says."""

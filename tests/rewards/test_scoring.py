@@ -4,14 +4,12 @@ import os
 import threading
 import time
 
-import numpy as np
 import psutil
 import pytest
-import torch
 from helpers.rewards import behave, nap, truth
 
 from lockstep.rewards.outcome import Failure, Score
-from lockstep.rewards.scoring import ScoringPool, check_score
+from lockstep.rewards.scoring import ScoringPool
 
 
 async def async_truth(ground_truth):
@@ -137,34 +135,3 @@ def test_closing_ends_the_processes():
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        None,
-        "1.0",
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        1e39,
-        10**400,
-        1j,
-        [1.0],
-        {},
-        {"acc": 1},
-        {"score": None},
-        torch.ones(2),
-    ],
-    ids=repr,
-)
-def test_a_result_that_is_not_a_finite_number_is_invalid(result):
-    assert check_score(result).kind == "invalid"
-
-
-@pytest.mark.parametrize(
-    "result", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0), torch.ones(1)], ids=repr
-)
-def test_every_kind_of_number_is_a_score(result):
-    score = check_score({"score": result, "note": "n"})
-    assert (type(score.value), score.value, score.extra) == (float, 1.0, {"note": "n"})

@@ -36,14 +36,14 @@ def parse_dialogue(dialogue: str) -> list[Message]:
     return messages
 
 
-def _rl(row: SourceRow, _: str) -> WrittenRow:
-    prompt, response = _answered(row, "response" if "response" in row else "chosen")
-    return WrittenRow(prompt, {"reward_model": {"style": "model", "ground_truth": response}}, {})
-
-
 def _sft(row: SourceRow, _: str) -> WrittenRow:
     prompt, response = _answered(row, "response" if "response" in row else "chosen")
     return WrittenRow(prompt, {"response": response}, {})
+
+
+def _rl(row: SourceRow, instruction: str) -> WrittenRow:
+    answered = _sft(row, instruction)
+    return WrittenRow(answered.prompt, {"reward_model": {"style": "model", "ground_truth": answered.columns["response"]}}, {})
 
 
 def _rm(row: SourceRow, _: str) -> WrittenRow:

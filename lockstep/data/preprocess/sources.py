@@ -18,14 +18,7 @@ from lockstep.errors import DataError
 HUB_DEADLINE_S = 10.0
 """How long the hub may take to answer."""
 
-_SPLITS = {
-    "train": "train",
-    "test": "test",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-}
+_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONVERTED = "refs/convert/parquet"
 """Where the hub keeps parquet copies of datasets that are a loading script."""

@@ -20,25 +20,16 @@ Rule = Callable[..., Any]
 
 __all__ = ["code", "default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
 
+_CODE = (
+    "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp", "apps", "codeparrot/apps",
+    "codecontests", "code_contests", "deepmind/code_contests", "codeforces", "taco", "BAAI/TACO",
+)  # fmt: skip
 _RULES: dict[str, Rule] = {
     "openai/gsm8k": gsm8k.compute_score,
-    "lighteval/MATH": math.compute_score,
-    "DigitalLearningGmbH/MATH-lighteval": math.compute_score,
-    "HuggingFaceH4/MATH-500": math.compute_score,
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math.compute_score),
     "Rowan/hellaswag": multiple_choice.compute_score,
     "lockstep/reverse": exact_match.compute_score,
-    "openai_humaneval": code.compute_score,
-    "openai/openai_humaneval": code.compute_score,
-    "mbpp": code.compute_score,
-    "google-research-datasets/mbpp": code.compute_score,
-    "apps": code.compute_score,
-    "codeparrot/apps": code.compute_score,
-    "codecontests": code.compute_score,
-    "code_contests": code.compute_score,
-    "deepmind/code_contests": code.compute_score,
-    "codeforces": code.compute_score,
-    "taco": code.compute_score,
-    "BAAI/TACO": code.compute_score,
+    **dict.fromkeys(_CODE, code.compute_score),
 }
 _CHECKS: dict[Rule, Callable[[], None]] = {math.compute_score: math.check}
 """Rule -> what raises when the rule cannot work on this machine."""

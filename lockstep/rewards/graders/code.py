@@ -127,7 +127,7 @@ def _human_eval(program: str, prompt: str, test: str, entry_point: str) -> tuple
         programs = [prompt + program, f"{prompt}    {program.lstrip()}", prompt + textwrap.indent(program, "    ")]
     # What the prompt defines is ours, so it comes from the prompt; only the function under test is the program's.
     needed = _free_names(test)
-    given = _bound_names(ast.parse(prompt)) - {entry_point} if _parses(prompt) else set()
+    given = _bound_names(ast.parse(prompt)) - {entry_point} if parses(prompt) else set()
     setup = prompt if needed & given else ""
     return programs, [{"setup": setup, "names": sorted(needed - given), "code": test, "entry_point": entry_point}]
 
@@ -191,7 +191,8 @@ def _bound_names(tree: ast.AST) -> set[str]:
     return bound
 
 
-def _parses(code: str) -> bool:
+def parses(code: str) -> bool:
+    """Whether the text is Python."""
     try:
         ast.parse(code)
     except (SyntaxError, ValueError):

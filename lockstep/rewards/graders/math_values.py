@@ -25,15 +25,14 @@ class Leaf:
     """As `_unit` writes it; "" where none is written."""
 
 
-_UNITS = {
-    "cm": "cm centimeter centimetre", "mm": "mm millimeter millimetre", "m": "m meter metre", "km": "km kilometer kilometre",
-    "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile", "g": "g gram", "kg": "kg kilogram", "mg": "mg milligram",
-    "lb": "lb pound", "oz": "oz ounce", "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week",
-    "month": "month", "year": "year yr", "l": "l liter litre", "ml": "ml milliliter millilitre", "gal": "gal gallon", "mph": "mph",
-    "dollar": "dollar usd", "cent": "cent ¢", "percent": "percent percentage pct", "degree": "degree deg", "rad": "rad radian",
-    "am": "am", "pm": "pm",
-}  # fmt: skip
-_UNIT_NAMES = {spelling: name for name, spellings in _UNITS.items() for spelling in spellings.split()}
+_UNITS = """
+    cm centimeter centimetre, mm millimeter millimetre, m meter metre, km kilometer kilometre, in inch inche, ft foot feet,
+    yd yard, mi mile, g gram, kg kilogram, mg milligram, lb pound, oz ounce, s sec second, min minute, h hr hour, day, week,
+    month, year yr, l liter litre, ml milliliter millilitre, gal gallon, mph, dollar usd, cent ¢, percent percentage pct,
+    degree deg, rad radian, am, pm
+"""
+"""The spellings of each unit; the first is its name."""
+_UNIT_NAMES = {word: unit.split()[0] for unit in _UNITS.split(",") for word in unit.split()}
 _SUFFIX = re.compile(
     r"(?P<percent>\\%)\s*$|(?P<degree>\^\\circ)\s*(?:\\text\{[CF]\}|[CF])?\s*$|\\text\{(?P<text>[^{}]*)\}\s*(?:\^\s*\{?(?P<power>[0-9])\}?)?\s*$"
 )

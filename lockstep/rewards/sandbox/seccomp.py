@@ -15,16 +15,15 @@ import struct
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Machine -> AUDIT_ARCH_*, column in the tables below."""
 
-_REFUSED: dict[str, tuple[int, int]] = {
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
-    "mq_open": (240, 180), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438), "kcmp": (312, 272), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432), "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "init_module": (175, 105), "finit_module": (313, 273),
-    "kexec_load": (246, 104), "syslog": (103, 116), "quotactl": (179, 60),
-}  # fmt: skip
+_REFUSED = """
+    memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180,
+    ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438, kcmp 312 272, keyctl 250 219,
+    add_key 248 217, request_key 249 218, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425,
+    unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, open_tree 428 428, move_mount 429 429,
+    fsopen 430 430, fsmount 432 432, mount_setattr 442 442, name_to_handle_at 303 264, open_by_handle_at 304 265,
+    init_module 175 105, finit_module 313 273, kexec_load 246 104, syslog 103 116, quotactl 179 60
+"""
+"""System call, and its number in each column."""
 _SOCKET = (41, 198)
 _FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6: all three end at the network namespace
 _X32 = 0x40000000  # the second table of system calls on x86_64
@@ -42,7 +41,7 @@ def machines() -> list[str]:
 def filter_program(machine: str) -> bytes:
     """The filter, as an array of `struct sock_filter` {u16 code; u8 jump_true; u8 jump_false; u32 k}."""
     arch, column = _ARCHITECTURES[machine]
-    refused = [numbers[column] for numbers in _REFUSED.values()]
+    refused = [int(call.split()[1 + column]) for call in _REFUSED.split(",")]
     # (code, k, target if true, target if false); a target is None for the next line, or the action to end with.
     lines: list[tuple[int, int, int | None, int | None]] = [
         (_LOAD, _ARCH, None, None),

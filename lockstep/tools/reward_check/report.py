@@ -148,19 +148,18 @@ def make_report(
         problem.examples.append(example)
 
     targets = _gold_targets(results, gold_score)
-    scores = {(_row_key(result), result.case.response.name): _lowest(result.outcomes) for result in results}
+    scores = {(result.row, result.kind): result.lowest for result in results}
     for result in results:
-        row, source = _row_key(result), result.case.subject.row.data_source
         for kind, text in _failures(result):
-            add(kind, source, _example(result, text))
-        if result.case.response.name == GOLD:
+            add(kind, result.source, _example(result, text))
+        if result.kind == GOLD:
             # Stated by the user, the target is all there is to compare with.
-            silence = scores.get((row, "empty")) if gold_score is None else None
-            verdict = _gold_verdict(_lowest(result.outcomes), targets.get(source), silence)
+            silence = scores.get((result.row, "empty")) if gold_score is None else None
+            verdict = _gold_verdict(result.lowest, targets.get(result.source), silence)
         else:
-            verdict = _paid_verdict(result.case.response.earns, _highest(result.outcomes), scores.get((row, GOLD)))
+            verdict = _paid_verdict(result.case.response.earns, result.highest, scores.get((result.row, GOLD)))
         if verdict is not None:
-            add(verdict[0], source, _example(result, verdict[1]))
+            add(verdict[0], result.source, _example(result, verdict[1]))
     for text in escapes:
         add("escape", None, Example(text))
     groups = _groups(results)
@@ -228,18 +227,17 @@ def _gold_targets(results: Sequence[CaseResult], gold_score: float | None) -> di
     """data_source -> what a right answer must get."""
     targets: dict[str | None, float] = {}
     for result in results:
-        score = _highest(result.outcomes)
-        if result.case.response.name == GOLD and score is not None:
-            source = result.case.subject.row.data_source
-            targets[source] = max(targets.get(source, score), score) if gold_score is None else gold_score
+        score = result.highest
+        if result.kind == GOLD and score is not None:
+            targets[result.source] = max(targets.get(result.source, score), score) if gold_score is None else gold_score
     return targets
 
 
 def _groups(results: Sequence[CaseResult]) -> Groups | None:
     groups: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
     for result in results:
-        if result.case.response.name == SAMPLE and result.outcomes:
-            groups[_row_key(result)].append(result.outcomes[0])
+        if result.kind == SAMPLE and result.outcomes:
+            groups[result.row].append(result.outcomes[0])
     samples = max(map(len, groups.values()), default=0)
     if samples < 2:
         return None
@@ -257,11 +255,11 @@ def _sources(
     results: Sequence[CaseResult], targets: Mapping[str | None, float], problems: Mapping[tuple[str, str | None], Problem]
 ) -> list[SourceSummary]:
     summaries = []
-    for source in dict.fromkeys(result.case.subject.row.data_source for result in results):
-        of_source = [result for result in results if result.case.subject.row.data_source == source]
-        has_gold = {_row_key(result): result.case.subject.gold is not None for result in of_source}
-        num_scored = sum(result.case.response.name == GOLD and _lowest(result.outcomes) is not None for result in of_source)
-        num_wrong = problems[("gold wrong", source)].count if ("gold wrong", source) in problems else 0
+    for source in dict.fromkeys(result.source for result in results):
+        of_source = [result for result in results if result.source == source]
+        has_gold = {result.row: result.case.subject.gold is not None for result in of_source}
+        num_scored = sum(result.kind == GOLD and result.lowest is not None for result in of_source)
+        num_wrong = sum(problem.count for key, problem in problems.items() if key == ("gold wrong", source))
         seconds = [s for result in of_source for s in result.seconds]
         summaries.append(
             SourceSummary(
@@ -281,25 +279,13 @@ def _sources(
 
 def _kinds(results: Sequence[CaseResult]) -> list[KindSummary]:
     summaries = []
-    for kind in dict.fromkeys(result.case.response.name for result in results):
-        scores = [_highest(result.outcomes) for result in results if result.case.response.name == kind]
+    for kind in dict.fromkeys(result.kind for result in results):
+        scores = [result.highest for result in results if result.kind == kind]
         known = [score for score in scores if score is not None]
         summaries.append(
             KindSummary(kind, len(scores), len(scores) - len(known), sum(score > 0 for score in known), max(known, default=None))
         )
     return summaries
-
-
-def _row_key(result: CaseResult) -> tuple[str, int]:
-    return result.case.subject.row.split, result.case.subject.row.position
-
-
-def _highest(outcomes: Iterable[Outcome]) -> float | None:
-    return max((outcome.value for outcome in outcomes if isinstance(outcome, Score)), default=None)
-
-
-def _lowest(outcomes: Iterable[Outcome]) -> float | None:
-    return min((outcome.value for outcome in outcomes if isinstance(outcome, Score)), default=None)
 
 
 def _example(result: CaseResult, text: str) -> Example:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from itertools import islice
 
 from lockstep.errors import MissingExtra, MissingReward
 from lockstep.rewards.graders import _select_rm_score_fn
-from lockstep.rewards.graders.code import extract_program
+from lockstep.rewards.graders.code import extract_program, parses
 from lockstep.rewards.judges import MODEL
 from lockstep.rewards.killable import KillableWorker
 from lockstep.rewards.manager import RewardManager
@@ -57,6 +56,31 @@ class CaseResult:
     seconds: tuple[float, ...]
     """How long each call of a function took."""
 
+    @property
+    def row(self) -> tuple[str, int]:
+        """Split and position of the row."""
+        return self.case.subject.row.split, self.case.subject.row.position
+
+    @property
+    def source(self) -> str | None:
+        """The row's data_source."""
+        return self.case.subject.row.data_source
+
+    @property
+    def kind(self) -> str:
+        """The kind of response."""
+        return self.case.response.name
+
+    @property
+    def lowest(self) -> float | None:
+        """The lower score; None where there is none."""
+        return min((outcome.value for outcome in self.outcomes if isinstance(outcome, Score)), default=None)
+
+    @property
+    def highest(self) -> float | None:
+        """The higher score; None where there is none."""
+        return max((outcome.value for outcome in self.outcomes if isinstance(outcome, Score)), default=None)
+
 
 def make_subjects(manager: RewardManager, rows: Sequence[TriedRow], has_model: bool, timeout_s: float) -> list[Subject]:
     """The rows that a function judges; those that only a reward model judges are left out."""
@@ -64,11 +88,11 @@ def make_subjects(manager: RewardManager, rows: Sequence[TriedRow], has_model: b
     worker = KillableWorker()
     try:
         for row in rows:
-            chosen = manager.judges.of(row.tag, has_model)
+            chosen = manager.judges_of(row.tag, has_model)
             weights = {judge: weight for judge, weight in chosen.items() if judge != MODEL}
             if not weights:
                 continue
-            functions = [manager.function(judge, row.data_source) for judge in weights]
+            functions = [manager.function(judge, row.data_source).function for judge in weights]
             # A user's function for known data is given that data's right answer; that data's rule need not work here.
             with contextlib.suppress(MissingReward, MissingExtra):
                 functions.append(_select_rm_score_fn(str(row.data_source)))
@@ -107,15 +131,7 @@ def _prize(subject: Subject) -> str | None:
     for place in (subject.row.ground_truth, subject.row.extra_info):
         if isinstance(place, Mapping) and isinstance(place.get("prompt"), str):  # HumanEval: the program is the rest of it
             texts.append(place["prompt"] + program)
-    return next(filter(_parses, texts), None)
-
-
-def _parses(program: str) -> bool:
-    try:
-        ast.parse(program)
-    except (SyntaxError, ValueError):
-        return False
-    return True
+    return next(filter(parses, texts), None)
 
 
 def score_twice(
@@ -146,13 +162,8 @@ def score_twice(
 
 def _ask(manager: RewardManager, case: Case) -> tuple[Outcome, tuple[float, ...]]:
     row = case.subject.row
-    known = {
-        "data_source": row.data_source,
-        "solution_str": case.response.text,
-        "ground_truth": row.ground_truth,
-        "extra_info": row.extra_info,
-        "test_cases": row.test_cases,
-    }
+    names = ("data_source", "ground_truth", "extra_info", "test_cases")
+    known = {"solution_str": case.response.text} | {name: getattr(row, name) for name in names}
     asked = {judge: manager.submit(judge, row.data_source, known) for judge in case.subject.weights}
     outcomes = {judge: future.result() for judge, future in asked.items()}
     return _combine(outcomes, case.subject.weights), tuple(outcome.seconds for outcome in outcomes.values())

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from lockstep.config.algorithm import FilterGroupsConfig
 from lockstep.errors import RewardError
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo import rewards
-from lockstep.trainer.ppo.rewards import Scored
+from lockstep.trainer.ppo.reward_columns import rows_with_signal
+from lockstep.trainer.ppo.scored import Scored
 
 
 class Groups:
@@ -37,7 +37,7 @@ class Groups:
         self._metrics = metrics
         if self._config.enable:
             most = (self._wanted - self._num_groups) * self._n
-            rows = rewards.rows_with_signal(batch, scored, self._config.metric)[:most]
+            rows = rows_with_signal(batch, scored, self._config.metric)[:most]
             if not len(rows):
                 return
             batch, scored = batch.select_idxs(rows), scored.select(rows.tolist())

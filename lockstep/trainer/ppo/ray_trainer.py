@@ -35,9 +35,11 @@ from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_met
 from lockstep.trainer.ppo.prompts import Prompts, open_dataset
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
 from lockstep.trainer.ppo.resources import ResourcePoolManager
-from lockstep.trainer.ppo.rewards import Scored, Scorer, greedy_baseline
+from lockstep.trainer.ppo.reward_columns import greedy_baseline
+from lockstep.trainer.ppo.rewards import Scorer
 from lockstep.trainer.ppo.role import Role
 from lockstep.trainer.ppo.samples import write_samples
+from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.run import FitResult, Run
 from lockstep.utils.device import resolve_device

@@ -23,7 +23,8 @@ from lockstep.config.load import load_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rewards import Scored, set_parts
+from lockstep.trainer.ppo.reward_columns import set_parts
+from lockstep.trainer.ppo.scored import Scored
 from lockstep.utils.hf_config import read_model_config
 
 PREFIX = "step_"

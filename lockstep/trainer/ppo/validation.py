@@ -12,8 +12,9 @@ import numpy as np
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rewards import Scored, Scorer
+from lockstep.trainer.ppo.rewards import Scorer
 from lockstep.trainer.ppo.samples import write_samples
+from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import generate, make_prompts
 
 _VALIDATION_STEPS = 1 << 40

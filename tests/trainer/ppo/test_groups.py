@@ -4,7 +4,7 @@ from helpers.batches import make_batch, rows_of
 from lockstep.config.algorithm import FilterGroupsConfig
 from lockstep.errors import RewardError
 from lockstep.trainer.ppo.groups import Groups
-from lockstep.trainer.ppo.rewards import Scored
+from lockstep.trainer.ppo.scored import Scored
 
 
 def scored_batch(*totals):

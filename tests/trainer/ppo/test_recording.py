@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lockstep.errors import DataError
 from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo.recording import load_recording, number_parts
-from lockstep.trainer.ppo.rewards import Scored
+from lockstep.trainer.ppo.scored import Scored
 
 NOT_OF_THE_RUN = ("tim", "perf")
 

@@ -1,0 +1,227 @@
+"""A Python process that calls functions for us and can be killed at a deadline, whatever they do.
+
+A thread cannot be stopped, and a regular expression that back-tracks stops every other thread as well. So what may hang runs here: in a
+fresh interpreter (not a fork, which would copy locks and GPU handles), loaded once and used for many calls.
+
+```text
+parent: KillableWorker.call -> frame (function, arguments) -> child: load the function, call it -> frame (value or traceback) -> parent
+deadline passed -> SIGKILL to the child's process group; the next call starts a new child
+```
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from lockstep.errors import RewardError
+from lockstep.rewards.killable.child import HEADER, MARK, FunctionReference
+
+_START_S = 120.0
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from lockstep.rewards.killable.child import serve; serve()"
+
+
+class CallError(RewardError):
+    """A call without a value; `kind` is one of outcome.FAILURE_KINDS."""
+
+    kind: str
+
+
+class CallTimeout(CallError):
+    """The call did not end before its deadline; its process was killed."""
+
+    kind = "timeout"
+
+
+class CallFailed(CallError):
+    """The function raised, or its value cannot be sent back; the message ends with the traceback."""
+
+    kind = "raised"
+
+
+class CallCrashed(CallError):
+    """The process ended during the call."""
+
+    kind = "crashed"
+
+
+def is_portable(function: Callable[..., Any]) -> bool:
+    """Whether another process can find the function: it is defined at the top of a module that is not the running script."""
+    try:
+        _reference(function)
+    except ValueError:
+        return False
+    return True
+
+
+class KillableWorker:
+    """One child process. Calls are made one at a time, in any thread. It is started by the first call and again after it was killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._loaded: set[FunctionReference] = set()
+
+    def call(self, function: Callable[..., Any], timeout_s: float, **kwargs: Any) -> Any:
+        """`function(**kwargs)`, computed in the child.
+
+        The deadline starts when the child has imported the function's module. Raises CallTimeout, CallFailed, CallCrashed, and ValueError
+        for a function that `is_portable` refuses.
+        """
+        reference = _reference(function)
+        try:
+            arguments = pickle.dumps(kwargs, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise CallFailed(f"the arguments of {_name(function)} cannot be sent to another process: {error}") from error
+        with self._lock:
+            self._load(reference, function)
+            return self._exchange(reference, arguments, timeout_s, _name(function))
+
+    def load(self, function: Callable[..., Any]) -> None:
+        """Start the child and import the function's module there, if that is still to be done. Raises as `call` does."""
+        with self._lock:
+            self._load(_reference(function), function)
+
+    def close(self) -> None:
+        """End the child, whatever it does."""
+        with self._lock:
+            self._kill()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._kill()
+
+    def _load(self, reference: FunctionReference, function: Callable[..., Any]) -> None:
+        # A forked copy of this object must not talk to the other process's child.
+        if self._process is None or self._owner != os.getpid():
+            self._process, self._owner = _spawn(), os.getpid()
+            self._loaded.clear()
+        if reference not in self._loaded:
+            self._exchange(reference, None, _START_S, f"importing {_name(function)}")
+            self._loaded.add(reference)
+
+    def _exchange(self, reference: FunctionReference, arguments: bytes | None, timeout_s: float, what: str) -> Any:
+        assert self._process is not None
+        try:
+            status, value = _ask(self._process, (reference, arguments), time.monotonic() + timeout_s)
+        except TimeoutError as error:
+            self._kill()
+            raise CallTimeout(f"{what} did not end within {timeout_s:g} s and was killed") from error
+        except (EOFError, OSError) as error:
+            time.sleep(0.05)  # its pipes close a moment before it has an exit code
+            code = self._kill()
+            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            raise CallCrashed(f"the process of {what} ended during the call ({how})") from error
+        except BaseException:
+            self._kill()  # an answer that was not read would be taken for the next one
+            raise
+        if status == "raised":
+            raise CallFailed(f"{what} raised\n{value}")
+        return value
+
+    def _kill(self) -> int | None:
+        """Kill the child and what it started; its exit code, or None when this process has no child."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return None
+        _end(process)
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        _alive.discard(process)
+        return code
+
+
+def _ask(process: subprocess.Popen[bytes], request: object, deadline: float) -> tuple[str, Any]:
+    """The child's answer. Raises TimeoutError at the deadline, EOFError or OSError when the child has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+    process.stdin.flush()
+    poller = select.poll()  # unlike select.select, not limited to the first 1024 descriptors
+    poller.register(process.stdout, select.POLLIN)
+    read = bytearray()
+    while len(read) < HEADER.size or len(read) < HEADER.size + HEADER.unpack_from(read)[0]:
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError
+        chunk = os.read(process.stdout.fileno(), 1 << 20)
+        if not chunk:
+            raise EOFError
+        read += chunk
+    answer: tuple[str, Any] = pickle.loads(read[HEADER.size :])
+    return answer
+
+
+_alive: set[subprocess.Popen[bytes]] = set()
+_spawner_lock = threading.Lock()
+
+
+@functools.cache
+def _spawner(pid: int) -> ThreadPoolExecutor:
+    """A thread that lives as long as the process `pid`, this one: a child asks to be killed when the thread that started it ends."""
+    return ThreadPoolExecutor(1, "killable-spawner")
+
+
+def _spawn() -> subprocess.Popen[bytes]:
+    with _spawner_lock:
+        spawner = _spawner(os.getpid())
+    process = spawner.submit(
+        subprocess.Popen,
+        [sys.executable, "-c", _PROGRAM, json.dumps([path for path in sys.path if path])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {MARK: str(os.getpid())},
+        start_new_session=MARK not in os.environ,
+    ).result()
+    _alive.add(process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a child and what it started. One that has already ended keeps its exit code, and its number until it is waited for."""
+    with contextlib.suppress(OSError):
+        if MARK in os.environ:
+            process.kill()  # our group is that of the caller, which kills it as a whole
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@atexit.register
+def _end_all() -> None:
+    for process in list(_alive):
+        _end(process)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', type(inner).__name__)}"
+
+
+def _reference(function: Callable[..., Any]) -> FunctionReference:
+    """Raises ValueError for a function that another process cannot find."""
+    modules: dict[str, str | None] = {}
+    try:
+        for part in (function, getattr(function, "func", None), type(function)):
+            name = getattr(part, "__module__", None)
+            if name == "__main__":
+                raise pickle.PicklingError("it is defined in the running script")
+            if name in sys.modules and name != "builtins":
+                modules[name] = getattr(sys.modules[name], "__file__", None)
+        return FunctionReference(pickle.dumps(function), tuple(modules.items()))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{function!r} cannot be found by another process ({error}): define it at the top of a module") from error

@@ -1,0 +1,95 @@
+"""The program of a child of `lockstep.rewards.killable`: read a function and its arguments, call it, answer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+HEADER = struct.Struct("!Q")
+"""Stands before every answer and says how long it is."""
+MARK = "LOCKSTEP_KILLABLE_CHILD"
+"""The environment variable that a child has: the process id of its parent."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionReference:
+    """A function as the child can find it again."""
+
+    pickled: bytes
+    modules: tuple[tuple[str, str | None], ...]
+    """Name and file of the modules that define it: the name may mean nothing to another process."""
+
+
+def serve() -> None:
+    """The child's program: read a function with its arguments (None: only import it), answer ("ok", value) or ("raised", traceback).
+
+    Ends when the parent closes the pipe.
+    """
+    _die_with_parent()
+    # The function may print: what it writes to stdout goes to stderr, so that answers stay whole.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            answer = _answer(*pickle.load(requests))
+            answers.write(HEADER.pack(len(answer)) + answer)
+            answers.flush()
+
+
+def _answer(reference: FunctionReference, arguments: bytes | None) -> bytes:
+    try:
+        function = _load(reference)
+        value = None if arguments is None else function(**pickle.loads(arguments))
+        if inspect.isawaitable(value):
+            import asyncio
+
+            value = asyncio.run(_awaited(value))
+        return pickle.dumps(("ok", value), pickle.HIGHEST_PROTOCOL)
+    except BaseException as error:  # SystemExit too: the function may call exit()
+        tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        return pickle.dumps(("raised", "".join(traceback.format_exception(type(error), error, tail))))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+@functools.cache
+def _load(reference: FunctionReference) -> Callable[..., Any]:
+    for name, file in reference.modules:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            if file is None:
+                raise
+            spec = importlib.util.spec_from_file_location(name, file)
+            assert spec is not None and spec.loader is not None, file  # noqa: PT018
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+    function: Callable[..., Any] = pickle.loads(reference.pickled)
+    return function
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent ends (Linux). Elsewhere a child that is idle ends with its pipe."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if str(os.getppid()) != os.environ[MARK]:
+        os._exit(1)

@@ -1,0 +1,95 @@
+"""Calls of reward functions that stay in this process: in threads, and in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from lockstep.rewards.outcome import Failure, Outcome, check_score, raised
+
+MAX_OPEN_CALLS = 64
+_LOOP_PATIENCE_S = 2.0
+
+
+def call_in_thread(timeout_s: float, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    """`function(**arguments)` in a thread of its own, which is left behind when it does not end in time."""
+    outcome: list[Outcome] = []
+
+    def work() -> None:
+        try:
+            value = function(**arguments)
+            outcome.append(check_score(asyncio.run(value) if inspect.iscoroutine(value) else value))
+        except BaseException as error:
+            outcome.append(raised(error))
+
+    thread = threading.Thread(target=work, name="reward", daemon=True)
+    started = time.monotonic()
+    thread.start()
+    thread.join(timeout_s)
+    late = Failure("timeout", f"the call did not end within {timeout_s:g} s; its thread was left behind")
+    return replace(outcome[0] if outcome else late, seconds=time.monotonic() - started)
+
+
+class EventLoop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._loop = timeout_s, asyncio.new_event_loop()
+        self._limit = asyncio.Semaphore(MAX_OPEN_CALLS)
+        self._open: set[Future[Outcome]] = set()
+        self._seen = time.monotonic()
+        self._closed = False
+        threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+        threading.Thread(target=self._watch, name="reward-loop-watch", daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+        """Start a call."""
+        future: Future[Outcome] = Future()
+        self._open.add(future)
+        asyncio.run_coroutine_threadsafe(self._call(future, function, arguments), self._loop)
+        return future
+
+    def is_blocked(self) -> bool:
+        """Whether a call keeps the loop from running the others."""
+        return time.monotonic() - self._seen > self._timeout_s + _LOOP_PATIENCE_S
+
+    def close(self) -> None:
+        """Stop the loop; calls that are open are never answered."""
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _call(self, future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        async with self._limit:
+            started = time.monotonic()
+            try:
+                outcome = check_score(await asyncio.wait_for(function(**arguments), self._timeout_s))
+            except TimeoutError:
+                outcome = Failure("timeout", f"the call did not end within {self._timeout_s:g} s and was cancelled")
+            except BaseException as error:
+                outcome = raised(error)
+        self._settle(future, replace(outcome, seconds=time.monotonic() - started))
+
+    def _settle(self, future: Future[Outcome], outcome: Outcome) -> None:
+        self._open.discard(future)
+        if not future.done():
+            future.set_result(outcome)
+
+    def _watch(self) -> None:
+        """See that the loop turns; when a call blocks it past its deadline, give up all that is open on it."""
+        while not self.is_blocked():
+            if self._closed:
+                return
+            self._loop.call_soon_threadsafe(self._tick)
+            time.sleep(min(0.5, self._timeout_s / 4))
+        text = f"an async reward function blocks its event loop for more than {self._timeout_s:g} s: it must await, not wait"
+        for future in list(self._open):
+            self._settle(future, Failure("timeout", text))
+
+    def _tick(self) -> None:
+        self._seen = time.monotonic()
