@@ -45,6 +45,9 @@ class Display:
     A missing metric shows as '-'; no number, not even nan, makes it raise; `with` closes it.
     """
 
+    shows_stages = False
+    """Whether `stage` does anything."""
+
     def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
         """Begin; `first_step` steps are already done (0 unless the run was resumed)."""
 
@@ -77,7 +80,7 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 class PlainDisplay(Display):
-    """One line a step, flushed, without control codes: for files, pipes and debuggers."""
+    """One line a step, which has the time of every stage; flushed, without control codes: for files, pipes and debuggers."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -87,9 +90,6 @@ class PlainDisplay(Display):
         self._total_steps = total_steps
         if title:
             self.message(title)
-
-    def stage(self, name: str) -> None:
-        """Not shown: the step's line has the time of every stage."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if _has_step(metrics):
@@ -111,6 +111,8 @@ class LiveDisplay(Display):
     Prints of the process appear above the live area. `breakpoint()` hands the terminal to the debugger; the live area
     returns with the next stage once nothing is traced any more, and until then steps are plain lines.
     """
+
+    shows_stages = True
 
     def __init__(self, console: Console) -> None:
         self._console = console
