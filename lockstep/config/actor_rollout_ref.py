@@ -1,6 +1,6 @@
 """`actor_rollout_ref.*`: the policy that is trained, how it generates, and its frozen reference."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.check import absolute_reference, at_least, auto_or_bool, in_range, one_of
@@ -115,20 +115,20 @@ class ActorConfig(EngineChoice):
     @property
     def loss_parameters(self) -> dict[str, Any]:
         """The numbers that a policy loss may ask for, by the names of its arguments."""
-        numbers = asdict(self.policy_loss)
-        del numbers["loss_mode"]
-        own = numbers.pop("loss_kwargs")
-        return (
-            {
-                "clip_ratio_low": self.clip_low,
-                "clip_ratio_high": self.clip_high,
-                "clip_ratio_c": self.clip_ratio_c,
-                "tau_pos": self.tau_pos,
-                "tau_neg": self.tau_neg,
-            }
-            | numbers
-            | own
-        )
+        own = self.policy_loss
+        return {
+            "clip_ratio_low": self.clip_low,
+            "clip_ratio_high": self.clip_high,
+            "clip_ratio_c": self.clip_ratio_c,
+            "tau_pos": self.tau_pos,
+            "tau_neg": self.tau_neg,
+            "clip_cov_ratio": own.clip_cov_ratio,
+            "clip_cov_lb": own.clip_cov_lb,
+            "clip_cov_ub": own.clip_cov_ub,
+            "kl_cov_ratio": own.kl_cov_ratio,
+            "ppo_kl_coef": own.ppo_kl_coef,
+            "dro_beta": own.dro_beta,
+        } | own.loss_kwargs
 
 
 @dataclass
