@@ -36,14 +36,10 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the n selected entries: sum((x - mean)^2) / (n - 1), or / n when not `unbiased`.
-
-    With no entry, or with one and `unbiased`, it is 0.
-    """
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Variance of the n selected entries: sum((x - mean)^2) / (n - 1); 0 with fewer than two."""
     deviation = zero_outside(x - masked_mean(x, mask), mask)
-    count = mask.bool().sum() - int(unbiased)
-    return deviation.square().sum() / count.clamp(min=1)
+    return deviation.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:

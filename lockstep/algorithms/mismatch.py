@@ -96,21 +96,7 @@ def make_correction(
             f"{_SECTION}.rollout_is_threshold={rollout_is_threshold} cuts weights below 1, where no correction is needed; set at "
             "least 1, or write both ends of a band with a decimal point: 0.5_5.0"
         )
-    kinds = [] if rollout_rs is None else [kind.strip() for kind in str(rollout_rs).split(",")]
-    for kind in kinds:
-        if kind not in RS_KINDS:
-            raise unknown_name(f"{_SECTION}.rollout_rs", kind, RS_KINDS)
-    if kinds and rollout_rs_threshold is None:
-        raise ConfigError(f"{_SECTION}.rollout_rs={rollout_rs} needs {_SECTION}.rollout_rs_threshold")
-    thresholds = str(rollout_rs_threshold).split(",") if kinds else []
-    if len(thresholds) == 1:
-        thresholds *= len(kinds)
-    if len(thresholds) != len(kinds):
-        raise ConfigError(
-            f"{_SECTION}.rollout_rs_threshold={rollout_rs_threshold} has {len(thresholds)} thresholds for {len(kinds)} kinds of "
-            f"rejection ({rollout_rs}); give one for each, or one for all"
-        )
-    rejections = tuple((kind, _rejection_bounds(kind, text)) for kind, text in zip(kinds, thresholds, strict=True))
+    rejections = () if rollout_rs is None else _rejections(str(rollout_rs), rollout_rs_threshold)
     return Correction(rollout_is, band, rollout_is_batch_normalize, rejections)
 
 
@@ -138,9 +124,8 @@ def importance_weights(x: Tensor, response_mask: Tensor, rows: Rows, level: str,
     """
     weights = _cut(raw_weights(x.detach(), response_mask, rows, level), band)
     if normalise:
-        values = _one_each(weights, response_mask, rows, level)
-        mean = (values.mean() if len(values) else values.sum()).to(weights.dtype)
-        weights = weights / torch.where(mean > 0, mean, 1)
+        mean = _one_each(weights, response_mask, rows, level).mean().to(weights.dtype)
+        weights = weights / torch.where(mean > 0, mean, 1)  # without a weight the mean is NaN
     return weights
 
 
@@ -158,7 +143,7 @@ def kept_tokens(x: Tensor, response_mask: Tensor, rows: Rows, kind: str, bounds:
         raise unknown_name("kind of rejection", kind, RS_KINDS)
     place, divergence = kind.rsplit("_", 1)
     clamped = x.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    value = {"k1": lambda: x, "k2": lambda: 0.5 * x.square(), "k3": lambda: torch.expm1(clamped) - clamped}[divergence]()
+    value = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(clamped) - clamped}[divergence]
     match place:
         case "token":
             statistic = value
@@ -166,15 +151,15 @@ def kept_tokens(x: Tensor, response_mask: Tensor, rows: Rows, kind: str, bounds:
             statistic = rows.spread(rows.sum(zero_outside(value, response_mask)))
         case "seq_mean":
             statistic = rows.spread(rows.mean(value, response_mask))
-        case "seq_max":
-            lowest = value.new_full((len(rows),), -torch.inf)
-            candidates = torch.where(response_mask.bool(), value, -torch.inf)
-            statistic = rows.spread(lowest.scatter_reduce(0, rows.index, candidates, "amax"))
+        case "seq_max":  # k2 and k3 are at least 0
+            largest = value.new_zeros(len(rows)).scatter_reduce(0, rows.index, zero_outside(value, response_mask), "amax")
+            statistic = rows.spread(largest)
         case _:
             counted = rows.sum(response_mask.bool()) > 0
             statistic = rows.spread(_group_mean(rows.mean(value, response_mask), counted, group))
     if divergence == "k1":
-        passes = (statistic >= _log(bounds.low)) & (statistic <= math.log(bounds.high))
+        lowest = math.log(bounds.low) if bounds.low else -math.inf
+        passes = (statistic >= lowest) & (statistic <= math.log(bounds.high))
     else:
         passes = statistic <= bounds.high
     return response_mask.bool() & passes
@@ -201,21 +186,22 @@ def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
     x = old - rollout
     training, sampler = (-rows.mean(p, mask)[counted] for p in (old, rollout))
     difference = training - sampler
-    return {
-        "kl": masked_mean(-x, mask).item(),
-        "k3_kl": masked_mean(torch.expm1(x) - x, mask).item(),
-        "training_ppl": training.exp().mean().item(),
-        "training_log_ppl": training.mean().item(),
-        "rollout_ppl": sampler.exp().mean().item(),
-        "rollout_log_ppl": sampler.mean().item(),
-        "log_ppl_diff": difference.mean().item(),
-        "log_ppl_abs_diff": difference.abs().mean().item(),
-        "log_ppl_diff_max": difference.max().item(),
-        "log_ppl_diff_min": difference.min().item(),
-        "ppl_ratio": difference.exp().mean().item(),
-        "chi2_token": (masked_mean((2 * x).exp(), mask) - 1).item(),
-        "chi2_seq": ((2 * rows.sum(x)[counted]).exp().mean() - 1).item(),
+    found = {
+        "kl": masked_mean(-x, mask),
+        "k3_kl": masked_mean(torch.expm1(x) - x, mask),
+        "training_ppl": training.exp().mean(),
+        "training_log_ppl": training.mean(),
+        "rollout_ppl": sampler.exp().mean(),
+        "rollout_log_ppl": sampler.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": masked_mean((2 * x).exp(), mask) - 1,
+        "chi2_seq": (2 * rows.sum(x)[counted]).exp().mean() - 1,
     }
+    return {name: value.item() for name, value in found.items()}
 
 
 def weight_metrics(raw: Tensor, response_mask: Tensor, rows: Rows, level: str, band: Bounds) -> dict[str, float]:
@@ -227,16 +213,16 @@ def weight_metrics(raw: Tensor, response_mask: Tensor, rows: Rows, level: str, b
     values, cut = (_one_each(w, response_mask, rows, level) for w in (raw, _cut(raw, band)))
     if not len(values):
         return {}
-    second = cut.square().mean()
-    return {
-        "rollout_is_mean": values.mean().item(),
-        "rollout_is_std": values.std(correction=0).item(),
-        "rollout_is_min": values.min().item(),
-        "rollout_is_max": values.max().item(),
-        "rollout_is_eff_sample_size": (cut.mean().square() / second).item() if second > 0 else 0.0,
-        "rollout_is_ratio_fraction_high": (values > band.high).double().mean().item(),
-        "rollout_is_ratio_fraction_low": (values < (band.low or 1 / band.high)).double().mean().item(),
+    found = {
+        "mean": values.mean(),
+        "std": values.std(correction=0),
+        "min": values.min(),
+        "max": values.max(),
+        "eff_sample_size": (cut.mean().square() / cut.square().mean()).nan_to_num(),  # 0 where every weight is
+        "ratio_fraction_high": (values > band.high).double().mean(),
+        "ratio_fraction_low": (values < (band.low or 1 / band.high)).double().mean(),
     }
+    return {f"rollout_is_{name}": value.item() for name, value in found.items()}
 
 
 def _cut(weights: Tensor, band: Bounds) -> Tensor:
@@ -262,6 +248,24 @@ def _group_mean(row_values: Tensor, counted: Tensor, group: Tensor | None) -> Te
         return torch.zeros_like(values).index_add(0, index, values)[index]
 
     return over_group(row_values * counted) / over_group(counted.to(row_values.dtype)).clamp(min=1)
+
+
+def _rejections(rollout_rs: str, threshold: float | str | None) -> tuple[tuple[str, Bounds], ...]:
+    kinds = [kind.strip() for kind in rollout_rs.split(",")]
+    for kind in kinds:
+        if kind not in RS_KINDS:
+            raise unknown_name(f"{_SECTION}.rollout_rs", kind, RS_KINDS)
+    if threshold is None:
+        raise ConfigError(f"{_SECTION}.rollout_rs={rollout_rs} needs {_SECTION}.rollout_rs_threshold")
+    thresholds = str(threshold).split(",")
+    if len(thresholds) == 1:
+        thresholds *= len(kinds)
+    if len(thresholds) != len(kinds):
+        raise ConfigError(
+            f"{_SECTION}.rollout_rs_threshold={threshold} has {len(thresholds)} thresholds for {len(kinds)} kinds of "
+            f"rejection ({rollout_rs}); give one for each, or one for all"
+        )
+    return tuple((kind, _rejection_bounds(kind, text)) for kind, text in zip(kinds, thresholds, strict=True))
 
 
 def _rejection_bounds(kind: str, text: str) -> Bounds:
@@ -293,7 +297,3 @@ def _bounds(key: str, text: str) -> Bounds:
     if len(numbers) == 2 and not low <= 1 <= high:
         raise ConfigError(f"{key}={text} leaves out 1, the ratio of policies that agree; expected low <= 1 <= high")
     return Bounds(low, high)
-
-
-def _log(x: float) -> float:
-    return math.log(x) if x > 0 else -math.inf

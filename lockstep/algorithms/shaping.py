@@ -21,11 +21,7 @@ def has_signal(values: Tensor, group: Tensor, counted: Tensor) -> Tensor:
 
     A group without that gives every estimator that compares samples an advantage of 0 for all of its rows.
     """
-    _, group = torch.unique(group, return_inverse=True)
-    count = int(group.max()) + 1 if len(group) else 0
-    values = values.double()
-    largest = torch.full((count,), -torch.inf, dtype=torch.float64)
-    smallest = -largest
-    largest = largest.scatter_reduce(0, group[counted], values[counted], "amax")
-    smallest = smallest.scatter_reduce(0, group[counted], values[counted], "amin")
-    return (largest > smallest)[group]
+    groups, place = torch.unique(group, return_inverse=True)
+    lowest = torch.full((len(groups),), -torch.inf, dtype=torch.float64)
+    largest, negated = (lowest.scatter_reduce(0, place[counted], x[counted], "amax") for x in (values.double(), -values.double()))
+    return (largest > -negated)[place]

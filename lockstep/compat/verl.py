@@ -110,37 +110,17 @@ def _same_position(
 
 
 _BLOCKS = "token_level_rewards response_mask "
+_REST = "config=None **kwargs"
 _GROUPS = _BLOCKS + "index epsilon=1e-6 "
 _NORMALISED = _GROUPS + "norm_adv_by_std_in_grpo=True config=None "
 _BASELINE = _BLOCKS + "index old_log_probs sum_pi_squared rollout_is_weights=None handle_zero_tail=True epsilon=1e-8 **kwargs"
 
-_ESTIMATORS: dict[str, tuple[EstimatorFn, str, bool]] = {
-    "gae": (estimators.gae, "token_level_rewards values response_mask gamma lam", True),
-    "grpo": (estimators.grpo, _NORMALISED, False),
-    "grpo_vectorized": (estimators.grpo, _NORMALISED, False),
-    "grpo_passk": (estimators.grpo_passk, _NORMALISED + "**kwargs", False),
-    "gdpo": (estimators.gdpo, _NORMALISED + "non_tensor_batch=None batch=None **kwargs", False),
-    "rloo": (estimators.rloo, _GROUPS + "config=None **kwargs", False),
-    "rloo_vectorized": (estimators.rloo, _GROUPS + "config=None **kwargs", False),
-    "opo": (estimators.opo, _GROUPS + "config=None **kwargs", False),
-    "reinforce_plus_plus_baseline": (estimators.reinforce_plus_plus_baseline, _GROUPS + "config=None **kwargs", False),
-    "gpg": (estimators.gpg, _GROUPS + "f_norm=1.0 alpha=1.0 config=None **kwargs", False),
-    "reinforce_plus_plus": (estimators.reinforce_plus_plus, _BLOCKS + "config=None **kwargs", True),
-    "remax": (estimators.remax, "token_level_rewards reward_baselines response_mask config=None **kwargs", True),
-    "optimal_token_baseline": (_same_position, _BASELINE, True),
-    "tir_optimal_token_baseline": (estimators.optimal_token_baseline, _BASELINE, True),
-}
-"""verl's name -> our estimator, verl's arguments, and whether verl's function has returns that are not its advantages."""
-
-_NAMES = {
-    "gae": "compute_gae_advantage_return",
-    "optimal_token_baseline": "compute_optimal_token_baseline_advantage",
-    "tir_optimal_token_baseline": "compute_multi_turn_optimal_token_baseline_advantage",
-}
-"""The others are called compute_<name>_outcome_advantage."""
+_ADVANTAGES: dict[str, EstimatorFn] = {}
+"""verl's name -> the function below."""
 
 
-def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns: bool) -> EstimatorFn:
+def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns: bool = False) -> EstimatorFn:
+    """verl's function for `key`, with verl's arguments. `has_returns`: its returns are not its advantages."""
     signature = _signature(arguments)
 
     def compute(*args: Any, **kwargs: Any) -> Advantages:
@@ -151,10 +131,10 @@ def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns:
         advantages = advantages / inputs.get("f_norm", 1.0)
         return advantages, returns if has_returns else advantages
 
-    compute.__name__ = compute.__qualname__ = _NAMES.get(key, f"compute_{key}_outcome_advantage")
+    compute.__name__ = compute.__qualname__ = f"compute_{key}"
     compute.__doc__ = f"The estimator {key!r} on padded blocks. Of its arguments it reads those that {estimator.__name__} has."
     compute.__signature__ = signature  # type: ignore[attr-defined]
-    return compute
+    return _ADVANTAGES.setdefault(key, compute)
 
 
 def _signature(arguments: str) -> inspect.Signature:
@@ -209,22 +189,28 @@ def _reward_parts(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_ADVANTAGES = {key: _estimator_fn(key, *row) for key, row in _ESTIMATORS.items()}
-
-compute_gae_advantage_return = _ADVANTAGES["gae"]
-compute_grpo_outcome_advantage = _ADVANTAGES["grpo"]
-compute_grpo_vectorized_outcome_advantage = _ADVANTAGES["grpo_vectorized"]
-compute_grpo_passk_outcome_advantage = _ADVANTAGES["grpo_passk"]
-compute_gdpo_outcome_advantage = _ADVANTAGES["gdpo"]
-compute_rloo_outcome_advantage = _ADVANTAGES["rloo"]
-compute_rloo_vectorized_outcome_advantage = _ADVANTAGES["rloo_vectorized"]
-compute_opo_outcome_advantage = _ADVANTAGES["opo"]
-compute_reinforce_plus_plus_baseline_outcome_advantage = _ADVANTAGES["reinforce_plus_plus_baseline"]
-compute_gpg_outcome_advantage = _ADVANTAGES["gpg"]
-compute_reinforce_plus_plus_outcome_advantage = _ADVANTAGES["reinforce_plus_plus"]
-compute_remax_outcome_advantage = _ADVANTAGES["remax"]
-compute_optimal_token_baseline_advantage = _ADVANTAGES["optimal_token_baseline"]
-compute_multi_turn_optimal_token_baseline_advantage = _ADVANTAGES["tir_optimal_token_baseline"]
+compute_gae_advantage_return = _estimator_fn("gae", estimators.gae, "token_level_rewards values response_mask gamma lam", True)
+compute_grpo_outcome_advantage = _estimator_fn("grpo", estimators.grpo, _NORMALISED)
+compute_grpo_vectorized_outcome_advantage = _estimator_fn("grpo_vectorized", estimators.grpo, _NORMALISED)
+compute_grpo_passk_outcome_advantage = _estimator_fn("grpo_passk", estimators.grpo_passk, _NORMALISED + "**kwargs")
+compute_gdpo_outcome_advantage = _estimator_fn("gdpo", estimators.gdpo, _NORMALISED + "non_tensor_batch=None batch=None **kwargs")
+compute_rloo_outcome_advantage = _estimator_fn("rloo", estimators.rloo, _GROUPS + _REST)
+compute_rloo_vectorized_outcome_advantage = _estimator_fn("rloo_vectorized", estimators.rloo, _GROUPS + _REST)
+compute_opo_outcome_advantage = _estimator_fn("opo", estimators.opo, _GROUPS + _REST)
+compute_reinforce_plus_plus_baseline_outcome_advantage = _estimator_fn(
+    "reinforce_plus_plus_baseline", estimators.reinforce_plus_plus_baseline, _GROUPS + _REST
+)
+compute_gpg_outcome_advantage = _estimator_fn("gpg", estimators.gpg, _GROUPS + "f_norm=1.0 alpha=1.0 " + _REST)
+compute_reinforce_plus_plus_outcome_advantage = _estimator_fn(
+    "reinforce_plus_plus", estimators.reinforce_plus_plus, _BLOCKS + _REST, True
+)
+compute_remax_outcome_advantage = _estimator_fn(
+    "remax", estimators.remax, "token_level_rewards reward_baselines response_mask " + _REST, True
+)
+compute_optimal_token_baseline_advantage = _estimator_fn("optimal_token_baseline", _same_position, _BASELINE, True)
+compute_multi_turn_optimal_token_baseline_advantage = _estimator_fn(
+    "tir_optimal_token_baseline", estimators.optimal_token_baseline, _BASELINE, True
+)
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[EstimatorFn], EstimatorFn]:

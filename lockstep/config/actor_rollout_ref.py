@@ -99,9 +99,8 @@ class ActorConfig(EngineChoice):
     def __post_init__(self) -> None:
         prefix = "actor_rollout_ref.actor"
         one_of(f"{prefix}.strategy", self.strategy, STRATEGIES)
-        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"):
-            at_least(f"{prefix}.{name}", getattr(self, name), 1)
-        at_least(f"{prefix}.clip_ratio_c", self.clip_ratio_c, 1.0)
+        at_least(self, prefix, 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs")
+        at_least(self, prefix, 1.0, "clip_ratio_c")
 
     @property
     def clip_low(self) -> float:
@@ -142,9 +141,9 @@ class RefConfig:
     """Keep the reference's weights in host memory while it is idle (fsdp, fsdp2). auto: when the models on a GPU do not fit otherwise."""
 
     def __post_init__(self) -> None:
-        for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"):
-            at_least(f"actor_rollout_ref.ref.{name}", getattr(self, name), 1)
-        auto_or_bool("actor_rollout_ref.ref.param_offload", self.param_offload)
+        prefix = "actor_rollout_ref.ref"
+        at_least(self, prefix, 1, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+        auto_or_bool(self, prefix, "param_offload")
 
 
 @dataclass
@@ -165,7 +164,7 @@ class SamplingConfig:
     """Samples a prompt."""
 
     def __post_init__(self) -> None:
-        _check_drawing("actor_rollout_ref.rollout.val_kwargs", self)
+        check_sampling("actor_rollout_ref.rollout.val_kwargs", self, "n")
 
 
 @dataclass
@@ -218,15 +217,13 @@ class RolloutConfig:
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
-        one_of("actor_rollout_ref.rollout.name", self.name, ROLLOUTS)
-        _check_drawing("actor_rollout_ref.rollout", self)
-        at_least("actor_rollout_ref.rollout.max_num_seqs", self.max_num_seqs, 1)
-        at_least("actor_rollout_ref.rollout.max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        in_range("actor_rollout_ref.rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
-        at_least("actor_rollout_ref.rollout.exactness_bound", self.exactness_bound, 0.0)
-        for name in ("weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s"):
-            at_least(f"actor_rollout_ref.rollout.{name}", getattr(self, name), 0.001)
-        one_of("actor_rollout_ref.rollout.weight_sync", self.weight_sync, WEIGHT_SYNCS)
+        prefix = "actor_rollout_ref.rollout"
+        one_of(f"{prefix}.name", self.name, ROLLOUTS)
+        check_sampling(prefix, self, "n", "max_num_seqs", "max_num_batched_tokens")
+        in_range(self, prefix, 0.01, 1.0, "gpu_memory_utilization")
+        at_least(self, prefix, 0.0, "exactness_bound")
+        at_least(self, prefix, 0.001, "weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s")
+        one_of(f"{prefix}.weight_sync", self.weight_sync, WEIGHT_SYNCS)
         if self.batch_invariant and self.name != "native":
             raise ConfigError(
                 f"actor_rollout_ref.rollout.batch_invariant=true is of rollout.name=native; {self.name} computes in shapes of its own"
@@ -279,8 +276,3 @@ class ActorRolloutRefConfig:
     def loads_reference(self, parts: Parts) -> bool:
         """Whether a worker with these parts loads a reference; an actor with adapters is one without them."""
         return parts.reference and not (parts.actor and self.model.lora_rank)
-
-
-def _check_drawing(prefix: str, section: SamplingConfig | RolloutConfig) -> None:
-    check_sampling(prefix, section.temperature, section.top_k, section.top_p, section.min_p, section.repetition_penalty)
-    at_least(f"{prefix}.n", section.n, 1)

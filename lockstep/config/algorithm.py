@@ -20,7 +20,7 @@ class KLControlConfig:
 
     def __post_init__(self) -> None:
         one_of("algorithm.kl_ctrl.type", self.type, ("fixed", "adaptive"))
-        at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
+        at_least(self, "algorithm.kl_ctrl", 1, "horizon")
 
 
 @dataclass
@@ -33,7 +33,7 @@ class FilterGroupsConfig:
     """Batches of prompts generated at most for one step; 0: no limit. The step goes on with what there is then."""
 
     def __post_init__(self) -> None:
-        at_least("algorithm.filter_groups.max_num_gen_batches", self.max_num_gen_batches, 0)
+        at_least(self, "algorithm.filter_groups", 0, "max_num_gen_batches")
 
 
 @dataclass
@@ -86,8 +86,7 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def __post_init__(self) -> None:
-        in_range("algorithm.gamma", self.gamma, 0.0, 1.0)
-        in_range("algorithm.lam", self.lam, 0.0, 1.0)
+        in_range(self, "algorithm", 0.0, 1.0, "gamma", "lam")
         self.adv_estimator = absolute_reference(self.adv_estimator)
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys or ()):

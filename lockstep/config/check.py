@@ -12,22 +12,28 @@ def one_of(key: str, value: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{key}={value} is not known; choose one of: {', '.join(allowed)}")
 
 
-def auto_or_bool(key: str, value: object) -> None:
-    """`value` must be "auto", true or false."""
-    if value != "auto" and not isinstance(value, bool):
-        raise ConfigError(f"{key}={value} is not known; choose one of: auto, true, false")
+def auto_or_bool(section: object, prefix: str, *names: str) -> None:
+    """These values of the section, whose keys begin with `prefix`, must be "auto", true or false."""
+    for name in names:
+        value = getattr(section, name)
+        if value != "auto" and not isinstance(value, bool):
+            raise ConfigError(f"{prefix}.{name}={value} is not known; choose one of: auto, true, false")
 
 
-def at_least(key: str, value: float | None, least: float) -> None:
-    """`value` must be `least` or more; None passes (the key is unset)."""
-    if value is not None and not value >= least:
-        raise ConfigError(f"{key}={value} is too small; it must be at least {least}")
+def at_least(section: object, prefix: str, least: float, *names: str) -> None:
+    """These values of the section, whose keys begin with `prefix`, must be `least` or more; None passes (the key is unset)."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{prefix}.{name}={value} is too small; it must be at least {least}")
 
 
-def in_range(key: str, value: float, low: float, high: float) -> None:
-    """`value` must lie in [low, high]."""
-    if not low <= value <= high:
-        raise ConfigError(f"{key}={value} is out of range; it must be between {low} and {high}")
+def in_range(section: object, prefix: str, low: float, high: float, *names: str) -> None:
+    """These values of the section, whose keys begin with `prefix`, must lie in [low, high]."""
+    for name in names:
+        value = getattr(section, name)
+        if not low <= value <= high:
+            raise ConfigError(f"{prefix}.{name}={value} is out of range; it must be between {low} and {high}")
 
 
 def absolute_reference(text: str) -> str:

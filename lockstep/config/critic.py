@@ -33,8 +33,8 @@ class CriticConfig(EngineChoice):
 
     def __post_init__(self) -> None:
         one_of("critic.strategy", self.strategy, STRATEGIES)
-        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"):
-            at_least(f"critic.{name}", getattr(self, name), 1)
-        for name in ("n_gpus_per_node", "nnodes"):
-            at_least(f"critic.{name}", getattr(self, name), 1)
+        at_least(
+            self, "critic", 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"
+        )
+        at_least(self, "critic", 1, "n_gpus_per_node", "nnodes")
         check_lora(self.model, self, "critic", "critic.model")

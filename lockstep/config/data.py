@@ -51,5 +51,4 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
-        for name in ("max_prompt_length", "max_response_length", "train_batch_size", "val_batch_size"):
-            at_least(f"data.{name}", getattr(self, name), 1)
+        at_least(self, "data", 1, "max_prompt_length", "max_response_length", "train_batch_size", "val_batch_size")

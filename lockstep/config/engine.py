@@ -35,7 +35,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         one_of("model.recompute", self.recompute, ("auto", "selective", "full"))
-        at_least("model.lora_rank", self.lora_rank, 0)
+        at_least(self, "model", 0, "lora_rank")
 
 
 @dataclass
@@ -61,12 +61,8 @@ class FSDPConfig:
 
     def __post_init__(self) -> None:
         one_of("fsdp_config.dtype", self.dtype, DTYPES)
-        auto_or_bool("fsdp_config.param_offload", self.param_offload)
-        auto_or_bool("fsdp_config.optimizer_offload", self.optimizer_offload)
-        if self.fsdp_size != -1:
-            at_least("fsdp_config.fsdp_size", self.fsdp_size, 1)
-        at_least("fsdp_config.tensor_parallel_size", self.tensor_parallel_size, 1)
-        at_least("fsdp_config.ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, 1)
+        auto_or_bool(self, "fsdp_config", "param_offload", "optimizer_offload")
+        _check_sizes(self, "fsdp_config", "tensor_parallel_size", "ulysses_sequence_parallel_size")
 
 
 @dataclass
@@ -84,8 +80,7 @@ class MegatronConfig:
 
     def __post_init__(self) -> None:
         one_of("megatron.dtype", self.dtype, DTYPES)
-        at_least("megatron.tensor_model_parallel_size", self.tensor_model_parallel_size, 1)
-        at_least("megatron.pipeline_model_parallel_size", self.pipeline_model_parallel_size, 1)
+        at_least(self, "megatron", 1, "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass
@@ -101,8 +96,7 @@ class TorchtitanConfig:
 
     def __post_init__(self) -> None:
         one_of("torchtitan.dtype", self.dtype, DTYPES)
-        at_least("torchtitan.tensor_parallel_size", self.tensor_parallel_size, 1)
-        at_least("torchtitan.pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        at_least(self, "torchtitan", 1, "tensor_parallel_size", "pipeline_parallel_size")
 
 
 @dataclass
@@ -116,9 +110,12 @@ class VeOmniConfig:
 
     def __post_init__(self) -> None:
         one_of("veomni.dtype", self.dtype, DTYPES)
-        if self.fsdp_size != -1:
-            at_least("veomni.fsdp_size", self.fsdp_size, 1)
-        at_least("veomni.ulysses_parallel_size", self.ulysses_parallel_size, 1)
+        _check_sizes(self, "veomni", "ulysses_parallel_size")
+
+
+def _check_sizes(section: FSDPConfig | VeOmniConfig, prefix: str, *names: str) -> None:
+    """fsdp_size may be -1; it and the others are at least 1 otherwise."""
+    at_least(section, prefix, 1, *names, *(() if section.fsdp_size == -1 else ("fsdp_size",)))
 
 
 EngineConfig = FSDPConfig | MegatronConfig | TorchtitanConfig | VeOmniConfig
@@ -188,9 +185,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         one_of("optim.lr_scheduler_type", self.lr_scheduler_type, ("constant", "cosine"))
-        in_range("optim.lr_warmup_steps_ratio", self.lr_warmup_steps_ratio, 0.0, 1.0)
-        in_range("optim.min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
-        at_least("optim.lr", self.lr, 0.0)
-        at_least("optim.clip_grad", self.clip_grad, 0.0)
+        in_range(self, "optim", 0.0, 1.0, "lr_warmup_steps_ratio", "min_lr_ratio")
+        at_least(self, "optim", 0.0, "lr", "clip_grad")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas={self.betas} must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]")

@@ -5,6 +5,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,27 +38,17 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
     named), the file, the overrides. Raises ConfigError for an unknown key (naming the nearest valid one) or a value that cannot work.
     """
     from_file = _read_file(config_file) if config_file else OmegaConf.create()
-    given = _override_keys(overrides)
-    for key in (*_leaf_keys(from_file), *given):
-        check_key(key)
-    base = _schema()
-    named = {*_leaf_keys(from_file), *given}
-    is_embedded = not named & {"data.train_files", "actor_rollout_ref.model.path"}
-    if is_embedded:
-        base = OmegaConf.merge(base, EMBEDDED_PRESET)
-    try:
-        composed = OmegaConf.merge(base, from_file)
-        for text in overrides:
-            parsed = OverridesParser.create().parse_override(text.lstrip("+"))
+    named = _checked_keys(from_file)
+    given = [_read_override(text, named) for text in overrides]
+    is_embedded = not {"data.train_files", "actor_rollout_ref.model.path"} & set(named)
+    with _readable_errors():
+        composed = OmegaConf.merge(_schema(), EMBEDDED_PRESET if is_embedded else {}, from_file)
+        for key, value in given:
             # Added by force: the schema cannot know the keys of its free-form dicts; every other key was checked above.
-            OmegaConf.update(composed, parsed.key_or_group, parsed.value(), merge=True, force_add=True)
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
         if is_embedded and "trainer.critic_warmup" not in named and composed.algorithm.adv_estimator != "gae":
             composed.trainer.critic_warmup = 0  # the preset's is for the preset's critic
         return _to_object(composed)
-    except HydraException as error:
-        raise ConfigError(_innermost(error)) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from error
 
 
 @cache
@@ -70,47 +61,33 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
     """A PPOConfig from what a program passes: one already, or a (nested) mapping over the defaults."""
     if isinstance(config, PPOConfig):
         return config
-    try:
+    with _readable_errors():
         given = OmegaConf.create(config)  # type: ignore[arg-type]
         if not isinstance(given, DictConfig):
             raise ConfigError(f"a configuration must be a PPOConfig or a mapping of sections, not {type(config).__name__}")
-        for key in _leaf_keys(given):
-            check_key(key)
+        _checked_keys(given)
         return _to_object(OmegaConf.merge(_schema(), given))
-    except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from error
 
 
 def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
     """The same configuration with other values for some keys ("algorithm.adv_estimator": "grpo"), checked like any other."""
     node = OmegaConf.structured(config)
-    try:
+    with _readable_errors():
         for key, value in changes.items():
             check_key(key)
             OmegaConf.update(node, key, value, force_add=True)
         return _to_object(node)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from error
 
 
 def read_keys(path: str | Path) -> dict[str, Any]:
     """The keys that a YAML file sets, with their values. Raises ConfigError for an unknown one."""
     node = _read_file(path)
-    keys = list(_leaf_keys(node))
-    for key in keys:
-        check_key(key)
-    return {key: OmegaConf.select(node, key) for key in keys}
+    return {key: OmegaConf.select(node, key) for key in _checked_keys(node)}
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """The keys that Hydra-style overrides set, with their values. Raises ConfigError for an unknown one."""
-    found: dict[str, Any] = {}
-    for text in overrides:
-        for key in _override_keys([text]):
-            check_key(key)
-        parsed = OverridesParser.create().parse_override(text.lstrip("+"))
-        found[parsed.key_or_group] = parsed.value()
-    return found
+    return dict(_read_override(text, []) for text in overrides)
 
 
 def to_yaml(config: PPOConfig) -> str:
@@ -161,22 +138,34 @@ def _unknown_key(key: str) -> str:
     return f"unknown key '{key}'; the nearest valid key is '{nearest}' (all keys: lockstep ppo --help)"
 
 
-def _override_keys(overrides: Sequence[str]) -> list[str]:
-    keys: list[str] = []
-    for text in overrides:
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            raise ConfigError(f"cannot read '{text}': expected key=value. {_innermost(error)}") from error
-        if parsed.is_delete():
-            raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {parsed.key_or_group}=null")
-        if parsed.is_sweep_override():
-            raise ConfigError(f"'{text}' names several values; start one run for each")
-        value = parsed.value()
-        if isinstance(value, dict):
-            keys += _leaf_keys(OmegaConf.create(value), f"{parsed.key_or_group}.")
-        else:
-            keys.append(parsed.key_or_group)
+def _read_override(text: str, named: list[str]) -> tuple[str, Any]:
+    """The key and the value of an override; the keys that it sets, which are several for a dict, are added to `named`."""
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        innermost: BaseException = error
+        while innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        raise ConfigError(f"cannot read '{text}': expected key=value. {_one_line(innermost)}") from error
+    key = parsed.key_or_group
+    if parsed.is_delete():
+        raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")
+    if parsed.is_sweep_override():
+        raise ConfigError(f"'{text}' names several values; start one run for each")
+    value = parsed.value()
+    if isinstance(value, dict):
+        named += _checked_keys(OmegaConf.create(value), f"{key}.")
+    else:
+        check_key(key)
+        named.append(key)
+    return key, value
+
+
+def _checked_keys(node: Any, prefix: str = "") -> list[str]:
+    """The keys that the node sets. Raises ConfigError for an unknown one."""
+    keys = list(_leaf_keys(node, prefix))
+    for key in keys:
+        check_key(key)
     return keys
 
 
@@ -202,22 +191,22 @@ def _read_file(path: str | Path) -> DictConfig:
 
 
 def _to_object(node: Any) -> PPOConfig:
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, PPOConfig)
+    return config
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """What OmegaConf raises inside becomes a ConfigError of one line."""
     try:
-        config = OmegaConf.to_object(node)
+        yield
     except OmegaConfBaseException as error:
         # OmegaConf wraps what a __post_init__ raises; the user wants the message itself.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__
         raise (cause or ConfigError(_one_line(error))) from error
-    assert isinstance(config, PPOConfig)
-    return config
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

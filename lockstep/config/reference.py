@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import textwrap
-import typing
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.config.load import _section_type
+from lockstep.config.load import valid_keys
 from lockstep.config.ppo import PPOConfig
 
 
 def keys() -> Iterator[tuple[str, Any, str]]:
     """(key, default, meaning) of every key."""
-    yield from _keys(PPOConfig, PPOConfig(), "")
+    config = PPOConfig()
+    for key in valid_keys():
+        *path, name = key.split(".")
+        section = functools.reduce(getattr, path, config)
+        yield key, getattr(section, name), _meanings(type(section))[name]
 
 
 def command_line_help() -> str:
@@ -52,16 +56,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _keys(section: type, instance: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
-    meanings, hints = _meanings(section), typing.get_type_hints(section)
-    for item in dataclasses.fields(section):
-        value = getattr(instance, item.name)
-        if dataclasses.is_dataclass(_section_type(hints[item.name])):
-            yield from _keys(type(value), value, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}", value, meanings[item.name]
-
-
+@functools.cache
 def _meanings(section: type) -> dict[str, str]:
     """The string under each field, inherited ones included."""
     meanings: dict[str, str] = {}

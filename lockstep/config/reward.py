@@ -31,9 +31,9 @@ class SandboxConfig:
     """Run programs without bubblewrap where it is not installed. They can then read files and reach the network."""
 
     def __post_init__(self) -> None:
-        at_least("reward.sandbox.max_concurrent", self.max_concurrent, 1)
-        at_least("reward.sandbox.wall_s", self.wall_s, 0.1)
-        at_least("reward.sandbox.memory_limit_mb", self.memory_limit_mb, 16)
+        at_least(self, "reward.sandbox", 1, "max_concurrent")
+        at_least(self, "reward.sandbox", 0.1, "wall_s")
+        at_least(self, "reward.sandbox", 16, "memory_limit_mb")
 
 
 @dataclass
@@ -46,8 +46,8 @@ class OverlongConfig:
     """The penalty at the limit."""
 
     def __post_init__(self) -> None:
-        at_least("reward.overlong_buffer.len", self.len, 1)
-        at_least("reward.overlong_buffer.penalty_factor", self.penalty_factor, 0.0)
+        at_least(self, "reward.overlong_buffer", 1, "len")
+        at_least(self, "reward.overlong_buffer", 0.0, "penalty_factor")
 
 
 @dataclass
@@ -69,9 +69,9 @@ class RewardConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:
-        at_least("reward.timeout_s", self.timeout_s, 0.001)
-        at_least("reward.num_workers", self.num_workers, 1)
-        in_range("reward.max_failure_rate", self.max_failure_rate, 0.0, 1.0)
+        at_least(self, "reward", 0.001, "timeout_s")
+        at_least(self, "reward", 1, "num_workers")
+        in_range(self, "reward", 0.0, 1.0, "max_failure_rate")
 
 
 @dataclass
@@ -92,5 +92,4 @@ class RewardModelConfig(EngineChoice):
 
     def __post_init__(self) -> None:
         one_of("reward_model.strategy", self.strategy, STRATEGIES)
-        for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu", "n_gpus_per_node", "nnodes"):
-            at_least(f"reward_model.{name}", getattr(self, name), 1)
+        at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "max_token_len_per_gpu", "n_gpus_per_node", "nnodes")

@@ -1,6 +1,7 @@
 """How tokens are drawn: what the trainer asks of the generation engines."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.config.check import at_least, in_range
 from lockstep.errors import ConfigError
@@ -30,8 +31,7 @@ class SamplingParams:
     """The run's seed."""
 
     def __post_init__(self) -> None:
-        check_sampling("sampling", self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-        at_least("sampling.max_tokens", self.max_tokens, 1)
+        check_sampling("sampling", self, "max_tokens")
         if "" in self.stop:
             raise ConfigError(f"sampling.stop={list(self.stop)} has an empty string, which every response ends with; leave it out")
 
@@ -41,11 +41,9 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-def check_sampling(prefix: str, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> None:
-    """Raise ConfigError for the first value that cannot be sampled with; `prefix` stands before its name."""
-    at_least(f"{prefix}.temperature", temperature, 0.0)
-    in_range(f"{prefix}.top_p", top_p, 0.0, 1.0)
-    in_range(f"{prefix}.min_p", min_p, 0.0, 1.0)
-    in_range(f"{prefix}.repetition_penalty", repetition_penalty, 1e-4, 1e4)
-    if top_k != -1:
-        at_least(f"{prefix}.top_k", top_k, 1)
+def check_sampling(prefix: str, section: Any, *counts: str) -> None:
+    """Raise ConfigError for the first value that cannot be sampled with; `prefix` stands before its name. `counts` must be 1 or more."""
+    at_least(section, prefix, 0.0, "temperature")
+    in_range(section, prefix, 0.0, 1.0, "top_p", "min_p")
+    in_range(section, prefix, 1e-4, 1e4, "repetition_penalty")
+    at_least(section, prefix, 1, *counts, *(() if section.top_k == -1 else ("top_k",)))

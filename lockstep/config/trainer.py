@@ -72,10 +72,8 @@ class TrainerConfig:
                 f"trainer.resume_from_path is set, but trainer.resume_mode={self.resume_mode} does not read it; "
                 "set trainer.resume_mode=resume_path"
             )
-        for name in ("total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep"):
-            at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("test_freq", "save_freq", "record_batch_freq"):
-            at_least(f"trainer.{name}", getattr(self, name), -1)
+        at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
+        at_least(self, "trainer", -1, "test_freq", "save_freq", "record_batch_freq")
 
     @property
     def run_dir(self) -> Path:

@@ -66,9 +66,8 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> Embedde
     with quiet_transformers():
         warm_up.model.save_pretrained(model_dir)
         warm_up.tokenizer.save_pretrained(model_dir)
-    _write_rows(directory / "train.parquet", train, "train")
-    _write_rows(directory / "val.parquet", val, "val")
-    return EmbeddedTask(model_dir, directory / "train.parquet", directory / "val.parquet", warm_up.global_steps, warm_up.accuracy)
+    files = _write_rows(directory, "train", train), _write_rows(directory, "val", val)
+    return EmbeddedTask(model_dir, *files, warm_up.global_steps, warm_up.accuracy)
 
 
 @contextmanager
@@ -123,7 +122,9 @@ def _words(seed: int) -> list[str]:
     return list(words)
 
 
-def _write_rows(path: Path, words: list[str], split: str) -> None:
+def _write_rows(directory: Path, split: str, words: list[str]) -> Path:
+    """Write {split}.parquet; returns where it is."""
+    path = directory / f"{split}.parquet"
     rows = [
         {
             "data_source": DATA_SOURCE,
@@ -135,6 +136,7 @@ def _write_rows(path: Path, words: list[str], split: str) -> None:
         for i, word in enumerate(words)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
 
 
 @dataclass(frozen=True)

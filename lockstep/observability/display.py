@@ -15,13 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _COLUMNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -45,6 +45,9 @@ class Display:
     A missing metric shows as '-'; no number, not even nan, makes it raise; `with` closes it.
     """
 
+    shows_stages = False
+    """Whether `stage` does anything."""
+
     def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
         """Begin; `first_step` steps are already done (0 unless the run was resumed)."""
 
@@ -63,7 +66,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -77,7 +80,7 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 class PlainDisplay(Display):
-    """One line a step, flushed, without control codes: for files, pipes and debuggers."""
+    """One line a step, which has the time of every stage; flushed, without control codes: for files, pipes and debuggers."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -88,13 +91,8 @@ class PlainDisplay(Display):
         if title:
             self.message(title)
 
-    def stage(self, name: str) -> None:
-        """Not shown: the step's line has the time of every stage."""
-
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if _has_step(metrics):
-            self.message(_step_line(step, self._total_steps, metrics))
-        for line in _validation_lines(step, metrics):
+        for line in _lines(step, self._total_steps, metrics):
             self.message(line)
 
     def message(self, text: str) -> None:
@@ -111,6 +109,8 @@ class LiveDisplay(Display):
     Prints of the process appear above the live area. `breakpoint()` hands the terminal to the debugger; the live area
     returns with the next stage once nothing is traced any more, and until then steps are plain lines.
     """
+
+    shows_stages = True
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -150,11 +150,10 @@ class LiveDisplay(Display):
             self._recent = [*self._recent[1 - _RECENT_STEPS :], (step, _cells(metrics))]
             self._rewards.append(float(metrics.get("critic/score/mean", math.nan)))
             self._stage_times = _stage_times(metrics)
-            if not self._live.is_started:
-                self.message(_step_line(step, self._total_steps, metrics))
-        for line in _validation_lines(step, metrics):
+        is_live = self._live.is_started
+        for line in _validation_lines(step, metrics) if is_live else _lines(step, self._total_steps, metrics):
             self.message(line)
-        if self._live.is_started:
+        if is_live:
             self._live.refresh()
 
     def message(self, text: str) -> None:
@@ -251,19 +250,20 @@ def _finite_mean(numbers: Sequence[float]) -> float | None:
 
 
 def _recent_table(rows: Sequence[tuple[int, list[str]]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for label in ("step", *(label for label, _, _ in _COLUMNS)):
-        table.add_column(label, justify="right")
+    labels = ("step", *(label for label, _, _ in _COLUMNS))
+    table = Table(*(Column(label, justify="right") for label in labels), box=None, pad_edge=False)
     for step, cells in rows:
         table.add_row(str(step), *cells)
     return table
 
 
-def _step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+def _lines(step: int, total_steps: int, metrics: Mapping[str, float]) -> list[str]:
+    """The step in one line, then its validation results."""
     *cells, seconds = _cells(metrics)
     shown = "  ".join(f"{label} {cell}" for (label, _, _), cell in zip(_COLUMNS, cells, strict=False))
     stages = _stage_times(metrics)
-    return f"step {step}/{total_steps}  {shown}  {seconds} s" + (f"  ({stages})" if stages else "")
+    line = f"step {step}/{total_steps}  {shown}  {seconds} s" + (f"  ({stages})" if stages else "")
+    return [*([line] if _has_step(metrics) else []), *_validation_lines(step, metrics)]
 
 
 def _validation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
@@ -309,5 +309,4 @@ def _is_under_debugger() -> bool:
             return True
         frame = frame.f_back
     monitoring = getattr(sys, "monitoring", None)
-    is_monitored = monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
-    return is_monitored or sys.gettrace() is not None
+    return sys.gettrace() is not None or bool(monitoring and monitoring.get_tool(monitoring.DEBUGGER_ID))

@@ -14,10 +14,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any, Self
+
+
+class _Kind:
+    """What all kinds share."""
+
+    __slots__ = ()
+
+    def merge(self, other: Metric) -> Self:
+        """Both parts together. Raises TypeError on another kind."""
+        if type(other) is not type(self):
+            raise _kinds_differ(self, other)
+        return self._with(other)
+
+    def _with(self, other: Any) -> Self:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(_Kind):
     """A weighted mean: `total` is the weighted sum of what was measured, `weight` the sum of weights (tokens, rows).
 
     Merging adds both, so the mean does not depend on how the rows were cut into parts.
@@ -26,10 +42,7 @@ class Mean:
     total: float
     weight: float = 1.0
 
-    def merge(self, other: Metric) -> Mean:
-        """The mean over both parts. Raises TypeError on another kind."""
-        if not isinstance(other, Mean):
-            raise _kinds_differ(self, other)
+    def _with(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
     @property
@@ -39,57 +52,33 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(_Kind):
     """A count or another amount that adds up."""
 
-    total: float
+    value: float
 
-    def merge(self, other: Metric) -> Sum:
-        """The sum of both parts. Raises TypeError on another kind."""
-        if not isinstance(other, Sum):
-            raise _kinds_differ(self, other)
-        return Sum(self.total + other.total)
-
-    @property
-    def value(self) -> float:
-        """The total."""
-        return self.total
+    def _with(self, other: Sum) -> Sum:
+        return Sum(self.value + other.value)
 
 
 @dataclass(frozen=True, slots=True)
-class Max:
+class Max(_Kind):
     """The largest of what was measured. A nan stays: it is never hidden behind a larger number."""
 
-    peak: float
+    value: float
 
-    def merge(self, other: Metric) -> Max:
-        """The larger of both parts. Raises TypeError on another kind."""
-        if not isinstance(other, Max):
-            raise _kinds_differ(self, other)
-        return Max(_nan_or(max, self.peak, other.peak))
-
-    @property
-    def value(self) -> float:
-        """The peak."""
-        return self.peak
+    def _with(self, other: Max) -> Max:
+        return Max(_nan_or(max, self.value, other.value))
 
 
 @dataclass(frozen=True, slots=True)
-class Min:
+class Min(_Kind):
     """The smallest of what was measured. A nan stays: it is never hidden behind a smaller number."""
 
-    low: float
+    value: float
 
-    def merge(self, other: Metric) -> Min:
-        """The smaller of both parts. Raises TypeError on another kind."""
-        if not isinstance(other, Min):
-            raise _kinds_differ(self, other)
-        return Min(_nan_or(min, self.low, other.low))
-
-    @property
-    def value(self) -> float:
-        """The low."""
-        return self.low
+    def _with(self, other: Min) -> Min:
+        return Min(_nan_or(min, self.value, other.value))
 
 
 Metric = Mean | Sum | Max | Min
@@ -101,7 +90,7 @@ def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
 
     A metric may be missing in some parts. Raises TypeError when a name has different kinds in different parts.
     """
-    return {name: reduce(_merge, found) for name, found in _by_name(parts).items()}
+    return {name: _merged(found) for name, found in _by_name(parts).items()}
 
 
 def average_updates(updates: Sequence[Metrics]) -> dict[str, float]:
@@ -130,15 +119,15 @@ def _by_name(parts: Sequence[Metrics]) -> dict[str, list[Metric]]:
     return found
 
 
+def _merged(found: list[Metric]) -> Metric:
+    return reduce(lambda a, b: a.merge(b), found)
+
+
 def _over_updates(found: list[Metric]) -> float:
     if isinstance(found[0], Max | Min):
-        return reduce(_merge, found).value
+        return _merged(found).value
     measured = [m.value for m in found if not (isinstance(m, Mean) and m.weight == 0)]
     return sum(measured) / len(measured) if measured else math.nan
-
-
-def _merge(a: Metric, b: Metric) -> Metric:
-    return a.merge(b)
 
 
 def _nan_or(choose: Callable[[float, float], float], a: float, b: float) -> float:
@@ -146,6 +135,6 @@ def _nan_or(choose: Callable[[float, float], float], a: float, b: float) -> floa
     return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
 
 
-def _kinds_differ(a: Metric, b: Metric) -> TypeError:
+def _kinds_differ(a: object, b: object) -> TypeError:
     kinds = f"a {type(a).__name__} with a {type(b).__name__}"
     return TypeError(f"cannot merge {kinds}: a metric has the same kind wherever it is measured")

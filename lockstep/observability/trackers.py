@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep.errors import ConfigError, MissingExtra
@@ -112,7 +111,7 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.finish(exit_code=0 if kind is None else 1)
 
 
@@ -211,8 +210,7 @@ def _drop_steps_after(path: Path, last_step: int) -> None:
     rewritten = path.with_name(f"{path.name}.tmp")
     with path.open(encoding="utf-8", errors="replace") as old, rewritten.open("w", encoding="utf-8") as new:
         for number, line in enumerate(old, start=1):
-            step = _step_of(line)
-            if step is None:
+            if (step := _step_of(line)) is None:
                 unreadable.append(number)
             elif step <= last_step:
                 new.write(line.rstrip("\n") + "\n")
@@ -225,8 +223,7 @@ def _drop_steps_after(path: Path, last_step: int) -> None:
 
 def _step_of(line: str) -> int | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, LookupError):
         return None
-    step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None

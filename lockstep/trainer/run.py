@@ -54,7 +54,7 @@ class Run(ABC):
         self.config, self.section = config, config.trainer
         self.total_steps, self.has_validation = total_steps, has_validation
         self.display = display
-        self.timer = StageTimer(on_enter=display.stage)
+        self.timer = StageTimer(on_enter=display.stage if display.shows_stages else None)
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
 

@@ -57,10 +57,8 @@ def _module_of_file(path: Path) -> ModuleType:
 def _module_by_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A missing import inside the user's module is that module's failure, not a wrong name.
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise DataError(f"no module {name!r}; expected a path that ends in .py, or an importable dotted name") from error
-        raise DataError(f"importing {name} failed:\n{traceback.format_exc()}") from error
     except Exception as error:
+        # A missing import inside the user's module is that module's failure, not a wrong name.
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise DataError(f"no module {name!r}; expected a path that ends in .py, or an importable dotted name") from error
         raise DataError(f"importing {name} failed:\n{traceback.format_exc()}") from error

@@ -39,10 +39,9 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
 
 def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's end of sequence and those of the model's generation_config.json."""
-    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     try:
         listed = GenerationConfig.from_pretrained(model_folder(path)).eos_token_id
     except OSError:  # the file is optional
         listed = None
-    ids |= set(listed) if isinstance(listed, list) else {listed} if listed is not None else set()
-    return tuple(sorted(ids))
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
+    return tuple(sorted(ids - {None}))

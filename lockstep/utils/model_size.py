@@ -10,10 +10,7 @@ from pathlib import Path
 
 def count_parameters(path: str) -> int | None:
     """Parameters in the safetensors files of a local folder; None when there are none to read (a hub id, another format)."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        return None
-    return sum(_parameters_in(file) for file in files)
+    return sum(map(_parameters_in, Path(path).glob("*.safetensors"))) or None
 
 
 def _parameters_in(file: Path) -> int:

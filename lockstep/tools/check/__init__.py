@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import ActorConfig
@@ -53,9 +54,8 @@ def check_loss(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) 
 
     loss = load_reference(name) or get_policy_loss(name)
     names = loss_inputs(loss)
-    _check_given(name, given, names)
     subject = LossSubject(loss, ActorConfig().loss_parameters | given)
-    return _run(name, names, subject, loss_cases(), LOSS_PROPERTIES, LOSS_WARNINGS, max_examples)
+    return _run(name, given, names, subject, loss_cases(), LOSS_PROPERTIES, LOSS_WARNINGS, max_examples)
 
 
 def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
@@ -71,25 +71,28 @@ def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMP
 
     estimator = load_reference(name) or get_adv_estimator(name)
     names = input_names(f"advantage estimator {name!r}", estimator)
-    _check_given(name, given, names)
     config = AlgorithmConfig()
     numbers = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo, "config": config}
     subject = AdvantageSubject(estimator, numbers | given)
-    return _run(name, names, subject, advantage_cases(), ADVANTAGE_PROPERTIES, {}, max_examples)
+    return _run(name, given, names, subject, advantage_cases(), ADVANTAGE_PROPERTIES, {}, max_examples)
 
 
 def _run(
     name: str,
+    given: Collection[str],
     names: Collection[str],
     subject: Any,
     strategy: Any,
-    properties: dict[str, Callable[[Any, Any], None]],
-    warnings: dict[str, Callable[[Any, Any], None]],
+    properties: Mapping[str, Callable[[Any, Any], None]],
+    warnings: Mapping[str, Callable[[Any, Any], None]],
     max_examples: int,
 ) -> bool:
     from lockstep.tools.check.cases import smallest_failure
     from lockstep.tools.check.properties import SHAPES
 
+    for key in given:
+        if key not in names:
+            raise ConfigError(f"{name} has no argument {key!r}; it reads {', '.join(names)}")
     holds = True
     for label, check in {**properties, **warnings}.items():
         failure = smallest_failure(strategy, functools.partial(check, subject), max_examples)
@@ -100,7 +103,7 @@ def _run(
         is_warning = label in warnings
         holds = holds and is_warning
         print(f"  {'warning' if is_warning else 'FAILED '}  {label}: {(check.__doc__ or '').strip()}")
-        print(_indented(f"{violation}\nthe smallest batch:\n{_describe(case, names)}"))
+        print(textwrap.indent(f"{violation}\nthe smallest batch:\n{_describe(case, names)}", " " * 11))
         if label == SHAPES:
             break  # every other property would say the same again
     print(f"{name}: {'every property holds' if holds else 'a property does not hold'} ({max_examples} batches for each)")
@@ -110,25 +113,12 @@ def _run(
 def _describe(case: Any, names: Collection[str]) -> str:
     """The batch, one line for each tensor in `names`; masked entries are dots."""
     lines = []
-    for name, x in ((name, x) for name, x in case.tokens.items() if name in names):
-        rows = [
-            [f"{v:g}" if m else "." for v, m in zip(*pair, strict=True)]
-            for pair in zip(x.tolist(), case.mask.tolist(), strict=True)
-        ]
-        lines.append(f"{name:20} " + "  ".join("[" + " ".join(row) + "]" for row in rows))
-    for name, x in getattr(case, "of_rows", {}).items():
-        lines += [f"{name:20} {x.tolist()}"] if name in names else []
+    for name in (name for name in case.tokens if name in names):
+        pairs = zip(case.tokens[name].tolist(), case.mask.tolist(), strict=True)
+        rows = (" ".join(f"{v:g}" if m else "." for v, m in zip(*pair, strict=True)) for pair in pairs)
+        lines.append(f"{name:20} " + "  ".join(f"[{row}]" for row in rows))
+    lines += [f"{name:20} {x.tolist()}" for name, x in case.of_rows.items() if name in names]
     return "\n".join([*lines, *([f"{'loss_agg_mode':20} {case.mode}"] if hasattr(case, "mode") else [])])
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"           {line}" for line in text.splitlines())
-
-
-def _check_given(name: str, given: dict[str, Any], names: dict[str, bool]) -> None:
-    for key in given:
-        if key not in names:
-            raise ConfigError(f"{name} has no argument {key!r}; it reads {', '.join(names)}")
 
 
 def _split_examples(arguments: list[str]) -> tuple[int, list[str]]:

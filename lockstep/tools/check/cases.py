@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.errors import MissingExtra
-from lockstep.tools.check.properties import AdvantageCase, LossCase, Violation
+from lockstep.tools.check.properties import Case, LossCase, Violation
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
@@ -33,7 +33,7 @@ def loss_cases(draw: st.DrawFn) -> LossCase:
     return LossCase(
         tokens=tokens,
         mask=mask,
-        row_keys=torch.arange(len(mask)) * 7 + draw(st.integers(0, 3)),
+        of_rows={"row_keys": torch.arange(len(mask)) * 7 + draw(st.integers(0, 3))},
         mode=draw(st.sampled_from(LOSS_AGG_MODES)),
         order=draw(st.permutations(range(len(mask)))),
         cut=draw(st.integers(0, len(mask))),
@@ -41,7 +41,7 @@ def loss_cases(draw: st.DrawFn) -> LossCase:
 
 
 @st.composite
-def advantage_cases(draw: st.DrawFn) -> AdvantageCase:
+def advantage_cases(draw: st.DrawFn) -> Case:
     """Up to 4 rows of up to 3 tokens, masks with holes, empty rows, groups of any size, rewards with ties."""
     mask = draw(_masks())
     rows = len(mask)
@@ -53,7 +53,7 @@ def advantage_cases(draw: st.DrawFn) -> AdvantageCase:
         "reward_baselines": draw(_numbers((rows,))),
         "reward_parts": draw(_numbers((rows, _PARTS))),
     }
-    return AdvantageCase(tokens=tokens, of_rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
+    return Case(tokens=tokens, of_rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
 
 
 def smallest_failure(

@@ -66,16 +66,6 @@ def _peaks(column: Ragged) -> list[tuple[int, int]]:
     return [(i, position) for _, i, position in sorted(tops, key=lambda top: -top[0])]
 
 
-def ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, limit: float = 20.0) -> Tensor:
-    """exp(log_probs - old_log_probs) of the selected tokens, flat; the exponent is kept within -limit and limit."""
-    return (log_probs - old_log_probs)[mask.bool()].clamp(-limit, limit).exp()
-
-
-def share(part: Tensor, whole: Tensor) -> float:
-    """Of the entries that `whole` selects, the share that `part` selects too; 0 when it selects none."""
-    return int((part.bool() & whole.bool()).sum()) / max(int(whole.bool().sum()), 1)
-
-
 def windows(pushes: Sequence[Ragged], count: int) -> list[tuple[int, int]]:
     """(row, position) of at most `count` tokens, each in another row, that show the pushes of all algorithms.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ _HOW_TO_RECORD = {
     "reward_parts": "a reward function that returns a dict of numbers",
 }
 """Column -> what a run needs so that its recorded batch has it."""
+_MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +101,28 @@ def compare(
     batch, shared = recording.batch, _neutral(recording.config, changes or {})
     policy = model or recording.model
     _check_tokens(batch, shared, policy)
-    reasons: dict[int, str] = {}
-    configs: dict[int, PPOConfig] = {}
-    for i, algorithm in enumerate(algorithms):
-        try:
-            configs[i] = _configure(shared, algorithm, changes or {}, batch)
-        except LockstepError as error:
-            reasons[i] = str(error)
-    measured: dict[int, Measured] = {}
+    measured: list[tuple[Algorithm, Measured]] = []
+    not_comparable: list[tuple[str, str]] = []
     drifted: str | None = None
     with loaded_policy(shared, policy, drift or 0.0) as engine:
-        for i, config in configs.items() if drift is not None else ():
-            if _measured_or_reason(engine, batch, config, measured, i) is None:
-                engine.optim_step()
-                drifted = algorithms[i].name
+        for algorithm in algorithms if drift is not None else ():
+            with suppress(LockstepError):
+                measure(engine, batch, _configure(shared, algorithm, changes or {}, batch))
+                drifted = algorithm.name
                 break
-        measured.clear()
-        for i, config in configs.items():
-            reason = _measured_or_reason(engine, batch, config, measured, i)
-            if reason is not None:
-                reasons[i] = reason
-    not_comparable = [(algorithms[i].name, reasons[i]) for i in sorted(reasons)]
+        if drifted is not None:
+            engine.optim_step()
+        for algorithm in algorithms:
+            try:
+                config = _configure(shared, algorithm, changes or {}, batch)
+                measured.append((algorithm, measure(engine, batch, config)))
+            except LockstepError as error:
+                not_comparable.append((algorithm.name, str(error)))
     if len(measured) < 2:
         listed = "".join(f"\n  {name}: {reason}" for name, reason in not_comparable)
         raise ConfigError(f"{len(measured)} of {len(algorithms)} algorithms could be computed, and a comparison needs two{listed}")
-    done = list(measured.items())
     tokenizer = hf_tokenizer(str(recording.model), shared.actor_rollout_ref.model.trust_remote_code)
-    dots = arithmetic.dots([m.gradient for _, m in done])
-    largest = max(m.metrics["actor/log_ratio_max"].value for _, m in done)
+    dots = arithmetic.dots([m.gradient for _, m in measured])
     source = {
         "recording": str(recording.folder),
         "model": str(policy),
@@ -137,15 +132,15 @@ def compare(
         "tokens": int(batch.ragged("responses").lengths.sum()),
         "drift": drift,
         "drift_algorithm": drifted,
-        "largest_log_ratio": largest,
+        "largest_log_ratio": max(m.metrics["actor/log_ratio_max"].value for _, m in measured),
     }
     return Comparison(
         source=source,
-        results=[_result(algorithms[i], m, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, (i, m) in enumerate(done)],
+        results=[_result(*each, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, each in enumerate(measured)],
         cosines=arithmetic.cosines(dots),
         row_prompts=[str(uid) for uid in batch.non_tensor_batch["uid"]],
         row_scores=row_sums(batch, "token_level_scores").tolist(),
-        excerpts=tokens.excerpts(batch, [m.pushes for _, m in done], tokenizer, num_excerpts),
+        excerpts=tokens.excerpts(batch, [m.pushes for _, m in measured], tokenizer, num_excerpts),
         not_comparable=not_comparable,
     )
 
@@ -218,26 +213,14 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     return Measured(gradient, metrics, pushes, log_probs.values, rows)
 
 
-def _measured_or_reason(
-    engine: TrainEngine, batch: DataProto, config: PPOConfig, measured: dict[int, Measured], key: int
-) -> str | None:
-    """Put one algorithm into `measured`; returns why not, when it cannot be."""
-    try:
-        measured[key] = measure(engine, batch, config)
-    except LockstepError as error:
-        return str(error)
-    return None
-
-
 def _result(
     algorithm: Algorithm, m: Measured, grad_norm: float, batch: DataProto, tokenizer: Any, num_tokens: int
 ) -> AlgorithmResult:
     rows = m.rows
     mask, pushes = rows.ragged("response_mask").values.bool(), m.pushes.values
-    everywhere = torch.ones_like(mask)
     weights = rows.ragged("rollout_is_weights").values[mask] if "rollout_is_weights" in rows else 1.0
     up, down = arithmetic.strongest(m.pushes, num_tokens)
-    ratio = arithmetic.ratios(m.log_probs, rows.ragged("old_log_probs").values, everywhere)
+    ratio = (m.log_probs - rows.ragged("old_log_probs").values).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     shown = tokens.Shown(batch, tokenizer, m.pushes, rows.ragged("advantages"), m.pushes.like(ratio))
     return AlgorithmResult(
         name=algorithm.name,
@@ -246,8 +229,8 @@ def _result(
         grad_norm=grad_norm,
         clip_fraction=m.reported("pg_clipfrac"),
         dual_clip_fraction=m.reported("pg_clipfrac_lower"),
-        masked_fraction=arithmetic.share(~mask, everywhere),
-        silent_fraction=arithmetic.share(pushes == 0, everywhere),
+        masked_fraction=(~mask).double().mean().item(),
+        silent_fraction=(pushes == 0).double().mean().item(),
         ratio_effective=arithmetic.effective_share(ratio[mask] * weights),
         push_effective=arithmetic.effective_share(pushes[mask].abs()),
         largest_push=float(pushes.abs().max()),
@@ -282,9 +265,8 @@ def _check_tokens(batch: DataProto, config: PPOConfig, policy: Path) -> None:
     """DataError unless the policy's vocabulary has every token of the batch."""
     model = config.actor_rollout_ref.model
     vocabulary = read_model_config(str(policy), model.trust_remote_code, **model.override_config).get_text_config().vocab_size
-    largest = max(
-        (int(batch.ragged(name).values.max()) for name in ("prompts", "responses") if len(batch.ragged(name).values)), default=0
-    )
+    ids = torch.cat([batch.ragged(name).values for name in ("prompts", "responses")])
+    largest = int(ids.max()) if len(ids) else 0
     if largest >= vocabulary:
         raise DataError(
             f"the batch has the token {largest}, but {policy} knows only 0 to {vocabulary - 1}: it is not a model of the recorded "

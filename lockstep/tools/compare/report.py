@@ -67,6 +67,17 @@ class AlgorithmResult:
     """For each row of the batch the sum of its tokens' pushes."""
 
 
+SHARES = {
+    "clipped": "clip_fraction",
+    "dual clip": "dual_clip_fraction",
+    "masked": "masked_fraction",
+    "silent": "silent_fraction",
+    "ratio ESS": "ratio_effective",
+    "push ESS": "push_effective",
+}
+"""Heading -> the field of a result."""
+
+
 @dataclass(frozen=True, slots=True)
 class Excerpt:
     """A piece of one response under every algorithm."""
@@ -135,31 +146,28 @@ def visible(text: str) -> str:
     return "".join(named.get(c, c if c.isprintable() else "�") for c in text)
 
 
+def number(value: float | None, digits: int = 3) -> str:
+    """The number, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def _numbers_table(results: Sequence[AlgorithmResult]) -> Table:
-    table = _table("one batch, one gradient each")
-    for label in ("", "|gradient|", "clipped", "dual clip", "masked", "silent", "ratio ESS", "push ESS"):
-        table.add_column(label, justify="right" if label else "left")
+    table = _table("one batch, one gradient each", "|gradient|", *SHARES)
     for r in results:
-        shares = (r.clip_fraction, r.dual_clip_fraction, r.masked_fraction, r.silent_fraction, r.ratio_effective, r.push_effective)
-        table.add_row(Text(r.name), f"{r.grad_norm:.4g}", *("-" if x is None else f"{x:.3f}" for x in shares))
+        table.add_row(Text(r.name), f"{r.grad_norm:.4g}", *(number(getattr(r, name)) for name in SHARES.values()))
     return table
 
 
 def _cosine_table(comparison: Comparison) -> Table:
-    table = _table("cosine between the gradients")
-    table.add_column("")
-    names = [r.name for r in comparison.results]
-    for number in range(len(names)):
-        table.add_column(f"({number + 1})", justify="right")
-    for number, (name, row) in enumerate(zip(names, comparison.cosines, strict=True)):
-        table.add_row(Text(f"({number + 1}) {name}"), *("-" if x is None else f"{x:.3f}" for x in row))
+    table = _table("cosine between the gradients", *(f"({i + 1})" for i in range(len(comparison.results))))
+    for i, (result, row) in enumerate(zip(comparison.results, comparison.cosines, strict=True)):
+        table.add_row(Text(f"({i + 1}) {result.name}"), *map(number, row))
     return table
 
 
 def _tokens_table(results: Sequence[AlgorithmResult], num_tokens: int) -> Table:
-    table = _table("the tokens pushed most")
-    for label in ("", "share", "advantage", "ratio", "row", "token in its place"):
-        table.add_column(label, justify="left" if label in ("", "token in its place") else "right", no_wrap=label != "")
+    table = _table("the tokens pushed most", "share", "advantage", "ratio", "row")
+    table.add_column("token in its place", no_wrap=True)
     for r in results:
         for pushed, sign, style in ((r.pushed_up, "+", "bold green"), (r.pushed_down, "-", "bold red")):
             for token in pushed[:num_tokens]:
@@ -169,5 +177,9 @@ def _tokens_table(results: Sequence[AlgorithmResult], num_tokens: int) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _table(title: str, *labels: str) -> Table:
+    """A table with a column of names, and one of numbers for each label."""
+    table = Table("", title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for label in labels:
+        table.add_column(label, justify="right", no_wrap=True)
+    return table

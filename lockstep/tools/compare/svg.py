@@ -6,13 +6,15 @@ token by token. Blue is agreement, or more likely; red is the opposite.
 
 from __future__ import annotations
 
+import itertools
 import math
+import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from html import escape
-from itertools import pairwise
 
-from lockstep.tools.compare.report import Comparison, Excerpt, describe_source, visible
+from lockstep.tools.compare.report import SHARES, Comparison, Excerpt, describe_source, number, visible
 
 _MARGIN, _ROW, _CELL, _BAR, _COLUMN = 28, 26, 50, 150, 74
 _MAX_RESPONSES = 256
@@ -31,18 +33,13 @@ def draw_comparison(comparison: Comparison) -> str:
     names = [r.name for r in comparison.results]
     left = _MARGIN + 14 + max(_LABEL_CHARACTER * len(name) for name in names)
     page = _Page()
-    page.text(_MARGIN, 38, "What each algorithm would do with the same batch", size=19, weight=600)
-    y = 60.0
-    for line in _wrapped(describe_source(comparison.source), 118):
-        page.text(_MARGIN, y, line, fill=_GREY)
-        y += 17
+    page.text(_MARGIN, 38, "What each algorithm would do with the same batch", font_size=19, font_weight=600)
+    y = page.paragraph(60.0, describe_source(comparison.source))
     y = _draw_gradients(page, comparison, left, y + 14)
     y = _draw_responses(page, comparison, left, y + 40)
     y = _draw_excerpts(page, comparison, left, y + 40)
     for name, reason in comparison.not_comparable:
-        for i, line in enumerate(_wrapped(f"{name}: not comparable, {reason}", 118)):
-            page.text(_MARGIN + (12 if i else 0), y, line, fill=_GREY)
-            y += 17
+        y = page.paragraph(y, f"{name}: not comparable, {reason}", indent=12)
     return page.svg(y)
 
 
@@ -55,36 +52,29 @@ def _draw_gradients(page: _Page, comparison: Comparison, left: float, y: float) 
         page.text(left + k * _CELL + _CELL / 2 + 4, y - 6, result.name, turn=-40)
     bars = left + size * _CELL + 22
     columns = bars + _BAR + 62
-    fractions: list[tuple[str, list[float | None]]] = [
-        ("clipped", [r.clip_fraction for r in results]),
-        ("masked", [r.masked_fraction for r in results]),
-        ("silent", [r.silent_fraction for r in results]),
-        ("ratio ESS", [r.ratio_effective for r in results]),
-        ("push ESS", [r.push_effective for r in results]),
-    ]
+    shares = {label: name for label, name in SHARES.items() if label != "dual clip"}
     page.text(bars, y - 6, "|gradient|", fill=_GREY)
-    for c, (label, _) in enumerate(fractions):
+    for c, label in enumerate(shares):
         page.text(columns + c * _COLUMN, y - 6, label, fill=_GREY)
     largest = max(r.grad_norm for r in results) or 1.0
     for i, (result, row) in enumerate(zip(results, comparison.cosines, strict=True)):
         top, middle = y + i * _ROW, y + i * _ROW + _ROW / 2 + 4
-        page.text(left - 8, middle, result.name, anchor="end")
+        page.text(left - 8, middle, result.name, text_anchor="end")
         for j, cosine in enumerate(row):
-            fill = _FAINT if cosine is None else _colour(cosine)
-            page.rect(left + j * _CELL, top, _CELL - 2, _ROW - 2, fill)
-            ink = "#fff" if cosine is not None and abs(cosine) > 0.6 else _INK
-            text = "-" if cosine is None else f"{cosine:.2f}"
-            page.text(left + j * _CELL + _CELL / 2 - 1, middle, text, anchor="middle", fill=ink)
-        width = result.grad_norm / largest * _BAR
-        page.rect(bars, top + 4, max(width, 1), _ROW - 10, "#57606a")
-        page.text(bars + max(width, 1) + 6, middle, f"{result.grad_norm:.3g}")
-        for c, (_, values) in enumerate(fractions):
-            x, value = columns + c * _COLUMN, values[i]
+            x = left + j * _CELL
+            page.rect(x, top, _CELL - 2, _ROW - 2, _FAINT if cosine is None else _colour(cosine))
+            ink = "#fff" if abs(cosine or 0.0) > 0.6 else _INK
+            page.text(x + _CELL / 2 - 1, middle, number(cosine, 2), text_anchor="middle", fill=ink)
+        width = max(result.grad_norm / largest * _BAR, 1)
+        page.rect(bars, top + 4, width, _ROW - 10, "#57606a")
+        page.text(bars + width + 6, middle, f"{result.grad_norm:.3g}")
+        for c, name in enumerate(shares.values()):
+            x, value = columns + c * _COLUMN, getattr(result, name)
             page.rect(x, top + 4, _COLUMN - 14, _ROW - 10, _FAINT)
             if value is not None:
                 page.rect(x, top + 4, (_COLUMN - 14) * min(value, 1.0), _ROW - 10, "#afb8c1")
-            page.text(x + 6, middle, "-" if value is None else f"{value:.3f}")
-    page.widen(columns + len(fractions) * _COLUMN)
+            page.text(x + 6, middle, number(value))
+    page.widen(columns + len(shares) * _COLUMN)
     return y + size * _ROW
 
 
@@ -96,21 +86,21 @@ def _draw_responses(page: _Page, comparison: Comparison, left: float, y: float) 
     y = _heading(page, y, "Responses", about) + 10
     width = max(3.0, min(14.0, math.floor(880 / count)))
     x, places = left, []
-    for before, prompt in pairwise([comparison.row_prompts[0], *comparison.row_prompts[:count]]):
+    for before, prompt in itertools.pairwise([comparison.row_prompts[0], *comparison.row_prompts[:count]]):
         x += 3.0 if prompt != before else 0.0
         places.append(x)
         x += width
-    page.text(left - 8, y + 11, "reward", anchor="end", fill=_GREY)
+    page.text(left - 8, y + 11, "reward", text_anchor="end", fill=_GREY)
     scores = comparison.row_scores[:count]
     low, high = min(scores), max(scores)
-    greys = [(s - low) / (high - low) if high > low else 0.0 for s in scores]
-    page.cells(zip(places, [width] * count, greys, strict=True), y, _STRIP_ROW - 3, _grey)
+    greys = [(s - low) / ((high - low) or 1.0) for s in scores]
+    page.cells(places, [width] * count, greys, y, _STRIP_ROW - 3, _grey)
     y += _STRIP_ROW + 3
     for result in comparison.results:
-        page.text(left - 8, y + 11, result.name, anchor="end")
-        page.cells(zip(places, [width] * count, _scaled(result.row_pushes[:count]), strict=True), y, _STRIP_ROW - 2, _colour)
+        page.text(left - 8, y + 11, result.name, text_anchor="end")
+        page.cells(places, [width] * count, _scaled(result.row_pushes[:count]), y, _STRIP_ROW - 2, _colour)
         y += _STRIP_ROW
-    page.text(left, y + 15, f"reward from {low:g} (white) to {high:g} (black)", fill=_GREY, size=11)
+    page.text(left, y + 15, f"reward from {low:g} (white) to {high:g} (black)", fill=_GREY, font_size=11)
     page.widen(x)
     return y + 15
 
@@ -120,7 +110,8 @@ def _draw_excerpts(page: _Page, comparison: Comparison, left: float, y: float) -
     if not comparison.excerpts:
         return y
     y = _heading(page, y, "Tokens", "the push on each token of responses with strong ones; blue: more likely, red: less likely")
-    x, height = left, 51 + _TOKEN_ROW * len(comparison.results)
+    peaks = [r.largest_push for r in comparison.results]
+    x, height = left, 51 + _TOKEN_ROW * len(peaks)
     for excerpt in comparison.excerpts:
         about = f"row {excerpt.row}, reward {excerpt.score:g}: …{excerpt.prompt}"
         shown = [visible(token).replace(" ", "␣") for token in excerpt.tokens]
@@ -128,7 +119,9 @@ def _draw_excerpts(page: _Page, comparison: Comparison, left: float, y: float) -
         width = max(sum(widths) + 36, 6.5 * _columns(about) + 24)
         if x > left and x + width > max(page.width, 1200):
             x, y = left, y + height
-        _draw_excerpt(page, comparison, excerpt, x, y + 26, about, list(zip(shown, widths, strict=True)), with_names=x == left)
+        page.text(x, y + 26, about, fill=_GREY, font_size=11)
+        names = [r.name for r in comparison.results] if x == left else []
+        _draw_excerpt(page, excerpt, x + (12 if excerpt.start else 0), y + 44, shown, widths, names, peaks)
         page.widen(x + width)
         x += width
     return y + height + 24
@@ -136,34 +129,31 @@ def _draw_excerpts(page: _Page, comparison: Comparison, left: float, y: float) -
 
 def _draw_excerpt(
     page: _Page,
-    comparison: Comparison,
     excerpt: Excerpt,
     left: float,
     y: float,
-    about: str,
-    columns: Sequence[tuple[str, float]],
-    with_names: bool,
+    shown: Sequence[str],
+    widths: Sequence[float],
+    names: Sequence[str],
+    peaks: Sequence[float],
 ) -> None:
-    """One piece: the tokens (text, width of its column) above, a line for each algorithm below."""
-    page.text(left, y, about, fill=_GREY, size=11)
-    left += 12 if excerpt.start else 0
-    x = [left + sum(width for _, width in columns[:i]) for i in range(len(columns) + 1)]
-    for at, (token, width) in zip(x, columns, strict=False):
-        page.text(at + width / 2, y + 18, token, anchor="middle", mono=True)
+    """One piece: the tokens above, a line for each algorithm below, beginning with its name if names are given."""
+    *x, end = itertools.accumulate(widths, initial=left)
+    for at, token, width in zip(x, shown, widths, strict=True):
+        page.text(at + width / 2, y, token, text_anchor="middle", font_family=_MONO)
     if excerpt.start:
-        page.text(left - 2, y + 18, "…", anchor="end", mono=True)
+        page.text(left - 2, y, "…", text_anchor="end", font_family=_MONO)
     if excerpt.is_cut:
-        page.text(x[-1] + 2, y + 18, "…", mono=True)
-    for i, (result, pushes) in enumerate(zip(comparison.results, excerpt.pushes, strict=True)):
-        top = y + 25 + i * _TOKEN_ROW
-        if with_names:
-            page.text(left - 8, top + 11, result.name, anchor="end")
-        cells = zip(x, [width - 2 for _, width in columns], _scaled(pushes, result.largest_push), strict=False)
-        page.cells(cells, top, _TOKEN_ROW - 2, _colour)
+        page.text(end + 2, y, "…", font_family=_MONO)
+    for i, (pushes, peak) in enumerate(zip(excerpt.pushes, peaks, strict=True)):
+        top = y + 7 + i * _TOKEN_ROW
+        for name in names[i : i + 1]:
+            page.text(left - 8, top + 11, name, text_anchor="end")
+        page.cells(x, [width - 2 for width in widths], _scaled(pushes, peak), top, _TOKEN_ROW - 2, _colour)
 
 
 def _heading(page: _Page, y: float, title: str, about: str) -> float:
-    page.text(_MARGIN, y, title, size=15, weight=600)
+    page.text(_MARGIN, y, title, font_size=15, font_weight=600)
     page.text(_MARGIN + 10.0 * len(title) + 8, y, about, fill=_GREY)
     return y
 
@@ -181,22 +171,12 @@ def _colour(value: float) -> str:
 
 
 def _grey(value: float) -> str:
-    level = round(240 - 200 * round(value * _LEVELS) / _LEVELS)
-    return f"#{level:02x}{level:02x}{level:02x}"
+    return "#" + 3 * f"{round(240 - 200 * round(value * _LEVELS) / _LEVELS):02x}"
 
 
 def _columns(text: str) -> int:
     """How many columns a monospaced font needs."""
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
 
 
 class _Page:
@@ -213,33 +193,32 @@ class _Page:
     def rect(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         self._parts.append(f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" rx="2" fill="{fill}"/>')
 
-    def cells(self, cells: Iterable[tuple[float, float, float]], y: float, height: float, colour: Callable[[float], str]) -> None:
-        """Rectangles (x, width, value) on one line, one path for each colour: a few bytes each."""
-        paths: dict[str, str] = {}
-        for x, width, value in cells:
-            fill = colour(value)
-            paths[fill] = paths.get(fill, "") + f"M{x:.4g} {y:.4g}h{width:.4g}v{height:.4g}h-{width:.4g}z"
+    def cells(
+        self,
+        places: Sequence[float],
+        widths: Sequence[float],
+        values: Sequence[float],
+        y: float,
+        height: float,
+        colour: Callable[[float], str],
+    ) -> None:
+        """Rectangles on one line, one path for each colour: a few bytes each."""
+        paths: dict[str, str] = defaultdict(str)
+        for x, width, value in zip(places, widths, values, strict=True):
+            paths[colour(value)] += f"M{x:.4g} {y:.4g}h{width:.4g}v{height:.4g}h-{width:.4g}z"
         self._parts += [f'<path fill="{fill}" d="{path}"/>' for fill, path in paths.items()]
 
-    def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        *,
-        size: int = 12,
-        fill: str = _INK,
-        anchor: str = "start",
-        weight: int = 400,
-        turn: float = 0.0,
-        mono: bool = False,
-    ) -> None:
-        extra = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        extra += f' font-size="{size}"' if size != 12 else ""
-        extra += f' font-weight="{weight}"' if weight != 400 else ""
-        extra += f' font-family="{_MONO}"' if mono else ""
+    def text(self, x: float, y: float, text: str, *, fill: str = _INK, turn: float = 0.0, **attributes: object) -> None:
+        extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
         extra += f' transform="rotate({turn:g} {x:.4g} {y:.4g})"' if turn else ""
         self._parts.append(f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}"{extra}>{escape(visible(text))}</text>')
+
+    def paragraph(self, y: float, text: str, indent: float = 0.0) -> float:
+        """Grey lines at the margin, all but the first moved by `indent`; returns where the next one goes."""
+        lines = textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
+        for i, line in enumerate(lines):
+            self.text(_MARGIN + (indent if i else 0), y + 17 * i, line, fill=_GREY)
+        return y + 17 * len(lines)
 
     def svg(self, height: float) -> str:
         width, height = math.ceil(self.width + _MARGIN), math.ceil(height + _MARGIN)

@@ -8,8 +8,8 @@ from lockstep.tools.check.properties import (
     ADVANTAGE_PROPERTIES,
     LOSS_PROPERTIES,
     LOSS_WARNINGS,
-    AdvantageCase,
     AdvantageSubject,
+    Case,
     LossCase,
     LossSubject,
     Violation,
@@ -20,12 +20,12 @@ MASK = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0]], dtype=torch.bool)
 LOSS_CASE = LossCase(
     tokens={"old_log_prob": NUMBERS - 1, "advantages": NUMBERS.flip(1), "log_prob": NUMBERS},
     mask=MASK,
-    row_keys=torch.tensor([3, 1, 2]),
+    of_rows={"row_keys": torch.tensor([3, 1, 2])},
     mode="token-mean",
     order=[2, 0, 1],
     cut=1,
 )
-ADVANTAGE_CASE = AdvantageCase(
+ADVANTAGE_CASE = Case(
     tokens={"token_level_rewards": NUMBERS}, of_rows={"group": torch.tensor([0, 0, 0])}, mask=MASK, order=[1, 2, 0]
 )
 

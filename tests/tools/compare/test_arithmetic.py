@@ -1,7 +1,5 @@
 """Every number against the plain formula on the flattened tensors."""
 
-import math
-
 import pytest
 import torch
 
@@ -71,11 +69,3 @@ def test_windows_are_in_different_rows_and_serve_each_algorithm_in_turn():
     assert arithmetic.windows([ragged(first), ragged(second)], 4) == [(0, 2), (3, 1), (1, 0)]
     assert arithmetic.windows([ragged(first), ragged(second)], 2) == [(0, 2), (3, 1)]
     assert arithmetic.windows([ragged(torch.zeros(4, 3))], 2) == []
-
-
-def test_ratios_and_shares_read_the_selected_tokens_only():
-    new, old = torch.tensor([[0.0, math.nan], [50.0, 1.0]]), torch.tensor([[math.log(2), 0.0], [0.0, 1.0]])
-    mask = torch.tensor([[1, 0], [1, 1]])
-    assert arithmetic.ratios(new, old, mask).tolist() == pytest.approx([0.5, math.exp(20), 1.0], rel=1e-5)
-    assert arithmetic.share(torch.tensor([[1, 1], [0, 0]]), mask) == pytest.approx(1 / 3)
-    assert arithmetic.share(mask, torch.zeros(2, 2)) == 0
