@@ -74,7 +74,7 @@ class RayPPOTrainer(Run):
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=self.device))
         self.tokenizer, self.reward_fn, self.val_reward_fn = tokenizer, reward_fn, val_reward_fn
         self.role_worker_mapping = checks.needed_roles(config, role_worker_mapping)
-        self.resource_pool_manager = resource_pool_manager
+        self.resource_pool_manager, self.num_processes = resource_pool_manager, resource_pool_manager.get_n_gpus()
         check_trackers(config.trainer.logger)
         checks.check_algorithm(config)
         checks.check_roles(config, self.role_worker_mapping, resource_pool_manager.mapping)
@@ -195,7 +195,7 @@ class RayPPOTrainer(Run):
         write_samples(self.config.trainer.rollout_data_dir, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
-        metrics |= timing_metrics(batch, self.timer.seconds, self.resource_pool_manager.get_n_gpus())
+        metrics |= timing_metrics(batch, self.timer.seconds, self.num_processes)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
     def _is_recorded(self, step: int) -> bool:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import CACHED
-from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, failed
+from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, Stopping, failed
 from lockstep.workers.rollout.native.cpu.fused import FusedRunner, fused_library
 from lockstep.workers.rollout.native.generation import Generation
 from lockstep.workers.rollout.native.invariant import InvariantRunner
@@ -21,7 +21,6 @@ from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
 from lockstep.workers.rollout.native.runner import Runner
 from lockstep.workers.rollout.native.scheduler import Scheduler
 from lockstep.workers.rollout.native.torch_runner import PAGE_SIZE, TorchRunner
-from lockstep.workers.rollout.stopping import Stopping
 
 if TYPE_CHECKING:  # needs Triton, which is on machines with a GPU only
     from lockstep.workers.rollout.native.gpu.backend import GPUBackend

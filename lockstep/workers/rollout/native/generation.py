@@ -9,12 +9,11 @@ from collections.abc import Sequence as Rows
 import torch
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, Request, failed
+from lockstep.workers.rollout.base import Completion, Request, Stopping, failed
+from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.layout import StepBatch
 from lockstep.workers.rollout.native.runner import Runner
 from lockstep.workers.rollout.native.scheduler import Plan, Prompt, Scheduler, Sequence
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
 
 
 class Generation:

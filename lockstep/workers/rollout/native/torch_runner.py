@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import available_ram
+from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.layout import CacheShape, KVCache, StepBatch
 from lockstep.workers.rollout.native.linears import prepacked
 from lockstep.workers.rollout.native.paged import PagedAttention
 from lockstep.workers.rollout.native.runner import Runner
-from lockstep.workers.rollout.sampling import sample, uniforms
+from lockstep.workers.rollout.sampling import sample
 
 PAGE_SIZE = 16
 """Tokens a page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""

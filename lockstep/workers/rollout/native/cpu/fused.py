@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import Variant
+from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, draw, rms_norm, rotate, store
 from lockstep.workers.rollout.native.cpu.library import Library, library
 from lockstep.workers.rollout.native.cpu.packed import PackedLinear
 from lockstep.workers.rollout.native.layout import CacheShape, StepBatch
 from lockstep.workers.rollout.native.llama_like import is_fusable, sliding_window
 from lockstep.workers.rollout.native.torch_runner import TorchRunner, draw_one_by_one
-from lockstep.workers.rollout.sampling import uniforms
 
 
 def fused_library(module: PreTrainedModel) -> Library | None:

@@ -8,12 +8,11 @@ from collections.abc import Sequence as Rows
 import torch
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, Request, failed
+from lockstep.workers.rollout.base import Completion, Request, Stopping, failed
+from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.generation import group_by_prompt
 from lockstep.workers.rollout.native.gpu.backend import GPUBackend
 from lockstep.workers.rollout.native.scheduler import Scheduler, Sequence
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
 
 
 class GPUGeneration:
