@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError, WeightSyncError
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, received
-from lockstep.workers.weight_sync.module import copy_weights, module_manifest
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
 DecodeText = Callable[[list[int]], str]
 """Token ids -> text, special tokens included."""
@@ -173,29 +172,6 @@ class RolloutEngine(ABC):
             raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
         faults = {index: _fault(request, self.vocabulary, self.context) for index, request in enumerate(requests)}
         return {index: failed(index, requests[index], fault, self.version) for index, fault in faults.items() if fault is not None}
-
-
-class ModuleRollout(RolloutEngine):
-    """An engine over `module`, a plain Hugging Face causal language model in this process."""
-
-    attention: str
-    """The attention function the module must be built with."""
-    own_weights: bool = True
-    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
-
-    def __init__(
-        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
-    ) -> None:
-        super().__init__(module.config, config, pad_token_id, decode_text)
-        self.module = module
-
-    @torch.no_grad()
-    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
-        weights = received(offer, device, receiver)
-        copy_weights(self.module, weights)
-        manifest = module_manifest(self.module, weights.manifest)
-        check_equal(weights.manifest, manifest)
-        return manifest
 
 
 def _fault(request: Request, vocabulary: int, context: int | None) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import WeightSyncError
-from lockstep.workers.rollout.base import ModuleRollout
+from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.weight_sync.base import WeightSender, describe, received
 from lockstep.workers.weight_sync.broadcast import BroadcastSender
 from lockstep.workers.weight_sync.disk import WEIGHTS, DiskSender

@@ -11,8 +11,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, Stopping, not_finite
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping, not_finite
 from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.kinds import ModuleRollout
 
 Numbered = tuple[int, Request]
 """A request with its place in the call."""

@@ -21,7 +21,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError, WorkerError
 from lockstep.workers.rollout.base import Completion, Request, Stopping, failed
 from lockstep.workers.rollout.counted import request_keys
-from lockstep.workers.rollout.process_rollout import ProcessRollout
+from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.sglang.server import SGLangServer
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.disk import DiskOffer

@@ -23,8 +23,8 @@ from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.quiet import quiet_transformers
 from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.process import EngineProcess
-from lockstep.workers.rollout.process_rollout import ProcessRollout
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.ipc import IPCSender
 

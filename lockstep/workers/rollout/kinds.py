@@ -1,4 +1,4 @@
-"""ProcessRollout: what engines in a process of their own have in common. The process is in process.py, which its child imports too."""
+"""The two kinds of engines: over a module of this process, or in a process of their own (process.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
@@ -14,6 +15,31 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
 from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, not_finite
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, received
+from lockstep.workers.weight_sync.module import copy_weights, module_manifest
+
+
+class ModuleRollout(RolloutEngine):
+    """An engine over `module`, a plain Hugging Face causal language model in this process."""
+
+    attention: str
+    """The attention function the module must be built with."""
+    own_weights: bool = True
+    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
+
+    def __init__(
+        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+    ) -> None:
+        super().__init__(module.config, config, pad_token_id, decode_text)
+        self.module = module
+
+    @torch.no_grad()
+    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
+        weights = received(offer, device, receiver)
+        copy_weights(self.module, weights)
+        manifest = module_manifest(self.module, weights.manifest)
+        check_equal(weights.manifest, manifest)
+        return manifest
 
 
 class ProcessRollout(RolloutEngine):
