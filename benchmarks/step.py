@@ -40,7 +40,9 @@ from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.memory import place_models
-from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, on_last_token
+from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from lockstep.workers.training_worker import on_last_token
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 0
@@ -164,12 +166,12 @@ def _step(
             with timer.stage("values"):
                 stages.values(critic, batch)
         with timer.stage("adv"):
-            stages.advantage(batch, config, make_kl_controller("fixed", 0.0, 0.1, 1000))
+            stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.0, 0.1, 1000))
         if critic is not None:
             with timer.stage("update_critic"):
                 metrics |= stages.update_critic(critic, batch, rows)
         with timer.stage("update_actor"):
-            metrics |= stages.update_actor(actor, batch, rows, policy.actor)[0]
+            metrics |= stages.update_actor(actor, batch, rows, PolicyUpdate.of(policy.actor))[0]
     return timer.seconds, metrics
 
 

@@ -1,20 +1,23 @@
 """What tests share."""
 
+from __future__ import annotations
+
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from lockstep.config import PPOConfig, load_config
-from lockstep.embedded import EmbeddedTask, prepare
+if TYPE_CHECKING:  # what a run needs is imported by the fixtures: it takes seconds, in pytest-xdist's own process too
+    from lockstep.config import PPOConfig
+    from lockstep.embedded import EmbeddedTask
 
 pytest.register_assert_rewrite("helpers.conformance", "helpers.engine_properties")
 torch.set_num_threads(1)
@@ -84,6 +87,8 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def embedded_task(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTask:
     """The embedded task's files, made once for all processes of pytest-xdist."""
+    from lockstep.embedded import prepare
+
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"
     made = folder / "task.pickle"
@@ -96,6 +101,7 @@ def embedded_task(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTask:
 @pytest.fixture(scope="session")
 def embedded_config_in(embedded_task: EmbeddedTask) -> Callable[..., PPOConfig]:
     """`embedded_config_in(run_dir, "key=value", ...)`: the embedded task in small batches, for runs that several tests look at."""
+    from lockstep.config import load_config
 
     def make(run_dir: Path, *overrides: str) -> PPOConfig:
         return load_config(

@@ -31,14 +31,16 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
-    "workers/updates": {"workers/engine", "models", "protocol", "observability"},
+    "workers/model_worker": {
+        "workers/engine", "single_controller/base", "planner", "models", "protocol", "observability", "utils",
+    },
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {
-        "workers/engine", "workers/losses", "workers/updates", "single_controller/base", "planner", "models", "algorithms", "protocol",
+        "workers/engine", "workers/losses", "workers/model_worker", "single_controller/base", "planner", "models", "algorithms", "protocol",
         "config", "observability", "utils",
     },
     "workers/engine_workers": {
-        "workers/policy", "workers/training_worker", "workers/updates", "workers/engine", "workers/rollout", "workers/weight_sync",
+        "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/run": {"config", "checkpoint", "observability"},

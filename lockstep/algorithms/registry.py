@@ -1,13 +1,12 @@
-"""What the registries of this package share: a helpful miss, no silent overwriting, and calls by the names of arguments."""
+"""What the registries of this package share: a helpful miss, no silent overwriting, and the names of arguments."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from lockstep.algorithms.blocks import on_blocks
 from lockstep.errors import ConfigError
 
 F = TypeVar("F")
@@ -45,26 +44,3 @@ def input_names(what: str, function: Callable[..., Any]) -> dict[str, bool]:
                 f"{what} takes {str(parameter)!r}, but its arguments must be keyword-only: put '*' before the first one"
             )
     return {p.name: p.default is p.empty for p in parameters}
-
-
-def missing_inputs(what: str, missing: Iterable[str], available: Mapping[str, Any], remedy: str) -> ConfigError:
-    """The error for required inputs that are not available; it says those that are, and ends with `remedy`."""
-    present = sorted(key for key, value in available.items() if value is not None)
-    return ConfigError(f"{what} needs {', '.join(missing)}, which this run does not have (it has {', '.join(present)}): {remedy}")
-
-
-def call_by_name(what: str, function: Callable[..., Any], available: Mapping[str, Any], remedy: str) -> Any:
-    """Call a function with those of the `available` inputs that its arguments name. None counts as not available.
-
-    Where `rows` are available, columns and results are flat; a function that does not name `rows` is called on padded blocks.
-
-    Raises ConfigError, ending with `remedy`, when a required input is not available.
-    """
-    names = input_names(what, function)
-    inputs = {name: available[name] for name in names if available.get(name) is not None}
-    missing = [name for name, is_required in names.items() if is_required and name not in inputs]
-    if missing:
-        raise missing_inputs(what, missing, available, remedy)
-    if "rows" in names or available.get("rows") is None:
-        return function(**inputs)
-    return on_blocks(what, function)(rows=available["rows"], **inputs)

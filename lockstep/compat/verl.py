@@ -28,7 +28,7 @@ from torch import Tensor
 from lockstep.algorithms import advantages as estimators
 from lockstep.algorithms import aggregation, kl, masked, policy_losses
 from lockstep.algorithms.advantages import token_baseline
-from lockstep.algorithms.blocks import PER_ROW
+from lockstep.algorithms.bound import PER_ROW
 from lockstep.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from lockstep.algorithms.rows import Rows
 from lockstep.algorithms.value_losses import clipped_value_loss
@@ -175,7 +175,7 @@ def _estimate(estimator: EstimatorFn, inputs: Mapping[str, Any]) -> Advantages:
         ids = inputs["index"].cpu().numpy() if isinstance(inputs["index"], Tensor) else np.asarray(inputs["index"])
         available["group"] = torch.from_numpy(np.unique(ids.astype(str), return_inverse=True)[1]).to(mask.device)
     flat = {name: x.flatten() if isinstance(x, Tensor) and name not in PER_ROW else x for name, x in available.items()}
-    advantages, returns = estimators.compute_advantage(estimator, flat | {"rows": Rows.of_padded(mask)})
+    advantages, returns = estimators.bind_estimator(estimator, {})(flat, Rows.of_padded(mask))
     return advantages.view(mask.shape), returns.view(mask.shape)
 
 
@@ -340,9 +340,11 @@ def _policy_loss(name: str, numbers: Mapping[str, Any], blocks: tuple[Tensor, ..
         # As verl chooses: from the current log-probs, and never a token that the clip already holds.
         none = {"cov_selected": torch.zeros_like(columns["advantages"])}
         clipped = policy_losses.bind_policy_loss(policy_losses.clip_cov, numbers)(columns | none, rows)[1]["pg_clipfrac"]
-        current = {"old_log_prob": columns["log_prob"].detach(), "eligible": clipped == 0, "rows": rows}
+        current = {"old_log_prob": columns["log_prob"].detach(), "eligible": clipped == 0}
         row_keys = torch.arange(len(rows), device=clipped.device)
-        columns |= policy_losses.prepare_columns(loss_fn, {**numbers, **columns, **current, "row_keys": row_keys})
+        prepare = policy_losses.bind_prepare(loss_fn, numbers)
+        assert prepare is not None
+        columns |= prepare({**columns, **current, "row_keys": row_keys}, rows)
     loss, metrics = policy_losses.bind_policy_loss(loss_fn, numbers)(columns, rows)
     means = {key: masked.masked_mean(values, columns["response_mask"]) for key, values in metrics.items()}
     return loss.view(blocks[-1].shape), means

@@ -5,6 +5,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
     given = _override_keys(overrides)
     for key in (*_leaf_keys(from_file), *given):
         check_key(key)
-    base = OmegaConf.structured(PPOConfig)
+    base = _schema()
     named = {*_leaf_keys(from_file), *given}
     is_embedded = not named & {"data.train_files", "actor_rollout_ref.model.path"}
     if is_embedded:
@@ -59,6 +60,12 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
         raise ConfigError(_one_line(error)) from error
 
 
+@cache
+def _schema() -> Any:
+    """The dataclasses' defaults, to be merged with (which copies) and never changed."""
+    return OmegaConf.structured(PPOConfig)
+
+
 def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
     """A PPOConfig from what a program passes: one already, or a (nested) mapping over the defaults."""
     if isinstance(config, PPOConfig):
@@ -69,7 +76,7 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
             raise ConfigError(f"a configuration must be a PPOConfig or a mapping of sections, not {type(config).__name__}")
         for key in _leaf_keys(given):
             check_key(key)
-        return _to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig), given))
+        return _to_object(OmegaConf.merge(_schema(), given))
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
 

@@ -28,7 +28,7 @@ _Length = tuple[int, int]
 """A row's number and its prompt's number of tokens."""
 
 
-class RLHFDataset(Dataset):
+class RLHFDataset(Dataset[dict[str, Any]]):
     """The prompts of parquet, .json or .jsonl files; only the prompt column is required.
 
     An item is a dict of every column of the files (None where a file lacks one), plus, replacing columns of the same

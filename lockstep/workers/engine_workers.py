@@ -23,21 +23,19 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.models.load import Head
 from lockstep.observability.metrics import Metric
 from lockstep.planner.count import Load
-from lockstep.planner.memory import MemoryPlan
-from lockstep.planner.needs import Needs, place_policy, policy_needs
+from lockstep.planner.memory import MemoryPlan, Model, Rollout
+from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
-from lockstep.single_controller.base import Dispatch, Worker, register
-from lockstep.utils.memory import available_ram, free_device_memory
+from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
-from lockstep.workers.engine.stage import Stages
 from lockstep.workers.losses import make_policy_loss
+from lockstep.workers.model_worker import ModelWorker, update_metrics
 from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
 from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part
 from lockstep.workers.rollout.base import Completion, requests_of, response_columns
 from lockstep.workers.training_worker import TrainingWorker
-from lockstep.workers.updates import update_metrics
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
@@ -45,7 +43,7 @@ __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 _ACTOR_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(ModelWorker):
     """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute.
@@ -71,27 +69,15 @@ class ActorRolloutRefWorker(Worker):
         self.config, self.role, self.parts = config, role, POLICY_ROLES[role]
         self.seed, self.pad_token_id = seed, pad_token_id
         self.total_updates, self.max_response_length = total_updates, max_response_length
-        self.stages = Stages(self.device)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def memory_needs(self, load: Load) -> Needs | None:
-        """What `init_model` and the stages will take on the device, and what is free; None on a CPU, whose memory is the host's already."""
-        free = free_device_memory(self.device)
-        if free is None:
-            return None
-        element = self._dtype.itemsize
-        models, rollout = policy_needs(self.config, self.parts, load=load, world_size=self.world_size, element=element)
-        return Needs(free, available_ram(), socket.gethostname(), models, rollout)
+    def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
+        """See `ModelWorker.count`."""
+        return policy_needs(self.config, self.parts, load=load, world_size=self.world_size, element=self._dtype.itemsize)
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
         """Make `init_model` do what was decided for the models that `memory_needs` named."""
         self.config = place_policy(self.config, plans)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def take_peaks(self) -> dict[str, Metric]:
-        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
-        return self.stages.take_peaks()
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,23 +18,21 @@ from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Metric
 from lockstep.planner.count import Load
-from lockstep.planner.memory import MemoryPlan
-from lockstep.planner.needs import Needs, place_training, training_needs
+from lockstep.planner.memory import MemoryPlan, Model, Rollout
+from lockstep.planner.needs import place_training, training_needs
 from lockstep.protocol import DataProto, Ragged
-from lockstep.single_controller.base import Dispatch, Worker, register
-from lockstep.utils.memory import available_ram, free_device_memory
+from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
-from lockstep.workers.engine.stage import Stages
 from lockstep.workers.losses import make_value_loss
-from lockstep.workers.updates import update_metrics
+from lockstep.workers.model_worker import ModelWorker, update_metrics
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
 
-class TrainingWorker(Worker):
+class TrainingWorker(ModelWorker):
     """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout; one that loads
     something else than `config.model` also replaces `memory_needs` (None: it is left out of the plan)."""
 
@@ -54,28 +51,17 @@ class TrainingWorker(Worker):
             self._value_loss = functools.partial(make_value_loss, config)
         else:
             self.budget = Budget(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
-        self.stages = Stages(self.device)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def memory_needs(self, load: Load) -> Needs | None:
-        """What `init_model` and the stages will take on the device, and what is free; None on a CPU, whose memory is the host's already."""
-        free = free_device_memory(self.device)
-        if free is None:
-            return None
+    def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
+        """See `ModelWorker.count`."""
         element = compute_dtype(self.config.engine.dtype, self.device).itemsize
-        model = training_needs(self.config, load=load, world_size=self.world_size, element=element)
-        return Needs(free, available_ram(), socket.gethostname(), [model])
+        return [training_needs(self.config, load=load, world_size=self.world_size, element=element)], None
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
         """Make `init_model` do what was decided for the model that `memory_needs` named."""
         (plan,) = plans.values()
         self.config = place_training(self.config, plan)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def take_peaks(self) -> dict[str, Metric]:
-        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
-        return self.stages.take_peaks()
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

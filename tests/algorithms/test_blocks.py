@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lockstep.algorithms.blocks import on_blocks
-from lockstep.algorithms.registry import call_by_name
+from lockstep.algorithms.bound import on_blocks
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 
@@ -41,10 +40,3 @@ def test_a_result_that_is_not_per_token_is_an_error_that_names_the_function(wron
 def test_no_rows_are_blocks_too():
     empty = Rows(torch.zeros(0, dtype=torch.int64))
     assert on_blocks("f", lambda *, x: x)(rows=empty, x=torch.zeros(0)).shape == (0,)
-
-
-def test_called_by_name_a_function_that_names_rows_gets_flat_columns_and_another_one_blocks():
-    available = {"x": TOKENS, "rows": ROWS}
-    assert call_by_name("f", lambda *, x, rows: x + rows.spread(rows.lengths), available, "").tolist() == [3.0, 4.0, 4.0]
-    assert call_by_name("f", lambda *, x: x.flip(1), available, "").tolist() == [2.0, 1.0, 0.0]
-    assert call_by_name("f", lambda *, x: x, {"x": TOKENS}, "") is TOKENS

@@ -388,8 +388,8 @@ def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(m
 
     assert advantages.required_inputs("recipe") == ("token_level_rewards", "response_mask", "index")
     rows, tokens = Rows(torch.tensor([2, 1, 0, 0, 0])), {"token_level_rewards": torch.ones(3), "response_mask": torch.ones(3)}
-    others = {"index": UIDS, "config": SimpleNamespace(gamma=0.5), "lam": 1, "rows": rows}
-    result = advantages.compute_advantage("recipe", tokens | others)
+    others = {"index": UIDS, "config": SimpleNamespace(gamma=0.5), "lam": 1}
+    result = advantages.bind_estimator("recipe", {})(tokens | others, rows)
     assert [x.tolist() for x in result] == [[0.5, 0.5, 0.5], [1.0, 2.0, 1.0]]  # it was called with blocks
     assert core_algos.get_adv_estimator_fn("recipe") is not None
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):

@@ -20,6 +20,7 @@ def config_of(batch, n, actor_mini, critic_mini, epochs, **trainer):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     mini=st.integers(1, 4),

@@ -16,6 +16,8 @@ import typing
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import lockstep
 from lockstep.config.load import _section_type
 from lockstep.config.ppo import PPOConfig
@@ -169,6 +171,7 @@ def unread(users, definitions, sections, untyped=UNTYPED):
     return sorted(f"{s}.{name}" for s, fields in own.items() for name in fields if (s, name) not in read)
 
 
+@pytest.mark.slow
 def test_every_field_of_the_configuration_is_read_somewhere():
     users = [path.read_text() for path in PACKAGE.rglob("*.py") if CONFIG not in path.parents and path != CHECKS]
     definitions = [path.read_text() for path in CONFIG.glob("*.py")]

@@ -9,12 +9,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.base import Stopping
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.gpu.backend import GPUBackend
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
-from lockstep.workers.rollout.native.layout import CacheShape
-from lockstep.workers.rollout.native.pages import PagePool
-from lockstep.workers.rollout.native.scheduler import Prompt, Scheduler, Sequence
+from lockstep.workers.rollout.native.pages import CacheShape, PagePool
+from lockstep.workers.rollout.native.scheduler import Prompt, Sample, Scheduler
 
 SHAPE = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "max_position_embeddings": 512}
 """Heads of 64, 4 over 2 key-value heads; sequences of several pages."""
@@ -36,27 +36,25 @@ def generate(backend, prompts, limits, *, temperature=0.0, stop=frozenset(), see
     """Every prompt once for each of `limits`."""
     pool = PagePool(backend.num_pages, backend.page_size)
     scheduler = Scheduler(pool, max_num_seqs, 2048, backend.lookahead, backend.mixed)
-    sequences = []
+    keys = iter(request_keys(seed, [(0, i, 0) for i in range(len(prompts) * len(limits))]).tolist())
+    samples = []
     for ids in prompts:
         prompt = Prompt(list(ids))
-        sequences += [Sequence(len(sequences) + i, prompt, limit) for i, limit in enumerate(limits)]
-    scheduler.add(sequences)
-    keys = dict(enumerate(request_keys(seed, [(0, s.index, 0) for s in sequences]).tolist()))
+        samples += [
+            Sample(len(samples) + i, prompt, Stopping(limit, frozenset(stop), (), None), next(keys))
+            for i, limit in enumerate(limits)
+        ]
+    scheduler.add(samples)
     sampling = SamplingParams(temperature=temperature, top_k=-1, top_p=1.0, max_tokens=max(limits), stop_token_ids=(), seed=seed)
-
-    def find_stop(sequence, start):
-        hits = [i for i in range(start, len(sequence.tokens)) if sequence.tokens[i] in stop]
-        return hits[0] + 1 if hits else None
-
     with torch.no_grad():
-        ended = {s.index: reason for s, reason in backend.run(scheduler, keys, sampling, frozenset(stop), find_stop)}
-    assert sorted(ended) == list(range(len(sequences)))
-    for sequence in sequences:
-        stopped = bool(sequence.tokens) and sequence.tokens[-1] in stop
-        assert ended[sequence.index] == ("stop" if stopped else "length")
-        assert stopped or len(sequence.tokens) == sequence.max_tokens
+        ended = {sample.index: reason for sample, reason in backend.run(scheduler, sampling)}
+    assert sorted(ended) == list(range(len(samples)))
+    for sample in samples:
+        stopped = bool(sample.tokens) and sample.tokens[-1] in stop
+        assert ended[sample.index] == ("stop" if stopped else "length")
+        assert stopped or len(sample.tokens) == sample.limits.max_tokens
     assert pool.num_free == pool.capacity
-    return sequences, scheduler
+    return samples, scheduler
 
 
 def random_prompts(count=5, seed=1):
@@ -65,10 +63,10 @@ def random_prompts(count=5, seed=1):
 
 
 @torch.no_grad()
-def greedy_of_transformers(model, sequence, stop=()):
-    ids = torch.tensor([sequence.prompt.ids], device="cuda")
+def greedy_of_transformers(model, sample, stop=()):
+    ids = torch.tensor([sample.prompt.ids], device="cuda")
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=sequence.max_tokens, do_sample=False, pad_token_id=0,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=sample.limits.max_tokens, do_sample=False, pad_token_id=0,
         eos_token_id=list(stop) or None,
     )  # fmt: skip
     return out[0, ids.shape[1] :].tolist()
@@ -87,14 +85,14 @@ def test_greedy_tokens_equal_transformers_in_float32(family, fused):
         pytest.skip("this family has no fused layers")
     changes = FAMILIES[family]
     model, reference = big_tiny(family, **changes), big_tiny(family, **changes)
-    sequences, _ = generate(make_backend(model, fused=fused), random_prompts(), [1, 9, 130])
-    for sequence in sequences:
-        assert sequence.tokens == greedy_of_transformers(reference, sequence)
+    samples, _ = generate(make_backend(model, fused=fused), random_prompts(), [1, 9, 130])
+    for sample in samples:
+        assert sample.tokens == greedy_of_transformers(reference, sample)
         with torch.no_grad():
-            ids = torch.tensor([sequence.prompt.ids + sequence.tokens], device="cuda")
-            log_probs = reference(input_ids=ids).logits[0, len(sequence.prompt.ids) - 1 : -1].log_softmax(-1)
-        want = log_probs.gather(1, ids[0, len(sequence.prompt.ids) :, None])[:, 0]
-        assert (torch.tensor(sequence.log_probs, device="cuda") - want).abs().max() < 5e-5
+            ids = torch.tensor([sample.prompt.ids + sample.tokens], device="cuda")
+            log_probs = reference(input_ids=ids).logits[0, len(sample.prompt.ids) - 1 : -1].log_softmax(-1)
+        want = log_probs.gather(1, ids[0, len(sample.prompt.ids) :, None])[:, 0]
+        assert (torch.tensor(sample.log_probs, device="cuda") - want).abs().max() < 5e-5
 
 
 def test_stop_tokens_end_a_response_where_transformers_does():
@@ -102,10 +100,10 @@ def test_stop_tokens_end_a_response_where_transformers_does():
     backend = make_backend(model)
     free, _ = generate(backend, random_prompts(), [60])
     stop = {free[0].tokens[20], free[1].tokens[3], free[2].tokens[40]}
-    sequences, _ = generate(backend, random_prompts(), [60], stop=stop)
+    samples, _ = generate(backend, random_prompts(), [60], stop=stop)
     reference = big_tiny("qwen2")
-    assert [s.tokens for s in sequences] == [greedy_of_transformers(reference, s, stop) for s in sequences]
-    assert any(len(s.tokens) < 60 for s in sequences)
+    assert [s.tokens for s in samples] == [greedy_of_transformers(reference, s, stop) for s in samples]
+    assert any(len(s.tokens) < 60 for s in samples)
 
 
 def test_a_short_pool_preempts_and_gives_the_same_tokens():
@@ -156,7 +154,7 @@ def test_fifty_rounds_of_sleeping_and_waking_leave_no_memory_behind():
     assert used[-1] == used[2]
 
 
-def test_logits_that_are_not_finite_end_their_sequence_alone():
+def test_logits_that_are_not_finite_end_their_sample_alone():
     model = big_tiny("qwen2", tie_word_embeddings=False)
     backend = make_backend(model)
     with torch.no_grad():
@@ -164,11 +162,10 @@ def test_logits_that_are_not_finite_end_their_sequence_alone():
     prompts = [[5, 6, 7], [5, 3, 7], [8, 9]]
     pool = PagePool(backend.num_pages, backend.page_size)
     scheduler = Scheduler(pool, 64, 2048, backend.lookahead, backend.mixed)
-    scheduler.add([Sequence(i, Prompt(ids), 5) for i, ids in enumerate(prompts)])
+    scheduler.add([Sample(i, Prompt(ids), Stopping(5, frozenset(), (), None), key=i) for i, ids in enumerate(prompts)])
     sampling = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=5, stop_token_ids=(), seed=0)
     with torch.no_grad():
-        ended = backend.run(scheduler, {i: i for i in range(3)}, sampling, frozenset(), lambda sequence, start: None)
-        reasons = {sequence.index: reason for sequence, reason in ended}
+        reasons = {sample.index: reason for sample, reason in backend.run(scheduler, sampling)}
     assert reasons == {0: "length", 1: "error", 2: "length"}
 
 
@@ -200,7 +197,7 @@ def test_batch_invariant_log_probs_are_bitwise_the_same_in_any_batch():
 
 @pytest.mark.parametrize(("num_pages", "seats"), [(14, 64), (200, 5), (14, 2)])
 def test_batch_invariant_log_probs_do_not_know_a_short_pool_or_few_rows(num_pages, seats):
-    """Where few sequences fit at a time, or samples have to wait for a row. The batch that is computed has 64 rows in every case."""
+    """Where few samples fit at a time, or samples have to wait for a row. The batch that is computed has 64 rows in every case."""
     model = big_tiny("qwen2").bfloat16()
     plenty, _ = generate(make_backend(model, batch_invariant=True), random_prompts(), [100, 90, 120], temperature=1.0)
     short = make_backend(model, num_pages=num_pages, batch_invariant=True)
@@ -212,9 +209,9 @@ def test_batch_invariant_log_probs_do_not_know_a_short_pool_or_few_rows(num_page
 
 
 @torch.no_grad()
-def log_probs_of(model, sequence):
-    ids = torch.tensor([sequence.prompt.ids + sequence.tokens], device="cuda")
-    start = len(sequence.prompt.ids)
+def log_probs_of(model, sample):
+    ids = torch.tensor([sample.prompt.ids + sample.tokens], device="cuda")
+    start = len(sample.prompt.ids)
     return model(input_ids=ids).logits[0, start - 1 : -1].float().log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
 
 
@@ -227,12 +224,12 @@ def test_fused_layers_in_bfloat16_are_as_near_to_float32_as_the_module_itself(fa
     exact = big_tiny(family)
     exact.load_state_dict(plain.state_dict())
     prompts = [[ids[0] + i, *ids[1:20]] for i in range(12) for ids in random_prompts()]
-    sequences, _ = generate(
+    samples, _ = generate(
         make_backend(fused), [[i % 500 for i in ids] for ids in prompts[:rows]], [20 if rows > 1 else 300], temperature=1.0
     )
-    want = torch.cat([log_probs_of(exact, s) for s in sequences])
-    module = torch.cat([log_probs_of(plain, s) for s in sequences])
-    sampler = torch.cat([torch.tensor(s.log_probs, device="cuda") for s in sequences])
+    want = torch.cat([log_probs_of(exact, s) for s in samples])
+    module = torch.cat([log_probs_of(plain, s) for s in samples])
+    sampler = torch.cat([torch.tensor(s.log_probs, device="cuda") for s in samples])
     assert (sampler - want).abs().mean() < 1.5 * (module - want).abs().mean()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages import compute_advantage
+from lockstep.algorithms.advantages import bind_estimator
 from lockstep.algorithms.rows import Rows
 
 TOKENS = ("token_level_rewards", "response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
@@ -38,5 +38,5 @@ def estimate(estimator: str | Callable[..., Any], **inputs: Any) -> tuple[Tensor
     """Advantages and returns [B, T] of an estimator, from blocks."""
     cut = Cut(inputs["response_mask"])
     flat = {name: cut(x) if name in TOKENS and x is not None else x for name, x in inputs.items()}
-    advantages, returns = compute_advantage(estimator, {**flat, "rows": cut.rows})
+    advantages, returns = bind_estimator(estimator, {})(flat, cut.rows)
     return cut.back(advantages), cut.back(returns)

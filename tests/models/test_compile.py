@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 import torch
 from helpers.tiny import tiny_model
 from torch import Tensor
@@ -17,6 +18,7 @@ def run(model: Any, lengths: list[int]) -> tuple[Tensor, list[Tensor]]:
     return logits.detach(), [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_numbers_and_share_their_code() -> None:
     """Traced and run by torch, without the code generator: what is tested is that layers can be traced and are shared."""
     torch._dynamo.reset()

@@ -57,7 +57,8 @@ from lockstep.algorithms.advantages.gae import gae
 from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rloo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
-from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
+from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.registry import input_names, registering, unknown_name
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
@@ -98,27 +99,21 @@ def get_adv_estimator(name: str) -> AdvantageEstimator:
     return ADV_ESTIMATORS[name]
 
 
-def estimator_inputs(estimator: str | AdvantageEstimator) -> dict[str, bool]:
-    """The arguments of the estimator (or the one of that name), and whether it cannot do without each."""
-    what, function = _resolve(estimator)
-    return input_names(what, function)
-
-
 def required_inputs(estimator: str | AdvantageEstimator) -> tuple[str, ...]:
     """The arguments the estimator (or the one of that name) cannot do without: what a trainer must produce before using it."""
-    return tuple(name for name, is_required in estimator_inputs(estimator).items() if is_required)
+    return tuple(name for name, is_required in input_names(*_resolve(estimator)).items() if is_required)
 
 
-def compute_advantage(estimator: str | AdvantageEstimator, available: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Call the estimator, or the one of that name, with those of the `available` inputs that it names. None is not available.
+def bind_estimator(estimator: str | AdvantageEstimator, parameters: Mapping[str, Any]) -> Bound:
+    """The estimator, or the one of that name, with those of the `parameters` that it names: `bound(columns, rows)` gives (advantages,
+    returns), flat, also where the estimator takes and returns blocks.
 
-    `available` has `rows`, and its tokens are flat; so are the results, also of an estimator that takes and returns blocks.
-
-    Raises ConfigError when the name is unknown, an argument is not keyword-only, or a required input is not available,
-    or when the blocks that an estimator returns have another shape than those it was given.
+    Raises ConfigError when the name is unknown or an argument is not keyword-only. Calling it raises ConfigError when a required column
+    is missing, or when the blocks that it returns have another shape than those it was given.
     """
     what, function = _resolve(estimator)
-    return call_by_name(what, function, available, "choose another algorithm.adv_estimator, or switch on what produces it")
+    remedy = "choose another algorithm.adv_estimator, or switch on what produces it"
+    return Bound(what, function, parameters, remedy, "rows" not in input_names(what, function))
 
 
 def _resolve(estimator: str | AdvantageEstimator) -> tuple[str, AdvantageEstimator]:

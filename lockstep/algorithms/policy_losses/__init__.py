@@ -58,13 +58,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.algorithms.policy_losses.bound import REMEDY, BoundLoss, PolicyLoss
+from lockstep.algorithms.bound import Bound
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
 from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
-from lockstep.algorithms.registry import call_by_name, input_names, registering, unknown_name
+from lockstep.algorithms.registry import input_names, registering, unknown_name
 
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Prepare = Callable[..., dict[str, Tensor]]
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -90,6 +91,8 @@ PREPARATIONS: dict[PolicyLoss, Prepare] = {clip_cov: choose_clip_cov, kl_cov: ch
 
 _BUILT_IN = frozenset(POLICY_LOSSES.values())
 """They are flat whether they name `rows` or not."""
+
+REMEDY = "add it to actor_rollout_ref.actor.policy_loss.loss_kwargs, or give the argument a default"
 
 BATCH_INPUTS = (
     *("old_log_prob", "log_prob", "advantages", "response_mask", "rows", "row_keys"),
@@ -124,13 +127,8 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 def loss_inputs(loss: PolicyLoss) -> dict[str, bool]:
     """The names that the loss and its `prepare` read, and whether each is required. ConfigError when one is not keyword-only."""
-    return prepare_inputs(loss) | input_names(_what(loss), loss)
-
-
-def prepare_inputs(loss: PolicyLoss) -> dict[str, bool]:
-    """The names that the loss's `prepare` reads, and whether each is required; none where it has no `prepare`."""
-    prepare = PREPARATIONS.get(loss)
-    return {} if prepare is None else input_names(f"the prepare of {_what(loss)}", prepare)
+    prepare = bind_prepare(loss, {})
+    return (prepare.columns if prepare is not None else {}) | input_names(_what(loss), loss)
 
 
 def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
@@ -144,22 +142,21 @@ def takes_blocks(loss: PolicyLoss) -> bool:
     return loss not in _BUILT_IN and "rows" not in input_names(_what(loss), loss)
 
 
-def bind_policy_loss(loss: PolicyLoss, parameters: Mapping[str, Any]) -> BoundLoss:
-    """The loss with those of the `parameters` that it names, to be called as `bound(columns, rows)`.
+def bind_policy_loss(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound:
+    """The loss with those of the `parameters` that it names: `bound(columns, rows)` gives loss [M] and metrics, [M] each.
 
     Raises ConfigError when an argument of the loss is not keyword-only.
     """
-    return BoundLoss(_what(loss), loss, parameters, takes_blocks(loss))
+    return Bound(_what(loss), loss, parameters, REMEDY, takes_blocks(loss))
 
 
-def prepare_columns(loss: PolicyLoss, available: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns [M] that the loss's `prepare` computes from a whole mini-batch; none where it has no `prepare`.
-
-    Calls it with those of the `available` inputs that it names; `rows` must be among them. Raises ConfigError when one that it
-    requires is missing.
-    """
+def bind_prepare(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound | None:
+    """The loss's `prepare`: `bound(columns, rows)` gives the columns [M] that it computes from a whole mini-batch. None if it has none."""
     prepare = PREPARATIONS.get(loss)
-    return {} if prepare is None else call_by_name(f"the prepare of {_what(loss)}", prepare, available, REMEDY)
+    if prepare is None:
+        return None
+    what = f"the prepare of {_what(loss)}"
+    return Bound(what, prepare, parameters, REMEDY, "rows" not in input_names(what, prepare))
 
 
 def _what(loss: str | PolicyLoss) -> str:

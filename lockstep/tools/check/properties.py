@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators, agg_loss
+from lockstep.algorithms.bound import Bound
 from lockstep.algorithms.masked import zero_outside
-from lockstep.algorithms.policy_losses import REMEDY, bind_policy_loss, prepare_columns, takes_blocks
-from lockstep.algorithms.registry import call_by_name, input_names
+from lockstep.algorithms.policy_losses import REMEDY, bind_policy_loss, bind_prepare, takes_blocks
+from lockstep.algorithms.registry import input_names
 from lockstep.algorithms.rows import Rows
 
 TOLERANCE = 1e-9
@@ -84,8 +85,8 @@ class LossSubject:
     def prepared(self, case: LossCase) -> dict[str, Tensor]:
         """The columns of the loss's `prepare` for the whole mini-batch, as blocks."""
         known = {name: x for name, x in case.tokens.items() if name != "log_prob"} | {"response_mask": case.mask}
-        others = {"row_keys": case.row_keys, "rows": case.rows()}
-        columns = prepare_columns(self.loss, {**self.parameters, **_flat(case, known), **others})
+        prepare = bind_prepare(self.loss, self.parameters)
+        columns = {} if prepare is None else prepare({**_flat(case, known), "row_keys": case.row_keys}, case.rows())
         return {name: case.block(x) for name, x in columns.items()}
 
     def evaluate(
@@ -95,7 +96,7 @@ class LossSubject:
         log_prob = case.tokens["log_prob"].clone().requires_grad_()
         tokens = {**case.tokens, **extra, "log_prob": log_prob, "response_mask": case.mask}
         if takes_blocks(self.loss):
-            loss, metrics = call_by_name("the policy loss", self.loss, {**self.parameters, **tokens}, REMEDY)
+            loss, metrics = Bound("the policy loss", self.loss, self.parameters, REMEDY, takes_blocks=False)(tokens, None)
         else:
             loss, metrics = bind_policy_loss(self.loss, self.parameters)(_flat(case, tokens), case.rows())
         named = {"the loss": loss} | {f"metric {name!r}": x for name, x in metrics.items()}
@@ -209,7 +210,7 @@ class AdvantageSubject:
         tokens = {**case.tokens, "response_mask": case.mask}
         index = case.of_rows["group"].numpy().astype(str).astype(object)
         available = {**self.parameters, **(_flat(case, tokens) if is_flat else tokens), **case.of_rows, "index": index}
-        result = call_by_name(what, self.estimator, available | ({"rows": case.rows()} if is_flat else {}), "no run has it")
+        result = Bound(what, self.estimator, {}, "no run has it", takes_blocks=False)(available, case.rows() if is_flat else None)
         advantages, returns = _blocks(case, dict(zip(("advantages", "returns"), result, strict=True)), not is_flat)
         return advantages, returns
 

@@ -36,6 +36,7 @@ from lockstep.tools.compare.report import AlgorithmResult, Comparison
 from lockstep.trainer.ppo import checks, stages
 from lockstep.trainer.ppo.metrics import row_sums
 from lockstep.trainer.ppo.recording import Recording
+from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
@@ -183,9 +184,9 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     data = batch.select()
     if config.algorithm.rollout_correction.bypass_mode:
         stages.use_sampler_log_probs(data)
-    stages.correct(data, config.algorithm.rollout_correction)
-    stages.advantage(data, config.algorithm, make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
-    rows = stages.actor_mini_batch(data, torch.arange(len(data)), actor)
+    stages.correct(data, read_correction(config.algorithm.rollout_correction))
+    stages.advantage(data, Estimation.of(config.algorithm), make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
+    rows = stages.actor_mini_batch(data, torch.arange(len(data)), PolicyUpdate.of(actor))
     mask = rows.ragged("response_mask")
     denominators = Denominators.of(mask.values, Rows(mask.lengths))
     if not denominators.tokens:

@@ -17,7 +17,7 @@ from lockstep.config.check import one_of
 from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.trainer.ppo.stages import read_correction
+from lockstep.trainer.ppo.resolved import read_correction
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
 
@@ -34,7 +34,7 @@ def check_algorithm(config: PPOConfig) -> None:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     _check_policy_loss(actor)
     correction, rollout = algorithm.rollout_correction, config.actor_rollout_ref.rollout
-    if (read_correction(correction).is_on or correction.bypass_mode) and not rollout.has_log_probs:
+    if (read_correction(correction) is not None or correction.bypass_mode) and not rollout.has_log_probs:
         raise ConfigError(
             f"algorithm.rollout_correction reads the sampler's log-probs, which rollout.name={rollout.name} cannot give for this sampling "
             "(temperature together with top_k, top_p, min_p or repetition_penalty); sample plainly, or use rollout.name=native"

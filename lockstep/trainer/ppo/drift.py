@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from lockstep.config.ppo import PPOConfig
-from lockstep.trainer.ppo.stages import reads_old_log_probs
+from lockstep.trainer.ppo.resolved import reads_old_log_probs
 
 
 class Source(Enum):

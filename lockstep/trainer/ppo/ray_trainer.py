@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.config.arithmetic import describe
 from lockstep.config.load import as_config
@@ -34,6 +33,7 @@ from lockstep.trainer.ppo.groups import Groups
 from lockstep.trainer.ppo.launch import Workers
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, silent_peaks, timing_metrics
 from lockstep.trainer.ppo.prompts import Prompts, open_dataset
+from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
 from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.rewards import Scored, Scorer, greedy_baseline
 from lockstep.trainer.ppo.role import Role
@@ -41,7 +41,6 @@ from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.run import FitResult, Run
 from lockstep.utils.device import resolve_device
-from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import stop_token_ids
 
 __all__ = ["FitResult", "RayPPOTrainer", "ResourcePoolManager", "Role"]
@@ -74,7 +73,7 @@ class RayPPOTrainer(Run):
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=self.device))
         self.tokenizer, self.reward_fn, self.val_reward_fn = tokenizer, reward_fn, val_reward_fn
         self.role_worker_mapping = checks.needed_roles(config, role_worker_mapping)
-        self.resource_pool_manager, self.num_processes = resource_pool_manager, resource_pool_manager.get_n_gpus()
+        self.resource_pool_manager = resource_pool_manager
         check_trackers(config.trainer.logger)
         checks.check_algorithm(config)
         checks.check_roles(config, self.role_worker_mapping, resource_pool_manager.mapping)
@@ -97,8 +96,10 @@ class RayPPOTrainer(Run):
         self.drift = Drift(config, self.display.message)
         kl = algorithm.kl_ctrl
         self.kl_control = make_kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
-        estimator = load_reference(algorithm.adv_estimator) or algorithm.adv_estimator
-        self.needs_baseline = "reward_baselines" in required_inputs(estimator)
+        self.estimation, self.policy_update = Estimation.of(algorithm), PolicyUpdate.of(config.actor_rollout_ref.actor)
+        self.correction = read_correction(algorithm.rollout_correction)
+        self.actor_prompts, self.critic_prompts = config.actor_mini_batch_prompts, config.critic_mini_batch_prompts
+        self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
         self.workers = Workers(config, self.role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.display.message)
         self.worker_groups = self.workers.by_role
 
@@ -115,7 +116,7 @@ class RayPPOTrainer(Run):
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
-        self.weight_exchange = workers.weight_exchange()
+        self.weight_exchange, self.num_gpus = workers.weight_exchange(), self.resource_pool_manager.get_n_gpus()
         self.scorer = Scorer(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 
@@ -147,7 +148,7 @@ class RayPPOTrainer(Run):
                 groups.add(batch, scored, metrics)
             batch, scored, metrics = groups.join(self.display.message)
 
-            updates = self._mini_batches(step, batch, config.actor_mini_batch_prompts, actor.ppo_epochs)
+            updates = self._mini_batches(step, batch, self.actor_prompts, actor.ppo_epochs)
             is_recorded = self._is_recorded(step)
             source = self.drift.source(step, len(updates), is_recorded)
             if source is Source.SAMPLER:
@@ -165,16 +166,16 @@ class RayPPOTrainer(Run):
             if is_recorded:
                 with timer.stage("record_batch"):
                     self._record_batch(step, batch, scored)
-            metrics |= stages.correct(batch, config.algorithm.rollout_correction)
+            metrics |= stages.correct(batch, self.correction)
             with timer.stage("adv"):
-                metrics |= stages.advantage(batch, config.algorithm, self.kl_control)
+                metrics |= stages.advantage(batch, self.estimation, self.kl_control)
             if self.critic_wg is not None:
                 with timer.stage("update_critic"):
-                    rows = self._mini_batches(step, batch, config.critic_mini_batch_prompts, config.critic_epochs)
+                    rows = self._mini_batches(step, batch, self.critic_prompts, config.critic_epochs)
                     metrics |= stages.update_critic(self.critic_wg, batch, rows)
             if step > config.trainer.critic_warmup:
                 with timer.stage("update_actor"):
-                    update_metrics, difference = stages.update_actor(self.actor_wg, batch, updates, actor)
+                    update_metrics, difference = stages.update_actor(self.actor_wg, batch, updates, self.policy_update)
                 metrics |= update_metrics
                 if source is not Source.PASS:
                     self.drift.heed(source, difference)
@@ -192,10 +193,11 @@ class RayPPOTrainer(Run):
     def _record(self, step: int, batch: DataProto, scored: Scored) -> dict[str, float]:
         """Numbers about the batch and the time it took. Writes its samples where trainer.rollout_data_dir says."""
         data = self.config.data
-        write_samples(self.config.trainer.rollout_data_dir, step, batch, scored.extra, self.tokenizer)
+        if (folder := self.config.trainer.rollout_data_dir) is not None:
+            write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
-        metrics |= timing_metrics(batch, self.timer.seconds, self.num_processes)
+        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
     def _is_recorded(self, step: int) -> bool:

@@ -9,10 +9,8 @@ from typing import Any
 from lockstep.protocol import DataProto
 
 
-def write_samples(directory: str | None, step: int, batch: DataProto, info: dict[str, list[Any]], tokenizer: Any) -> None:
-    """Write `{step}.jsonl`: the text, the score and everything the reward function said (`info`) of each row. None: write nothing."""
-    if directory is None:
-        return
+def write_samples(directory: str, step: int, batch: DataProto, info: dict[str, list[Any]], tokenizer: Any) -> None:
+    """Write `{step}.jsonl`: the text, the score and everything the reward function said (`info`) of each row."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     inputs, outputs = (
         tokenizer.batch_decode([row.tolist() for row in batch.ragged(name).rows()], skip_special_tokens=True)

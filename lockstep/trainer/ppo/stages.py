@@ -14,19 +14,16 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
-from lockstep.algorithms.advantages import compute_advantage, estimator_inputs
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
-from lockstep.algorithms.policy_losses import FLAT_WITHOUT_ADVANTAGE, get_policy_loss, prepare_columns, prepare_inputs
 from lockstep.algorithms.rows import Rows
-from lockstep.config.actor_rollout_ref import ActorConfig
-from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Mean, Metric, average_updates, merge_metrics
 from lockstep.protocol import DataProto, Ragged
-from lockstep.utils.files import load_reference
+from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 
 _OPTIONAL_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
 """Columns that estimators may read, where the run has them."""
@@ -98,18 +95,6 @@ def use_sampler_log_probs(batch: DataProto) -> None:
     _check_finite(batch, "old_log_probs")
 
 
-def reads_old_log_probs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
-    """Whether old log-probs are read before the update: by the correction, the KL in the reward, the estimator, or what the policy loss
-    wants computed from a whole mini-batch. Otherwise a batch's only update, whose forward pass computes them, can do without a pass."""
-    mode, estimator = actor.policy_loss.loss_mode, algorithm.adv_estimator
-    return (
-        read_correction(algorithm.rollout_correction).is_on
-        or algorithm.use_kl_in_reward
-        or "old_log_probs" in estimator_inputs(load_reference(estimator) or estimator)
-        or "old_log_prob" in prepare_inputs(load_reference(mode) or get_policy_loss(mode))
-    )
-
-
 def ref_log_prob(reference: Any, batch: DataProto) -> None:
     """Reads prompts, responses. Writes ref_log_prob."""
     batch.union(reference.compute_ref_log_prob(batch.select(["prompts", "responses"], [])))
@@ -122,14 +107,13 @@ def values(critic: Any, batch: DataProto) -> None:
     _check_finite(batch, "values")
 
 
-def correct(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
+def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[str, float]:
     """Reads old_log_probs, rollout_log_probs, response_mask, uid. Writes rollout_is_weights; rejected tokens leave response_mask.
 
     What has left the mask is out of the losses' denominators, the estimators' sums and the groups' statistics. Where the sampler's
-    log-probs serve as old log-probs the correction is the identity. Does nothing when the config asks for nothing.
+    log-probs serve as old log-probs the correction is the identity. None does nothing.
     """
-    correction = read_correction(config)
-    if not correction.is_on:
+    if correction is None:
         return {}
     rows, mask = _rows_and_mask(batch)
     old, rollout = (batch.ragged(name).values for name in ("old_log_probs", "rollout_log_probs"))
@@ -152,24 +136,13 @@ def correct(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, floa
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def read_correction(config: RolloutCorrectionConfig) -> mismatch.Correction:
-    """The section as the algorithms take it. Raises ConfigError when it cannot work."""
-    return mismatch.make_correction(
-        config.rollout_is,
-        config.rollout_is_threshold,
-        config.rollout_is_batch_normalize,
-        config.rollout_rs,
-        config.rollout_rs_threshold,
-    )
-
-
-def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLController) -> dict[str, float]:
+def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
     """Reads token_level_scores, response_mask, uid and, where the run has them, ref_log_prob, old_log_probs, values, reward_baselines,
     reward_parts, sum_pi_squared, rollout_is_weights.
 
     Writes token_level_rewards, advantages, returns. With KL in the reward, `kl_control` is updated.
     """
-    rows, mask = _rows_and_mask(batch)
+    config, (rows, mask) = estimation.config, _rows_and_mask(batch)
     rewards = batch.ragged("token_level_scores").values
     metrics = {}
     if config.use_kl_in_reward:
@@ -180,23 +153,15 @@ def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLControlle
         metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_control.value}
         kl_control.update(kl, n_steps=len(batch))
     optional = {name: batch.columns[name] for name in _OPTIONAL_INPUTS if name in batch}
-    available = {
-        "rows": rows,
+    columns = {
         "token_level_rewards": rewards,
         "response_mask": mask,
         **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
         "reward_parts": _reward_parts(batch, config),
-        "reward_part_weights": torch.tensor(config.gdpo_reward_weights, dtype=torch.float64)
-        if config.gdpo_reward_weights
-        else None,
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
-        "config": config,
-        "gamma": config.gamma,
-        "lam": config.lam,
-        "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
     }
-    advantages, returns = compute_advantage(load_reference(config.adv_estimator) or config.adv_estimator, available)
+    advantages, returns = estimation.estimator(columns, rows)
     for name, values in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
         _set_tokens(batch, name, values)
     return metrics
@@ -205,11 +170,15 @@ def advantage(batch: DataProto, config: AlgorithmConfig, kl_control: KLControlle
 def update_critic(critic: Any, batch: DataProto, mini_batches: Sequence[Tensor]) -> dict[str, float]:
     """Reads values, returns. One optimizer step for each of `mini_batches` (row numbers)."""
     data = batch.select([*UPDATE_COLUMNS, "values", "returns"], ["index"])
-    return average_updates([_update(critic.update_critic, data.select_idxs(rows)) for rows in mini_batches])
+    updates: list[dict[str, Metric]] = []
+    for rows in mini_batches:
+        mini_batch = data.select_idxs(rows)
+        updates.append(merge_metrics(critic.update_critic(mini_batch, denominators=_denominators(mini_batch))))
+    return average_updates(updates)
 
 
 def update_actor(
-    actor: Any, batch: DataProto, mini_batches: Sequence[Tensor], config: ActorConfig
+    actor: Any, batch: DataProto, mini_batches: Sequence[Tensor], update: PolicyUpdate
 ) -> tuple[dict[str, float], float | None]:
     """Reads advantages and, where the run has them, old_log_probs, ref_log_prob and rollout_is_weights.
 
@@ -224,11 +193,12 @@ def update_actor(
     """
     updates: list[dict[str, Metric]] = []
     for rows in mini_batches:
-        mini_batch = actor_mini_batch(batch, rows, config)
+        mini_batch = actor_mini_batch(batch, rows, update)
         if not updates and "entropys" not in batch and _has_sampler_log_probs(batch):
             mini_batch.union(batch.select(["rollout_log_probs"], []).select_idxs(rows))
-        kept = rows_with_gradient(mini_batch, config)
-        updates.append(_update(actor.update_actor, mini_batch, kept))
+        kept = rows_with_gradient(mini_batch, update)
+        sent = mini_batch if len(kept) == len(mini_batch) else mini_batch.select_idxs(kept)
+        updates.append(merge_metrics(actor.update_actor(sent, denominators=_denominators(mini_batch))))
         updates[-1]["actor/skipped_rows"] = Mean(float(len(mini_batch) - len(kept)), float(len(mini_batch)))
     found = {name: updates[0].pop(name).value for name in list(updates[0]) if name.startswith("sampler/")}
     metrics = average_updates(updates)
@@ -279,25 +249,23 @@ def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int
     return [rows for epoch in range(epochs) for rows in one_epoch(epoch)]
 
 
-def actor_mini_batch(batch: DataProto, rows: Tensor, config: ActorConfig) -> DataProto:
+def actor_mini_batch(batch: DataProto, rows: Tensor, update: PolicyUpdate) -> DataProto:
     """Those rows with the columns that an update of the actor reads, and those that the policy loss wants computed from all of them."""
     optional = [name for name in ("old_log_probs", "ref_log_prob", "rollout_is_weights") if name in batch]
     data = batch.select([*UPDATE_COLUMNS, "advantages", *optional], ["index", "sample"])
     mini_batch = data.select_idxs(rows)
-    mode = config.policy_loss.loss_mode
-    keys = [
-        (int(index) << 24) + int(sample)
-        for index, sample in zip(mini_batch.non_tensor_batch["index"], mini_batch.non_tensor_batch["sample"], strict=True)
-    ]
+    if update.prepare is None:
+        return mini_batch
+    objects = mini_batch.non_tensor_batch
+    keys = [(int(index) << 24) + int(sample) for index, sample in zip(objects["index"], objects["sample"], strict=True)]
     kept, mask = _rows_and_mask(mini_batch)
-    available = config.loss_parameters | {
-        "rows": kept,
+    columns = {
         "old_log_prob": mini_batch.ragged("old_log_probs").values if "old_log_probs" in mini_batch else None,
         "advantages": mini_batch.ragged("advantages").values,
         "response_mask": mask,
         "row_keys": torch.tensor(keys, dtype=torch.int64),
     }
-    for name, values in prepare_columns(load_reference(mode) or get_policy_loss(mode), available).items():
+    for name, values in update.prepare(columns, kept).items():
         _set_tokens(mini_batch, name, values)
     return mini_batch
 
@@ -337,27 +305,20 @@ def _share_lost(before: Tensor, after: Tensor) -> float:
     return 1 - int(after.sum()) / max(int(before.sum()), 1)
 
 
-def rows_with_gradient(mini_batch: DataProto, config: ActorConfig) -> Tensor:
-    """The row numbers that have a part in the gradient of the policy loss; at least one, since an update is made in any case.
-
-    All of them where the entropy, the KL or the policy loss itself moves a row without an advantage.
-    """
+def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:
+    """The row numbers that have a part in the gradient of the policy loss; at least one, since an update is made in any case."""
     everything = torch.arange(len(mini_batch))
-    mode = config.policy_loss.loss_mode
-    loss = load_reference(mode) or get_policy_loss(mode)
-    if config.entropy_coeff or config.use_kl_loss or loss not in FLAT_WITHOUT_ADVANTAGE or not len(mini_batch):
+    if not update.skips_rows or not len(mini_batch):
         return everything
     rows, mask = _rows_and_mask(mini_batch)
     has_advantage = rows.sum((mini_batch.ragged("advantages").values != 0) & mask) > 0
     return everything[has_advantage] if has_advantage.any() else everything[:1]
 
 
-def _update(update: Callable[..., Any], mini_batch: DataProto, rows: Tensor | None = None) -> dict[str, Metric]:
-    """One optimizer step on `rows` (all, if not given) of a mini-batch; the denominators are those of the whole of it."""
-    all_rows, mask = _rows_and_mask(mini_batch)
-    denominators = Denominators.of(mask, all_rows)
-    sent = mini_batch if rows is None or len(rows) == len(mini_batch) else mini_batch.select_idxs(rows)
-    return merge_metrics(update(sent, denominators=denominators))
+def _denominators(mini_batch: DataProto) -> Denominators:
+    """Those of a whole mini-batch, whichever of its rows are sent."""
+    rows, mask = _rows_and_mask(mini_batch)
+    return Denominators.of(mask, rows)
 
 
 def _check_finite(batch: DataProto, name: str) -> None:

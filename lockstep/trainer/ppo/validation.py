@@ -40,7 +40,8 @@ def validate(
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
     extra: dict[str, list[Any]] = {"reward": scored.total} | scored.extra
     extra.pop("score", None)
-    write_samples(config.trainer.validation_data_dir, step, batch, extra, scorer.tokenizer)
+    if config.trainer.validation_data_dir is not None:
+        write_samples(config.trainer.validation_data_dir, step, batch, extra, scorer.tokenizer)
     sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
     return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
 

@@ -72,31 +72,24 @@ class Stopping:
         limit = limit if context is None else min(limit, context - len(request.prompt_ids))
         return cls(limit, frozenset(token_ids), strings, decode_text)
 
-    def reason(self, last: Sequence[int], length: int) -> str | None:
-        """ "stop" or "length" if a response ends with the last of its tokens, None if it goes on. Call it after each token.
-
-        `last` are its last tokens: `window` of them are enough; `length` counts them all.
-        """
-        if last[-1] in self.token_ids or (self.strings and self._completes_a_string(last)):
-            return "stop"
-        return "length" if length >= self.max_tokens else None
-
-    def end(self, tokens: Sequence[int]) -> tuple[int, str] | None:
-        """The length at which a response ends and why, for tokens that may go on after it; None if it goes on after all of them."""
-        for length in range(1, len(tokens) + 1):
-            reason = self.reason(tokens[max(0, length - self.window) : length], length)
-            if reason is not None:
-                return length, reason
+    def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
+        """The length at which a response ends, and why ("stop" or "length"), if it does with one of its tokens from `start` to `stop`
+        (None: the last). Before `start` it went on; what `tokens` has after the end does not matter."""
+        stop = len(tokens) if stop is None else stop
+        if not self.token_ids and not self.strings:
+            return (self.max_tokens, "length") if stop >= self.max_tokens else None
+        for length in range(start + 1, stop + 1):
+            if tokens[length - 1] in self.token_ids or (self.strings and self._completes_a_string(tokens, length)):
+                return length, "stop"
+            if length >= self.max_tokens:
+                return length, "length"
         return None
 
-    @property
-    def window(self) -> int:
-        """How many tokens can matter: a character has at most 4 bytes, and a token at least one of them or is special."""
-        return 4 * max(map(len, self.strings)) + 8 if self.strings else 1
-
-    def _completes_a_string(self, last: Sequence[int]) -> bool:
+    def _completes_a_string(self, tokens: Sequence[int], length: int) -> bool:
         assert self.decode_text is not None
-        text = self.decode_text(list(last[-self.window :]))
+        # A character has at most 4 bytes, and a token at least one of them or is special: earlier tokens cannot matter.
+        window = 4 * max(map(len, self.strings)) + 8
+        text = self.decode_text(list(tokens[max(0, length - window) : length]))
         return any(string in text for string in self.strings)
 
 

@@ -3,7 +3,7 @@ import torch
 from helpers.blocks import estimate
 
 from lockstep.algorithms import advantages as module
-from lockstep.algorithms.advantages import compute_advantage, get_adv_estimator, required_inputs
+from lockstep.algorithms.advantages import bind_estimator, get_adv_estimator, required_inputs
 from lockstep.algorithms.masked import masked_whiten
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
@@ -32,13 +32,13 @@ def test_an_estimator_gets_the_inputs_its_signature_names_and_no_others():
         return rows, (response_mask, gamma, lam)
 
     assert required_inputs("probe") == ("rows", "response_mask")
-    assert compute_advantage("probe", {"rows": 7, "response_mask": 1, "lam": 0.75, "values": 2}) == (7, (1, 0.5, 0.75))
+    assert bind_estimator("probe", {"lam": 0.75})({"response_mask": 1, "values": 2}, 7) == (7, (1, 0.5, 0.75))
 
 
 @pytest.mark.parametrize("available", [{"gamma": 1.0, "values": None}, {"gamma": 1.0}])
 def test_a_missing_input_is_named_with_its_estimator(available):
-    with pytest.raises(ConfigError, match=r"'gae' needs token_level_rewards, response_mask, rows, values, lam.*has gamma"):
-        compute_advantage("gae", available)
+    with pytest.raises(ConfigError, match=r"'gae' needs token_level_rewards, response_mask, values, lam.*has gamma"):
+        bind_estimator("gae", {})(available, available.get("rows"))
 
 
 @pytest.mark.usefixtures("scratch_registry")
@@ -143,11 +143,11 @@ def test_a_function_that_names_rows_is_called_with_flat_columns_without_register
         return rows.spread(rows.sum(token_level_rewards)) * gamma, token_level_rewards
 
     assert required_inputs(mine) == ("token_level_rewards", "rows", "gamma")
-    advantages, returns = compute_advantage(mine, FLAT)
+    advantages, returns = bind_estimator(mine, {})(FLAT, FLAT["rows"])
     assert advantages.tolist() == [6.0, 6.0, 24.0, 24.0, 24.0]
     assert returns.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     with pytest.raises(ConfigError, match="advantage estimator 'mine' needs gamma"):
-        compute_advantage(mine, FLAT | {"gamma": None})
+        bind_estimator(mine, {})(FLAT | {"gamma": None}, FLAT["rows"])
 
 
 def test_a_function_that_does_not_name_rows_gets_blocks_and_returns_them():
@@ -158,7 +158,7 @@ def test_a_function_that_does_not_name_rows_gets_blocks_and_returns_them():
         return token_level_rewards.flip(1).cumsum(1).flip(1), 9 * torch.ones_like(token_level_rewards)
 
     group = torch.tensor([0, 0, 1])
-    advantages, returns = compute_advantage(mine, FLAT | {"group": group})
+    advantages, returns = bind_estimator(mine, {})(FLAT | {"group": group}, FLAT["rows"])
     assert seen["rewards"] == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 5.0]]
     assert seen["mask"] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
     assert seen["group"] is group
@@ -173,4 +173,4 @@ def test_blocks_of_another_shape_are_an_error_that_names_the_estimator(wrong):
         return response_mask, wrong
 
     with pytest.raises(ConfigError, match=r"'mine' must return one number per token, \(3, 3\)"):
-        compute_advantage(mine, FLAT)
+        bind_estimator(mine, {})(FLAT, FLAT["rows"])

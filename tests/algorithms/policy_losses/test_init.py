@@ -15,9 +15,9 @@ from lockstep.algorithms.policy_losses import (
     FLAT_WITHOUT_ADVANTAGE,
     POLICY_LOSSES,
     bind_policy_loss,
+    bind_prepare,
     get_policy_loss,
     loss_inputs,
-    prepare_columns,
     vanilla,
 )
 from lockstep.algorithms.rows import Rows
@@ -137,12 +137,12 @@ def test_a_registered_loss_and_its_prepare_get_the_inputs_they_name_and_no_other
     assert get_policy_loss("probe") is probe
     assert loss_inputs(probe) == {"response_mask": True, "power": True, "log_prob": True, "share": True, "sharpness": False}
     rows = Rows(torch.tensor([2]))
-    columns = prepare_columns(probe, {"response_mask": torch.ones(2), "power": 1, "advantages": None, "rows": rows})
+    columns = bind_prepare(probe, {"power": 1})({"response_mask": torch.ones(2), "advantages": None}, rows)
     assert columns["share"].tolist() == [0.5, 0.5]
     loss, _ = bind_policy_loss(probe, {"sharpness": 4.0})({"log_prob": torch.tensor([1.0, 3.0]), **columns}, rows)
     assert loss.tolist() == [2.0, 6.0]
     with pytest.raises(ConfigError, match=r"the prepare of policy loss 'probe' needs power.*loss_kwargs"):
-        prepare_columns(probe, {"response_mask": torch.ones(2), "rows": rows})
+        bind_prepare(probe, {})({"response_mask": torch.ones(2)}, rows)
 
 
 @pytest.mark.usefixtures("scratch_registry")
@@ -150,7 +150,7 @@ def test_a_loss_with_positional_arguments_is_refused_when_registered():
     with pytest.raises(ConfigError, match=r"'log_prob'.*keyword-only"):
         module.register_policy_loss("positional")(lambda log_prob: (log_prob, {}))
     assert "positional" not in module.POLICY_LOSSES
-    assert prepare_columns(vanilla, {}) == {}
+    assert bind_prepare(vanilla, {}) is None
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))

@@ -20,7 +20,7 @@ from lockstep.planner.needs import policy_needs, training_needs
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.trainer.ppo.memory import load_of
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, Role
-from lockstep.workers import engine_workers
+from lockstep.workers import engine_workers, model_worker, training_worker
 
 POOL = {"global_pool": [1]}
 NAMES = ("ActorRollout", "Critic", "RefPolicy")
@@ -29,7 +29,7 @@ NAMES = ("ActorRollout", "Critic", "RefPolicy")
 @pytest.fixture
 def device_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`device_with(bytes)`: every worker sees a device with so much free memory."""
-    return lambda free: monkeypatch.setattr(engine_workers, "free_device_memory", lambda device: free)
+    return lambda free: monkeypatch.setattr(model_worker, "free_device_memory", lambda device: free)
 
 
 def placed(trainer: RayPPOTrainer) -> dict[str, tuple[bool, bool]]:
@@ -130,7 +130,8 @@ def test_enough_memory_offloads_nothing_and_says_nothing(
 def test_models_that_cannot_fit_are_refused_before_any_is_loaded(
     embedded_config: Callable[..., PPOConfig], device_with: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_workers, "make_engine", lambda *args, **options: pytest.fail("a model was loaded"))
+    for module in (engine_workers, training_worker):
+        monkeypatch.setattr(module, "make_engine", lambda *args, **options: pytest.fail("a model was loaded"))
     device_with(1 << 16)
     trainer = make_trainer(embedded_config(*STEPS), POOL, roles(*NAMES))
     with pytest.raises(
@@ -144,7 +145,7 @@ def test_what_cannot_rest_in_host_memory_is_refused_too(
 ) -> None:
     config = embedded_config(*STEPS)
     device_with(smallest_that_fits(config))
-    monkeypatch.setattr(engine_workers, "available_ram", lambda: 1 << 16)
+    monkeypatch.setattr(model_worker, "available_ram", lambda: 1 << 16)
     with pytest.raises(
         ResourceError, match=r"rest in the host memory of .*, 1 times .*6\.1e-05 GB are free; raise trainer\.n_gpus"
     ):

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Max, Mean
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
 
 NAN = float("nan")
 
@@ -172,7 +173,7 @@ def test_the_kl_in_the_reward_equals_a_loop_and_moves_the_weight(seed, kind):
         [[1] * n for n in lengths], mask, old_log_probs=old, ref_log_prob=ref, token_level_scores=scores, values=values
     )
     control = make_kl_controller("adaptive", 0.1, 0.5, 1000)
-    metrics = stages.advantage(batch, AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind), control)
+    metrics = stages.advantage(batch, Estimation.of(AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind)), control)
 
     penalty = {"kl": lambda d: d, "abs": abs, "mse": lambda d: d * d / 2}[kind]
     expected, per_row = [], []
@@ -193,7 +194,7 @@ def test_the_kl_in_the_reward_equals_a_loop_and_moves_the_weight(seed, kind):
 def test_without_kl_the_rewards_are_the_scores_and_the_weight_stays():
     batch = make_batch(token_level_scores=[[0, 0, 1], [0]], values=[[0, 0, 0], [0]])
     control = make_kl_controller("adaptive", 0.1, 0.5, 1000)
-    assert stages.advantage(batch, AlgorithmConfig(), control) == {}
+    assert stages.advantage(batch, Estimation.of(AlgorithmConfig()), control) == {}
     assert rows_of(batch, "token_level_rewards") == [[0, 0, 1], [0]]
     assert rows_of(batch, "returns") == [[1, 1, 1], [0]]
     assert control.value == 0.1
@@ -203,7 +204,7 @@ def test_groups_are_the_samples_of_one_prompt_wherever_they_are():
     batch = make_batch([[1], [1], [1], [1]], token_level_scores=[[1], [5], [3], [9]])
     batch.non_tensor_batch["uid"] = np.array(["b", "a", "b", "a"], dtype=object)
     config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    stages.advantage(batch, config, make_kl_controller("fixed", 0.1, 0.5, 1000))
+    stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
     assert rows_of(batch, "advantages") == [[-1], [-2], [1], [2]]
 
 
@@ -212,17 +213,19 @@ def test_remax_reads_the_greedy_scores_and_gdpo_the_named_parts_of_the_reward():
     scores = [[1], [5], [3], [9]]
     batch = make_batch([[1]] * 4, token_level_scores=scores)
     batch.set("reward_baselines", torch.tensor([1.0, 1.0, 4.0, 4.0]))
-    stages.advantage(batch, AlgorithmConfig(adv_estimator="remax"), control)
+    stages.advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator="remax")), control)
     assert rows_of(batch, "advantages") == [[0], [4], [-1], [5]]
 
     batch = make_batch([[1]] * 4, token_level_scores=scores)
     batch.set("reward_parts", torch.tensor([[7.0, 1.0], [7.0, 2.0], [7.0, 5.0], [7.0, 4.0]]))
     batch.meta_info["reward_part_names"] = ["length", "right"]
-    stages.advantage(batch, AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["right"], gdpo_reward_weights=[3.0]), control)
+    stages.advantage(
+        batch, Estimation.of(AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["right"], gdpo_reward_weights=[3.0])), control
+    )
     signs = [[math.copysign(1, value) for value in row] for row in rows_of(batch, "advantages")]
     assert signs == [[-1], [1], [1], [-1]]
     with pytest.raises(ConfigError, match=r"names \['wrong'\], but the reward function gave the parts \['length', 'right'\]"):
-        stages.advantage(batch, AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["wrong"]), control)
+        stages.advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["wrong"])), control)
 
 
 def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
@@ -232,7 +235,7 @@ def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
     )
     batch = make_batch(token_level_scores=[[0, 0, 1], [3]])
     config = AlgorithmConfig(adv_estimator=f"{file}:twice", gamma=0.5)
-    stages.advantage(batch, config, make_kl_controller("fixed", 0.1, 0.5, 1000))
+    stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
     assert rows_of(batch, "advantages") == [[0, 0, 2], [6]]
     assert rows_of(batch, "returns") == [[0, 0, 0.5], [1.5]]
 
@@ -242,12 +245,16 @@ def test_advantages_that_are_not_finite_stop_the_step_with_their_rows(tmp_path):
     file.write_text("def log(*, token_level_rewards):\n    return token_level_rewards.log(), token_level_rewards\n")
     batch = make_batch([[1], [1]], token_level_scores=[[1], [0]])
     with pytest.raises(NumericalError, match=r"advantages is not finite for 1 rows; dataset rows \[31\]"):
-        stages.advantage(batch, AlgorithmConfig(adv_estimator=f"{file}:log"), make_kl_controller("fixed", 0.1, 0.5, 1000))
+        stages.advantage(
+            batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:log")), make_kl_controller("fixed", 0.1, 0.5, 1000)
+        )
 
 
 def test_an_advantage_without_its_inputs_is_an_error():
     with pytest.raises(ConfigError, match="'gae' needs values"):
-        stages.advantage(make_batch(token_level_scores=[[0, 0, 1], [0]]), AlgorithmConfig(), make_kl_controller("fixed", 0, 1, 1))
+        stages.advantage(
+            make_batch(token_level_scores=[[0, 0, 1], [0]]), Estimation.of(AlgorithmConfig()), make_kl_controller("fixed", 0, 1, 1)
+        )
 
 
 # -- updates ---------------------------------------------------------------------------------------------------------------
@@ -293,7 +300,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     )
     mini_batches = [torch.tensor([2, 3]), torch.tensor([0, 1])]
     actor, critic = Learner(), Learner()
-    metrics, drift = stages.update_actor(actor, batch, mini_batches, ActorConfig())
+    metrics, drift = stages.update_actor(actor, batch, mini_batches, PolicyUpdate.of(ActorConfig()))
     rollout = {name: value for name, value in metrics.items() if name.startswith("training/")}
     assert rollout == pytest.approx(  # of the first update: the old log-probs are the sampler's
         {
@@ -319,7 +326,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     assert set(critic.calls[0][0].columns) == {"prompts", "responses", "response_mask", "values", "returns"}
     batch.set("ref_log_prob", column(nothing))
     batch.set("rollout_is_weights", column(nothing))
-    stages.update_actor(actor, batch, mini_batches, ActorConfig())
+    stages.update_actor(actor, batch, mini_batches, PolicyUpdate.of(ActorConfig()))
     assert {"ref_log_prob", "rollout_is_weights"} <= set(actor.calls[-1][0].columns)
 
 
@@ -336,13 +343,13 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
 def test_a_row_without_advantage_leaves_the_update_where_it_has_no_gradient(config, kept):
     advantages = [[0.0, 1.0], [0.0], [5.0, 0.0], [-1.0]]
     batch = make_batch([[1] * 2, [1], [1] * 2, [1]], [[1, 1], [1], [0, 1], [1]], old_log_probs=advantages, advantages=advantages)
-    assert stages.rows_with_gradient(batch, config).tolist() == kept
+    assert stages.rows_with_gradient(batch, PolicyUpdate.of(config)).tolist() == kept
 
 
 def test_an_update_is_made_even_where_no_row_has_an_advantage():
     """AdamW's decay and momentum go on in such a step."""
     batch = make_batch([[1], [1]], old_log_probs=[[0.0], [0.0]], advantages=[[0.0], [0.0]])
-    assert stages.rows_with_gradient(batch, ActorConfig()).tolist() == [0]
+    assert stages.rows_with_gradient(batch, PolicyUpdate.of(ActorConfig())).tolist() == [0]
 
 
 def test_what_a_loss_needs_of_a_whole_mini_batch_is_computed_before_it_is_cut():
@@ -350,7 +357,7 @@ def test_what_a_loss_needs_of_a_whole_mini_batch_is_computed_before_it_is_cut():
     batch = make_batch([[1] * 3, [1], [1] * 2, [1]], old_log_probs=numbers, advantages=numbers)
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.5))
     actor = Learner()
-    stages.update_actor(actor, batch, [torch.tensor([0, 1]), torch.tensor([2, 3])], config)
+    stages.update_actor(actor, batch, [torch.tensor([0, 1]), torch.tensor([2, 3])], PolicyUpdate.of(config))
     assert [rows_of(data, "cov_selected") for data, _ in actor.calls] == [[[1, 0, 0], [1]], [[0, 0], [1]]]
 
 
@@ -366,7 +373,7 @@ def corrected(**options):
         rollout_log_probs=[[log(0.5), log(0.5)], [log(0.25)], [log(0.5), log(0.05)], [log(0.5)]],
         token_level_scores=[[0, 1], [2], [0, 4], [8]],
     )
-    return batch, stages.correct(batch, RolloutCorrectionConfig(**options))
+    return batch, stages.correct(batch, read_correction(RolloutCorrectionConfig(**options)))
 
 
 def test_no_correction_asked_for_is_none_made():
@@ -393,11 +400,11 @@ def test_rejected_tokens_leave_the_mask_and_with_it_the_groups_and_the_denominat
     assert metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] == pytest.approx(3 / 6)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 4)
     config = AlgorithmConfig(adv_estimator="grpo")
-    stages.advantage(batch, config, make_kl_controller("fixed", 0.1, 0.5, 1000))
+    stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
     # Each prompt has one sample left: a group of one, whose advantage is its score.
     assert rows_of(batch, "advantages") == [[1, 1], [0], [0, 0], [8]]
     actor = Learner()
-    stages.update_actor(actor, batch, [torch.arange(4)], ActorConfig())
+    stages.update_actor(actor, batch, [torch.arange(4)], PolicyUpdate.of(ActorConfig()))
     assert (actor.calls[0][1].tokens, actor.calls[0][1].sequences) == (3, 2)
 
 
@@ -412,4 +419,4 @@ def test_every_kind_of_rejection_must_be_passed_and_is_counted_alone():
 def test_weights_that_are_not_finite_stop_the_step():
     batch = make_batch(old_log_probs=[[0, 0, 0], [0]], rollout_log_probs=[[0, 0, 0], [NAN]])
     with pytest.raises(NumericalError, match=r"rollout_is_weights is not finite for 1 rows; dataset rows \[31\]"):
-        stages.correct(batch, RolloutCorrectionConfig(rollout_is="token"))
+        stages.correct(batch, read_correction(RolloutCorrectionConfig(rollout_is="token")))

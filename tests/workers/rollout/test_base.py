@@ -22,8 +22,9 @@ def test_a_stop_string_is_found_at_the_first_token_that_completes_it(text: str, 
     for place in specials:
         tokens.insert(place % (len(tokens) + 1), 0)
     stopping = Stopping(10_000, frozenset(), (stop,), bytes_of)
-    found = next((n for n in range(1, len(tokens) + 1) if stopping.reason(tokens[max(0, n - stopping.window) : n], n)), None)
-    assert found == next((n for n in range(1, len(tokens) + 1) if stop in bytes_of(tokens[:n])), None)
+    end = next((n for n in range(1, len(tokens) + 1) if stop in bytes_of(tokens[:n])), None)
+    assert stopping.end(tokens) == (None if end is None else (end, "stop"))
+    assert all((stopping.end(tokens, n - 1, n) is None) == (n != end) for n in range(1, (end or len(tokens)) + 1))
 
 
 def test_a_requests_own_limits_come_before_the_calls_and_the_context_before_both() -> None:

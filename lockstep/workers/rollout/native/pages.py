@@ -1,12 +1,17 @@
-"""PagePool: which pages of the key-value cache are free, and how many holders each of the others has. Bookkeeping only, no tensors.
+"""The key-value cache in pages: who holds which (PagePool, no tensors), and the memory behind them (KVCache).
 
 A page holds the keys and values of `page_size` tokens of one sequence, in every layer. Sequences that start alike share pages; a page
-with more than one holder is never written (see `writable`). Page 0 belongs to nobody: padding writes there.
+with more than one holder is never written (see `writable`). Page 0 belongs to nobody: padding writes there. A token at position p is
+stored in the sequence's page number p // page_size, at place p % page_size of it; its `slot` is page * page_size + place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 SCRATCH = 0
 """The page that padding writes to; it is never handed out."""
@@ -75,3 +80,38 @@ class PagePool:
     def writable(self, page: int) -> bool:
         """Whether its holder may write into it: it has no other. Else the holder takes a new page and copies (see the scheduler)."""
         return self._holders[page] == 1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token's keys and values look like."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: keys and values of all layers."""
+        return 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """The memory behind the pages: `pool` [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at 0 and values at 1."""
+
+    def __init__(self, shape: CacheShape, num_pages: int, device: torch.device) -> None:
+        self.shape, self.num_pages = shape, num_pages
+        size = (shape.num_layers, 2, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        self.pool = torch.zeros(size, dtype=shape.dtype, device=device)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [num_pages, page_size, kv_heads, head_dim]: views of the pool."""
+        return self.pool[number, 0], self.pool[number, 1]
+
+    def copy_pages(self, copies: dict[int, int]) -> None:
+        """Copy whole pages in every layer, all at once: target -> source."""
+        if copies:
+            targets, sources = torch.tensor([list(copies), list(copies.values())], device=self.pool.device)
+            self.pool[:, :, targets] = self.pool[:, :, sources]

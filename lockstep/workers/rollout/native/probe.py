@@ -1,4 +1,5 @@
-"""What a module's keys and values look like, found by asking it, and whether paged generation computes what the module itself computes.
+"""What a module is: what its keys and values look like, whether paged generation computes what it computes itself, and whether it has the
+plain decoder layer that the hand-written ways compute.
 
 transformers' families differ in what they give to an attention function. A family that keeps state elsewhere, or reads a mask of its
 own, would be computed wrongly and without a word, so the engine compares before it generates.
@@ -7,12 +8,19 @@ own, would be computed wrongly and without a word, so the engine compares before
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
 from lockstep.models.attention import Variant
-from lockstep.workers.rollout.native.layout import CacheShape, StepBatch
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
+from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.native.pages import CacheShape
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Norm, attention with rotary positions, norm, gated MLP."""
+_ROPE_OF_POSITION = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone; the others also look at the longest sequence of the batch."""
 
 _PROMPTS = (7, 3)
 """Lengths of the two prompts that are compared."""
@@ -55,26 +63,23 @@ def cache_shape(module: PreTrainedModel, page_size: int) -> CacheShape:
 
 
 @torch.no_grad()
-def check_equivalence(module: PreTrainedModel, runner: object) -> None:
+def check_equivalence(module: PreTrainedModel, backend: TorchBackend) -> None:
     """Raise UnsupportedModel unless prompts and decoded tokens give the logits that the module gives to each whole sequence."""
-    from lockstep.workers.rollout.native.torch_runner import TorchRunner
-
-    assert isinstance(runner, TorchRunner)
     generator = torch.Generator().manual_seed(0)
     vocabulary = module.config.get_text_config().vocab_size
     rows = [torch.randint(0, vocabulary, (length + _DECODED,), generator=generator) for length in _PROMPTS]
     paged: list[list[Tensor]] = [[] for _ in rows]
-    page_size, pages = runner.page_size, -(-(max(_PROMPTS) + _DECODED) // runner.page_size)
-    runner.open(1 + pages * len(rows))
+    page_size, pages = backend.page_size, -(-(max(_PROMPTS) + _DECODED) // backend.page_size)
+    backend.open(1 + pages * len(rows))
     attention = module.config._attn_implementation
     try:
         table = torch.arange(1, 1 + pages * len(rows), dtype=torch.int32).view(len(rows), pages)
-        with runner.ready():
+        with backend.ready():
             for step in range(1 + _DECODED):
                 counts = list(_PROMPTS) if step == 0 else [1] * len(rows)
                 starts = [0 if step == 0 else length + step - 1 for length in _PROMPTS]
                 batch = _pass(rows, starts, counts, table, page_size)
-                logits = runner.forward(batch, torch.arange(len(batch.input_ids)))
+                logits = backend.forward(batch, torch.arange(len(batch.input_ids)))
                 for out, part in zip(paged, logits.split(counts), strict=True):
                     out.append(part)
         module.set_attn_implementation("eager")
@@ -83,13 +88,13 @@ def check_equivalence(module: PreTrainedModel, runner: object) -> None:
         raise _unsupported(module, f"generating with a paged cache fails ({_first_line(error)})") from error
     finally:
         module.set_attn_implementation(attention)
-        runner.close()
+        backend.close()
     mine = torch.cat([torch.cat(parts).float() for parts in paged])
     theirs = torch.cat(alone)
     # In half precision roundings alone are 0.15 of the logits' spread (SmolLM2-135M on a CPU); another attention makes it about 1.
     spread = (theirs - theirs.mean(-1, keepdim=True)).square().mean().sqrt().item()
     difference = (mine - theirs).square().mean().sqrt().item()
-    tolerance = 1e-3 if runner.shape.dtype == torch.float32 else 0.5
+    tolerance = 1e-3 if backend.shape.dtype == torch.float32 else 0.5
     if not difference <= tolerance * spread:
         raise _unsupported(module, f"it attends in another way: logits that spread by {spread:.2g} differ by {difference:.2g}")
 
@@ -120,3 +125,21 @@ def _unsupported(module: PreTrainedModel, reason: str) -> UnsupportedModel:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_fusable(module: PreTrainedModel) -> bool:
+    """Whether cpu/fused.py and gpu/fused.py can compute this model."""
+    config = module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in FAMILIES
+        and getattr(config, "hidden_act", None) == "silu"
+        and rope.get("rope_type", "default") in _ROPE_OF_POSITION
+        and getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
+    )
+
+
+def sliding_window(module: PreTrainedModel, attention: nn.Module) -> int | None:
+    """How far a layer of it looks back. Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
+    whole = module.config.sliding_window if module.config.model_type == "mistral" else None
+    return getattr(attention, "sliding_window", whole)

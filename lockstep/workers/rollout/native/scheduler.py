@@ -1,15 +1,15 @@
-"""Scheduler: which sequences run in the next pass, which wait, and who gives pages up when they are short. No tensors, no model.
+"""Scheduler: which samples run in the next pass, which wait, and who gives pages up when they are short. No tensors, no model.
 
-Every sequence is in one state: waiting (no pages), or running (has a seat and pages). A running sequence has `num_cached` of its tokens
-in the cache; the next pass computes some or all of the others, and a token is drawn when it reaches the end. So prefill, decoding and
-recomputation after a preemption are one thing: decoding is the case of a single token that is not cached yet, in a sequence that has drawn
-since it was admitted. One that has not (`is_decoding`) is still in prefill, even where a pass left it a single token.
+A sample is one response in the making. It is in one state: waiting (no pages), or running (has a seat and pages). A running sample has
+`num_cached` of its tokens in the cache; the next pass computes some or all of the others, and a token is drawn when it reaches the end. So
+prefill, decoding and recomputation after a preemption are one thing: decoding is the case of a single token that is not cached yet, in a
+sample that has drawn since it was admitted. One that has not (`is_decoding`) is still in prefill, even where a pass left it a single token.
 
 - Samples of one prompt share its pages. The first to run computes the prompt; those that start with it draw from the same logits; those
   that find no seat yet get the prompt's pages later (the prompt holds them for them) and compute its last token again.
-- A shared page is never written: before a sequence writes into one, it gets a copy of its own (`Plan.copies`).
-- When pages are short, prompts that nobody runs give theirs up first, then the sequence that was admitted last goes back to the front of
-  the queue and is computed again later. The sequence admitted first always goes on, so every request ends.
+- A shared page is never written: before a sample writes into one, it gets a copy of its own (`Pass.copies`).
+- When pages are short, prompts that nobody runs give theirs up first, then the sample that was admitted last goes back to the front of
+  the queue and is computed again later. The sample admitted first always goes on, so every request ends.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lockstep.workers.rollout.native.pages import PagePool
+
+if TYPE_CHECKING:
+    from lockstep.workers.rollout.base import Stopping
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """The tokens that some sequences start with."""
+    """The tokens that some samples start with."""
 
     ids: list[int]
     num_waiting: int = 0
-    """Its sequences that are not running."""
+    """Its samples that are not running."""
     pages: list[int] = field(default_factory=list)
     """Pages that are kept for those."""
     num_kept: int = 0
@@ -35,13 +39,16 @@ class Prompt:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Sample:
     """One response in the making."""
 
     index: int
     """Which request it is."""
     prompt: Prompt
-    max_tokens: int
+    limits: Stopping
+    """When it ends."""
+    key: int = 0
+    """`sampling.request_keys` of its request."""
     tokens: list[int] = field(default_factory=list)
     """The response so far."""
     log_probs: list[float] = field(default_factory=list)
@@ -54,6 +61,11 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.tokens)
 
+    @property
+    def most_cached(self) -> int:
+        """How many of its tokens can come to be in the cache: the last one is never computed."""
+        return len(self.prompt.ids) + self.limits.max_tokens - 1
+
     def slice(self, start: int, stop: int) -> list[int]:
         """Its tokens from `start` to `stop`, counted from the first token of the prompt."""
         length = len(self.prompt.ids)
@@ -61,29 +73,41 @@ class Sequence:
             return self.tokens[start - length : stop - length]
         return self.prompt.ids[start:stop] + self.tokens[: max(stop - length, 0)]
 
+    def find_end(self, start: int, stop: int, is_finite: bool) -> str | None:
+        """Why the response ends among its tokens from `start` to `stop`; what it has after its end is cut off. None if it goes on.
+
+        Without `is_finite` the last of them has a log-prob that is not: an error, unless the response ends before it.
+        """
+        found = self.limits.end(self.tokens, start, stop if is_finite else stop - 1) or (None if is_finite else (stop, "error"))
+        if found is None:
+            return None
+        length, reason = found
+        del self.tokens[length:], self.log_probs[length:]
+        return reason
+
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What a pass computes of one sequence: `count` tokens after those that are cached."""
+class PassRow:
+    """What a pass computes of one sample: `count` tokens after those that are cached."""
 
-    sequence: Sequence
+    sample: Sample
     count: int
-    followers: tuple[Sequence, ...] = ()
+    followers: tuple[Sample, ...] = ()
     """Samples of the same prompt that start in this pass: they draw from this row's last token too."""
 
     @property
-    def draws(self) -> tuple[Sequence, ...]:
-        """The sequences that get a token from this row: none while its prompt is not yet complete."""
-        if self.sequence.num_cached + self.count < len(self.sequence):
+    def draws(self) -> tuple[Sample, ...]:
+        """The samples that get a token from this row: none while its prompt is not yet complete."""
+        if self.sample.num_cached + self.count < len(self.sample):
             return ()
-        return (self.sequence, *self.followers)
+        return (self.sample, *self.followers)
 
 
 @dataclass(slots=True)
-class Plan:
+class Pass:
     """One pass."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PassRow] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
     """Page -> page it is a copy of. All copies are made at once, before the pass."""
     num_steps: int = 1
@@ -99,7 +123,7 @@ class Scheduler:
 
     in_one_shape: bool = False
     """Whether a prompt is always computed from its first token, and a response a token at a time: nothing is computed again after a
-    preemption, or from where another sample has left off. Then sequences run together only where all of them fit in full, shared pages
+    preemption, or from where another sample has left off. Then samples run together only where all of them fit in full, shared pages
     counted for each."""
 
     def __init__(
@@ -107,20 +131,22 @@ class Scheduler:
     ) -> None:
         self.pool, self.max_num_seqs, self.max_num_batched_tokens = pool, max_num_seqs, max_num_batched_tokens
         self.lookahead, self.mixed = lookahead, mixed
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[Sample] = deque()
+        self.running: list[Sample] = []
         """In the order of admission."""
         self.num_preemptions = 0
         self._kept: dict[Prompt, None] = {}
         """The prompts that keep pages, the oldest first."""
+        self._not_yet: set[Prompt] = set()
+        """Those of them whose pages are filled by the pass that is being planned: nobody can go on from them before it is over."""
         self._promised = 0
-        """Pages that the running sequences can come to hold, shared ones counted for each."""
+        """Pages that the running samples can come to hold, shared ones counted for each."""
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queue sequences; those of one prompt should stand together."""
-        for sequence in sequences:
-            sequence.prompt.num_waiting += 1
-            self.waiting.append(sequence)
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Queue samples; those of one prompt should stand together."""
+        for sample in samples:
+            sample.prompt.num_waiting += 1
+            self.waiting.append(sample)
 
     @property
     def is_idle(self) -> bool:
@@ -128,91 +154,99 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def can_hold(self, num_prompt: int, max_tokens: int) -> bool:
-        """Whether one such sequence, alone, fits into the pool. Only those that do may be added."""
+        """Whether one such sample, alone, fits into the pool. Only those that do may be added."""
         return self.pool.pages_for(num_prompt + max_tokens - 1) <= self.pool.capacity
 
-    def plan(self) -> Plan:
-        """The next pass. Its pages are reserved; sequences may have been preempted for it."""
-        plan, budget = Plan(), self.max_num_batched_tokens
+    def plan(self) -> Pass:
+        """The next pass. Its pages are reserved; samples may have been preempted for it."""
+        made, budget = Pass(), self.max_num_batched_tokens
+        self._not_yet.clear()
         if not self.mixed:
-            self._prefill(plan, budget)
-        if not plan.rows:
-            for sequence in list(self.running):
+            self._prefill(made, budget)
+        if not made.rows:
+            for sample in list(self.running):
                 # Those without pages were preempted just now, for one that was admitted before them.
-                if sequence.pages and sequence.is_decoding and self._extend(sequence, plan):
-                    plan.rows.append(Row(sequence, 1))
-            num_decoding = len(plan.rows)
+                if sample.pages and sample.is_decoding and self._extend(sample, made):
+                    made.rows.append(PassRow(sample, 1))
+            num_decoding = len(made.rows)
             if self.mixed:
-                self._prefill(plan, budget - num_decoding)
-            plan.num_steps = self.lookahead if len(plan.rows) == num_decoding else 1
-        assert plan.rows or self.is_idle, "nothing can run: a sequence that does not fit into the pool was let in"
-        return plan
+                self._prefill(made, budget - num_decoding)
+            made.num_steps = self.lookahead if len(made.rows) == num_decoding else 1
+        assert made.rows or self.is_idle, "nothing can run: a sample that does not fit into the pool was let in"
+        return made
 
-    def advance(self, row: Row) -> None:
+    def advance(self, row: PassRow) -> None:
         """The pass has cached the row's tokens, and drawn nothing from it."""
-        row.sequence.num_cached += row.count
+        row.sample.num_cached += row.count
 
-    def append(self, sequence: Sequence, tokens: list[int], log_probs: list[float]) -> None:
-        """The pass has drawn these tokens for a sequence, and cached all but the last."""
-        sequence.tokens += tokens
-        sequence.log_probs += log_probs
-        sequence.num_cached, sequence.is_decoding = len(sequence) - 1, True
+    def append(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
+        """The pass has drawn these tokens for a sample, and cached all but the last."""
+        sample.tokens += tokens
+        sample.log_probs += log_probs
+        sample.num_cached, sample.is_decoding = len(sample) - 1, True
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, running or waiting."""
-        if sequence.pages:
-            self._end(sequence)
+    def finish(self, sample: Sample) -> None:
+        """Take a sample out, running or waiting."""
+        if sample.pages:
+            self._end(sample)
         else:
-            self.waiting.remove(sequence)
-            self._leave_queue(sequence)
+            self.waiting.remove(sample)
+            self._leave_queue(sample)
+
+    def abort(self, indices: set[int]) -> list[Sample]:
+        """Take the samples of these requests out; returns those that there were."""
+        found = [sample for sample in (*self.running, *self.waiting) if sample.index in indices] if indices else []
+        for sample in found:
+            self.finish(sample)
+        return found
 
     # -- prefill -----------------------------------------------------------------------------------------------------------
 
-    def _prefill(self, plan: Plan, budget: int) -> None:
+    def _prefill(self, made: Pass, budget: int) -> None:
         """Add rows for prompts, the started ones first, within `budget` tokens."""
-        for sequence in list(self.running):
-            if not sequence.is_decoding and budget > 0:
-                count = min(len(sequence) - sequence.num_cached, budget)
-                plan.rows.append(self._row(sequence, count))
+        for sample in list(self.running):
+            if not sample.is_decoding and budget > 0:
+                count = min(len(sample) - sample.num_cached, budget)
+                made.rows.append(self._row(sample, count))
                 budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            count = self._admit(self.waiting[0], plan, budget)
+            count = self._admit(self.waiting[0], made, budget)
             if not count:
                 break
             budget -= count
 
-    def _admit(self, sequence: Sequence, plan: Plan, budget: int) -> int:
-        """Give the first waiting sequence a seat; returns how many tokens its row has, 0 if there are not enough pages.
+    def _admit(self, sample: Sample, made: Pass, budget: int) -> int:
+        """Give the first waiting sample a seat; returns how many tokens its row has, 0 if it has to wait.
 
         It gets pages for all of its tokens at once, even where the budget cuts them into several passes: no prefill is given up half-way.
         """
-        prompt, pool = sequence.prompt, self.pool
-        if not self._can_start(sequence):
+        prompt, pool = sample.prompt, self.pool
+        if prompt in self._not_yet or not self._can_start(sample):
             return 0
         while True:
-            cached = min(prompt.num_kept, len(sequence) - 1)
-            needed = pool.pages_for(len(sequence)) - pool.pages_for(cached) + bool(cached % pool.page_size)
-            # One page is left for each running sequence: it will need it soon.
+            cached = min(prompt.num_kept, len(sample) - 1)
+            needed = pool.pages_for(len(sample)) - pool.pages_for(cached) + bool(cached % pool.page_size)
+            # One page is left for each running sample: it will need it soon.
             if needed + len(self.running) <= pool.num_free:
                 break
             if not self._drop_kept_pages(prompt):
                 return 0
         self.waiting.popleft()
-        sequence.pages = pool.share(prompt.pages[: pool.pages_for(cached)])
-        sequence.num_cached = cached
-        self._start(sequence)
-        reserved = self._extend(sequence, plan, len(sequence) - cached)
+        sample.pages = pool.share(prompt.pages[: pool.pages_for(cached)])
+        sample.num_cached = cached
+        self._start(sample)
+        reserved = self._extend(sample, made, len(sample) - cached)
         assert reserved, "its pages were counted"
-        count = min(len(sequence) - cached, budget)
-        plan.rows.append(self._row(sequence, count))
+        count = min(len(sample) - cached, budget)
+        made.rows.append(self._row(sample, count))
         return count
 
-    def _row(self, sequence: Sequence, count: int) -> Row:
+    def _row(self, sample: Sample, count: int) -> PassRow:
         """The row, with the waiting samples of its prompt that can start with it; keeps the prompt for those that cannot."""
-        prompt = sequence.prompt
-        if sequence.num_cached + count < len(sequence) or sequence.tokens or prompt.pages:
-            return Row(sequence, count)
-        pages = sequence.pages[: self.pool.pages_for(len(prompt.ids))]
+        prompt = sample.prompt
+        if sample.num_cached + count < len(sample) or sample.tokens or prompt.pages:
+            return PassRow(sample, count)
+        pages = sample.pages[: self.pool.pages_for(len(prompt.ids))]
         followers = []
         while self.waiting and len(self.running) < min(self.max_num_seqs, self.pool.num_free):
             other = self.waiting[0]
@@ -224,68 +258,69 @@ class Scheduler:
             followers.append(other)
         if prompt.num_waiting and not self.in_one_shape:
             self._keep(prompt, pages, len(prompt.ids))
-        return Row(sequence, count, tuple(followers))
+            self._not_yet.add(prompt)
+        return PassRow(sample, count, tuple(followers))
 
     # -- pages -------------------------------------------------------------------------------------------------------------
 
-    def _most_pages(self, sequence: Sequence) -> int:
-        return self.pool.pages_for(len(sequence.prompt.ids) + sequence.max_tokens - 1)
+    def _most_pages(self, sample: Sample) -> int:
+        return self.pool.pages_for(sample.most_cached)
 
-    def _can_start(self, sequence: Sequence) -> bool:
-        return not self.in_one_shape or self._promised + self._most_pages(sequence) <= self.pool.capacity
+    def _can_start(self, sample: Sample) -> bool:
+        return not self.in_one_shape or self._promised + self._most_pages(sample) <= self.pool.capacity
 
-    def _extend(self, sequence: Sequence, plan: Plan, count: int | None = None) -> bool:
+    def _extend(self, sample: Sample, made: Pass, count: int | None = None) -> bool:
         """Reserve pages for `count` more tokens (None: for a decoding pass), all of them its own; False if it was preempted instead."""
-        pool, start = self.pool, sequence.num_cached
+        pool, start = self.pool, sample.num_cached
         if count is None:
-            count = min(self.lookahead, len(sequence.prompt.ids) + sequence.max_tokens - 1 - start)
+            count = min(self.lookahead, sample.most_cached - start)
         first = start // pool.page_size
         while True:
             # Only the page that the first new token falls into can be shared: those after it are new.
-            copy = first < len(sequence.pages) and not pool.writable(sequence.pages[first])
-            new = max(0, pool.pages_for(start + count) - len(sequence.pages))
+            copy = first < len(sample.pages) and not pool.writable(sample.pages[first])
+            new = max(0, pool.pages_for(start + count) - len(sample.pages))
             if new + copy <= pool.num_free:
                 break
-            if not self._drop_kept_pages(sequence.prompt):
+            if not self._drop_kept_pages(sample.prompt):
                 last = self.running[-1]
                 self._preempt(last)
-                if last is sequence:
+                if last is sample:
                     return False
         if copy:
-            shared = sequence.pages[first]
-            (sequence.pages[first],) = pool.take(1)
-            plan.copies[sequence.pages[first]] = shared
+            shared = sample.pages[first]
+            (sample.pages[first],) = pool.take(1)
+            made.copies[sample.pages[first]] = shared
             pool.release([shared])
-        sequence.pages += pool.take(new)
+        sample.pages += pool.take(new)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sample: Sample) -> None:
         """Back to the front of the queue, without pages. What it shares of its prompt's is kept for it: that frees nothing."""
-        prompt, pool = sequence.prompt, self.pool
-        assert not self.in_one_shape, "sequences run only where all of them fit"
-        whole = sequence.pages[: min(len(prompt.ids), sequence.num_cached) // pool.page_size]
+        prompt, pool = sample.prompt, self.pool
+        assert not self.in_one_shape, "samples run only where all of them fit"
+        whole = sample.pages[: min(len(prompt.ids), sample.num_cached) // pool.page_size]
         if whole and not prompt.pages and not any(map(pool.writable, whole)):
             self._keep(prompt, whole, len(whole) * pool.page_size)
-        self._end(sequence)
+        self._end(sample)
         prompt.num_waiting += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.appendleft(sample)
         self.num_preemptions += 1
 
-    def _start(self, sequence: Sequence) -> None:
-        self._leave_queue(sequence)
-        self.running.append(sequence)
-        self._promised += self._most_pages(sequence)
+    def _start(self, sample: Sample) -> None:
+        self._leave_queue(sample)
+        self.running.append(sample)
+        self._promised += self._most_pages(sample)
 
-    def _end(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._promised -= self._most_pages(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages, sequence.num_cached, sequence.is_decoding = [], 0, False
+    def _end(self, sample: Sample) -> None:
+        self.running.remove(sample)
+        self._promised -= self._most_pages(sample)
+        self.pool.release(sample.pages)
+        sample.pages, sample.num_cached, sample.is_decoding = [], 0, False
 
-    def _leave_queue(self, sequence: Sequence) -> None:
-        sequence.prompt.num_waiting -= 1
-        if not sequence.prompt.num_waiting:
-            self._drop(sequence.prompt)
+    def _leave_queue(self, sample: Sample) -> None:
+        sample.prompt.num_waiting -= 1
+        if not sample.prompt.num_waiting:
+            self._drop(sample.prompt)
 
     def _keep(self, prompt: Prompt, pages: list[int], num_tokens: int) -> None:
         prompt.pages, prompt.num_kept = self.pool.share(pages), num_tokens

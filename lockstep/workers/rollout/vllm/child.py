@@ -133,8 +133,8 @@ def _finished(output: Any, limits: Stopping) -> Finished | None:
     """The response, if it has ended by our own rules or by vLLM's."""
     (response,) = output.outputs
     ids = list(response.token_ids)
-    reason = limits.reason(ids[-limits.window :], len(ids)) if ids else None
-    if reason is None and not output.finished:
+    end = limits.end(ids, len(ids) - 1) if ids else None
+    if end is None and not output.finished:
         return None
     log_probs = [step[token].logprob for step, token in zip(response.logprobs, ids, strict=True)]
-    return int(output.request_id), ids, log_probs, reason or "abort"
+    return int(output.request_id), ids, log_probs, end[1] if end else "abort"

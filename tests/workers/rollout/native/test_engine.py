@@ -14,8 +14,8 @@ from lockstep.errors import ConfigError
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.native.torch_runner import TorchRunner
 
 
 def is_a_valid_end(completion: Completion, max_tokens: int, stop: set[int]) -> bool:
@@ -37,7 +37,7 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`small_pool(pages)`: as if there were memory for that many pages only."""
 
     def shrink(pages: int) -> None:
-        monkeypatch.setattr(TorchRunner, "most_pages", lambda self: pages)
+        monkeypatch.setattr(TorchBackend, "most_pages", lambda self: pages)
 
     return shrink
 
@@ -252,6 +252,26 @@ def test_a_stream_that_is_closed_early_leaves_a_usable_engine(tmp_path: Path) ->
     assert ids_of(rollout.generate(requests, sampling())) == expected
 
 
+def test_a_second_stream_while_one_is_open_is_refused(tmp_path: Path) -> None:
+    """It would write into the pages of the first, which goes on unharmed."""
+    rollout = make_rollout(save_tiny_model(tmp_path))
+    requests = make_requests(5)
+    expected = ids_of(rollout.generate(requests, sampling()))
+    stream = rollout.generate_stream(requests, sampling())
+    completions = [next(stream)]
+    with pytest.raises(RuntimeError, match="has an open generate_stream"):
+        rollout.generate(requests, sampling())
+    completions += stream
+    assert ids_of(sorted(completions, key=lambda completion: completion.index)) == expected
+    assert ids_of(rollout.generate(requests, sampling())) == expected
+
+
+def test_a_stop_id_that_the_model_does_not_have_ends_nothing(tmp_path: Path) -> None:
+    rollout = make_rollout(save_tiny_model(tmp_path))
+    expected = ids_of(rollout.generate(make_requests(5), sampling(stop_token_ids=())))
+    assert ids_of(rollout.generate(make_requests(5), sampling(stop_token_ids=(-1, 32, 10**9)))) == expected
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------------
 
 
@@ -308,12 +328,12 @@ def test_a_completion_says_which_weights_wrote_it(tmp_path: Path) -> None:
 def test_the_cache_is_kept_until_sleep_gives_it_back(tmp_path: Path) -> None:
     rollout = make_rollout(save_tiny_model(tmp_path))
     expected = ids_of(rollout.generate(make_requests(), sampling()))
-    pages = rollout._runner.num_pages
+    pages = rollout.backend.num_pages
     assert pages > 0
     rollout.generate(make_requests(2), sampling())
-    assert rollout._runner.num_pages == pages
+    assert rollout.backend.num_pages == pages
     rollout.sleep()
-    assert rollout._runner.num_pages == 0
+    assert rollout.backend.num_pages == 0
     assert ids_of(rollout.generate(make_requests(), sampling())) == expected
 
 

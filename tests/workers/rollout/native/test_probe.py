@@ -12,7 +12,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.models.attention import CACHED, Variant
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.native.paged import PagedAttention
+from lockstep.workers.rollout.native.cpu.paged import PagedAttention
 from lockstep.workers.rollout.native.probe import cache_shape
 from lockstep.workers.rollout.registry import get_rollout, make_rollout
 

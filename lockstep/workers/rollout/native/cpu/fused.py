@@ -1,4 +1,4 @@
-"""FusedRunner: the common families on a CPU, their layers as a few C functions over packed weights.
+"""FusedBackend: the common families on a CPU, their layers as a few C functions over packed weights.
 
 The weights are copies of the module's, made for the time of one generation. Activations are float32 whatever the weights are. Every
 function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
@@ -18,16 +18,26 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import Variant
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, draw, rms_norm, rotate, store
-from lockstep.workers.rollout.native.cpu.library import Library, library
-from lockstep.workers.rollout.native.cpu.packed import PackedLinear
-from lockstep.workers.rollout.native.layout import CacheShape, StepBatch
-from lockstep.workers.rollout.native.llama_like import is_fusable, sliding_window
-from lockstep.workers.rollout.native.torch_runner import TorchRunner, draw_one_by_one
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend, draw_one_by_one
+from lockstep.workers.rollout.native.cpu.kernels import (
+    Library,
+    Pages,
+    attend,
+    attention_blocks,
+    draw,
+    library,
+    rms_norm,
+    rotate,
+    store,
+)
+from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.native.pages import CacheShape
+from lockstep.workers.rollout.native.probe import is_fusable, sliding_window
 
 
 def fused_library(module: PreTrainedModel) -> Library | None:
-    """The functions that FusedRunner needs, if it computes this model on this machine, and faster than PyTorch."""
+    """The functions that FusedBackend needs, if it computes this model on this machine, and faster than PyTorch."""
     if module.device.type != "cpu" or not is_fusable(module):
         return None
     if module.dtype == torch.bfloat16:
@@ -84,8 +94,8 @@ def _float(norm: Any) -> Tensor | None:
     return None if norm is None else norm.weight.detach().float().contiguous()
 
 
-class FusedRunner(TorchRunner):
-    """See Runner. `library` is what `fused_library` gave for the module. Passes are computed inside `ready` only."""
+class FusedBackend(TorchBackend):
+    """See Backend. `library` is what `fused_library` gave for the module. Passes are computed inside `ready` only."""
 
     def __init__(
         self,
@@ -116,7 +126,7 @@ class FusedRunner(TorchRunner):
             del self._head, self._norm, self._angles
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
-        assert self._cache is not None, "the runner is asleep"
+        assert self._cache is not None, "the backend is closed"
         assert self._layers, "the weights are packed inside `ready` only"
         lib, dim, kv_heads = self._library, self.shape.head_dim, self.shape.num_kv_heads
         angles = self._angles_up_to(int(batch.positions.max()))

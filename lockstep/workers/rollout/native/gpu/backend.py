@@ -1,24 +1,25 @@
-"""GPUBackend: what the native engine asks of a CUDA device: memory for pages, and a scheduler's sequences run to their ends."""
+"""GPUBackend: memory for pages, rows and graphs on a CUDA device, and a scheduler's samples run to their ends on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import free_device_memory
+from lockstep.workers.rollout.native.backend import Backend, TakeAborts
 from lockstep.workers.rollout.native.gpu.draw import num_chunks
 from lockstep.workers.rollout.native.gpu.filters import make_filter
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
-from lockstep.workers.rollout.native.gpu.loop import FindStop, GenerationLoop
+from lockstep.workers.rollout.native.gpu.loop import GenerationLoop
 from lockstep.workers.rollout.native.gpu.rows import RowState
-from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSizes, bucket
-from lockstep.workers.rollout.native.layout import CacheShape, KVCache
-from lockstep.workers.rollout.native.llama_like import is_fusable
-from lockstep.workers.rollout.native.scheduler import Scheduler, Sequence
+from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket
+from lockstep.workers.rollout.native.pages import CacheShape, KVCache
+from lockstep.workers.rollout.native.probe import is_fusable
+from lockstep.workers.rollout.native.scheduler import Sample, Scheduler
 
 PAGE_SIZE = 64
 INTERVAL = 8
@@ -27,14 +28,14 @@ _WIDTH_STEP = 16
 """The page table grows by this many pages a row, so that calls of similar lengths share their graphs."""
 
 
-class GPUBackend:
-    """Decodes `module` on its device. `open` takes memory for pages, `close` gives all memory back.
+class GPUBackend(Backend):
+    """See Backend. Decodes `module` on its device.
 
     `own_weights` says that the module's parameters are nobody else's, so that they may be laid out anew (see `fuse_projections`).
     `fused=False` keeps the common families on the way that all others go (tests compare the two).
     """
 
-    page_size, lookahead, mixed, most_tokens = PAGE_SIZE, INTERVAL, False, None
+    page_size, lookahead, mixed = PAGE_SIZE, INTERVAL, False
 
     def __init__(
         self,
@@ -55,44 +56,29 @@ class GPUBackend:
         self._decoder: Decoder | None = None
         self._runner: DecodeRunner | None = None
         self._addresses: list[int] = []
-        self._warm: WarmSizes = set()
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that are there now, the scratch page among them; 0 while closed."""
-        return 0 if self._cache is None else self._cache.num_pages
+        self._warm: WarmSteps = set()
 
     def most_pages(self) -> int:
-        """How many pages the free memory of the device has room for now."""
         torch.cuda.empty_cache()  # what the allocator holds and nobody uses is free too
         free = free_device_memory(self._device)
         assert free is not None
         return int(free * self._gpu_memory_utilization) // self._shape.page_bytes
 
     def open(self, num_pages: int) -> None:
-        """Take memory for `num_pages` pages; what was stored before is lost."""
         self.close()
-        self._cache = KVCache(self._shape, num_pages, self._device)
+        self._cache, self.num_pages = KVCache(self._shape, num_pages, self._device), num_pages
 
     def close(self) -> None:
-        """Give the memory of pages, rows and graphs back to the device."""
         self._drop_rows()
-        self._cache = None
+        self._cache, self.num_pages = None, 0
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def run(
-        self,
-        scheduler: Scheduler,
-        keys: Mapping[int, int],
-        sampling: SamplingParams,
-        stop_token_ids: frozenset[int],
-        find_stop: FindStop,
-        take_aborts: Callable[[], set[int]] = set,
-    ) -> Iterator[tuple[Sequence, str]]:
-        """See GenerationLoop.run. `stop_token_ids` are those that end every sequence: the device looks for them itself."""
-        longest = max(len(s.prompt.ids) + s.max_tokens for s in scheduler.waiting)
-        rows = self._prepare_rows(scheduler.max_num_seqs, -(-longest // self.page_size) + 1, sampling.repetition_penalty != 1.0)
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
+        lengths = [sample.most_cached + 1 for sample in scheduler.waiting]
+        rows = self._prepare_rows(
+            scheduler.max_num_seqs, -(-max(lengths) // self.page_size) + 1, sampling.repetition_penalty != 1.0
+        )
         assert self._cache is not None
         assert self._decoder is not None
         assert self._runner is not None
@@ -103,14 +89,17 @@ class GPUBackend:
         if self._batch_invariant:
             scheduler.in_one_shape = True
             # A prompt must not be cut where others leave off; each is a pass of its own anyway.
-            scheduler.max_num_batched_tokens = sum(len(s.prompt.ids) + s.max_tokens for s in scheduler.waiting)
+            scheduler.max_num_batched_tokens = sum(lengths)
         rows.inverse_temperature.fill_(1.0 / (sampling.temperature or 1.0))
         rows.greedy.fill_(int(sampling.temperature == 0))
         rows.stop.zero_()
-        if stop_token_ids:
-            rows.stop[torch.tensor(sorted(stop_token_ids), device=self._device)] = 1
+        # The device looks for the tokens that end every response; the others are found when an interval is read.
+        common = frozenset.intersection(*(sample.limits.token_ids for sample in scheduler.waiting))
+        known = [token for token in common if 0 <= token < len(rows.stop)]
+        if known:
+            rows.stop[torch.tensor(known, device=self._device)] = 1
         loop = GenerationLoop(scheduler, self._decoder, self._runner, rows, self._cache, self._batch_invariant)
-        yield from loop.run(keys, find_stop, make_filter(sampling), take_aborts)
+        yield from loop.run(make_filter(sampling), take_aborts)
 
     def _prepare_rows(self, max_num_seqs: int, width: int, seen: bool) -> RowState:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""

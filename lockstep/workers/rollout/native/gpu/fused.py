@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
-from lockstep.workers.rollout.native.gpu.prefill import PackedRows, packed_prompt_attention
-from lockstep.workers.rollout.native.layout import KVCache
-from lockstep.workers.rollout.native.llama_like import sliding_window
+from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
+from lockstep.workers.rollout.native.pages import KVCache
+from lockstep.workers.rollout.native.probe import sliding_window
 
 
 def fuse_projections(module: PreTrainedModel) -> None:
@@ -100,7 +100,7 @@ class FusedDecoder:
 
         return self._logits(self._layers(tokens, positions, slots, attend))
 
-    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor:
+    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor:
         """[rows, vocabulary] float32 after whole sequences that lie end to end."""
 
         def attend(number: int, attention: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

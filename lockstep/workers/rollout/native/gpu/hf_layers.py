@@ -15,8 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from lockstep.errors import ConfigError
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention, store_kv
-from lockstep.workers.rollout.native.gpu.prefill import PackedRows, packed_prompt_attention
-from lockstep.workers.rollout.native.layout import KVCache
+from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
+from lockstep.workers.rollout.native.pages import KVCache
 
 GPU_PAGED = "lockstep_gpu_paged"
 
@@ -54,7 +54,7 @@ def gpu_paged_attention(
     slots: Tensor,
     page_table: Tensor | None = None,
     context_lens: Tensor | None = None,
-    packed: PackedRows | None = None,
+    packed: PromptRows | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -118,7 +118,7 @@ class HFDecoder:
             torch._dynamo.maybe_mark_dynamic(tensor, dimensions)
         return self._logits(tokens, positions, slots=slots, page_table=page_table, context_lens=context_lens)
 
-    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor:
+    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor:
         """[rows, vocabulary] float32 after whole sequences that lie end to end."""
         return self._logits(tokens, positions, slots=slots, packed=rows, logits_to_keep=rows.last)
 

@@ -15,7 +15,7 @@ held them has left the batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.workers.rollout.native.backend import TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
-from lockstep.workers.rollout.native.gpu.prefill import PackedRows
+from lockstep.workers.rollout.native.gpu.prefill import PromptRows
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, Filter, bucket
-from lockstep.workers.rollout.native.layout import KVCache
-from lockstep.workers.rollout.native.scheduler import Row, Scheduler, Sequence
+from lockstep.workers.rollout.native.pages import KVCache
+from lockstep.workers.rollout.native.scheduler import PassRow, Sample, Scheduler
 
 PENDING = -1
 """A token that is enqueued and not read yet."""
@@ -36,15 +37,12 @@ PENDING = -1
 _WORTH_SHARING = 0.1
 """Shared prefixes are read together when that saves this share of all keys and values."""
 
-FindStop = Callable[[Sequence, int], int | None]
-"""(sequence, read before) -> how many of its tokens the response has if it ends among those read since; None if it goes on."""
-
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """A sequence on the device."""
+    """A sample on the device."""
 
-    sequence: Sequence
+    sample: Sample
     held: list[int]
     """The list of its pages: the scheduler makes a new one when it takes the pages away or gives others."""
     read: int
@@ -58,8 +56,8 @@ class _Seat:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the sequence still has the pages that it was seated with."""
-        return self.sequence.pages is self.held
+        """Whether the sample still has the pages that it was seated with."""
+        return self.sample.pages is self.held
 
 
 @dataclass(slots=True)
@@ -72,7 +70,7 @@ class _Interval:
 
 
 class GenerationLoop:
-    """Runs a scheduler's sequences to their ends on `rows` and `cache`. The scheduler's lookahead is the length of an interval.
+    """Runs a scheduler's samples to their ends on `rows` and `cache`. The scheduler's lookahead is the length of an interval.
 
     `batch_invariant` decodes in the largest batch always and prefills each prompt alone, so that every product has the same shape, and
     rounds the same way, whatever else is generated.
@@ -94,7 +92,7 @@ class GenerationLoop:
         self._batch_invariant, self._device = batch_invariant, rows.token.device
         rows.clear()
         self._seats: list[_Seat] = []
-        """The sequence of each row, from row 0. All rows after them are padding."""
+        """The sample of each row, from row 0. All rows after them are padding."""
         self._in_flight: deque[_Interval] = deque()
         heads = decoder.num_heads
         self._group_limit = group_limit(heads, cache.shape.num_kv_heads)
@@ -102,113 +100,103 @@ class GenerationLoop:
         """The seats that `RowState.shared` was made for."""
         self._shares = False
 
-    def run(
-        self,
-        keys: Mapping[int, int],
-        find_stop: FindStop,
-        keep: Filter | None = None,
-        take_aborts: Callable[[], set[int]] = set,
-    ) -> Iterator[tuple[Sequence, str]]:
-        """(sequence, why it ended: stop, length, abort or error) as they end, until the scheduler is idle.
-
-        `keys` has `sampling.request_keys` for each sequence's index. `take_aborts` is asked before each interval which sequences, by
-        index, to end now. An error is a log-prob that is not finite, the last one.
-        """
+    def run(self, keep: Filter | None, take_aborts: TakeAborts) -> Iterator[tuple[Sample, str]]:
+        """See Backend.run. `keep` says which tokens may be drawn."""
         scheduler = self._scheduler
         while not scheduler.is_idle or self._in_flight:
             aborts = take_aborts()
             if aborts:
-                yield from self._abort(aborts, find_stop)
-            plan = scheduler.plan()
-            if plan.copies:
-                targets, sources = self._upload(np.array(list(plan.copies.items()), dtype=np.int64).T)
+                yield from self._abort(aborts)
+            planned = scheduler.plan()
+            if planned.copies:
+                targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
                 copy_pages(self._cache.pool, sources, targets)
-            seats = {id(seat.sequence): seat for seat in self._seats if seat.goes_on}
-            if plan.rows and all(id(row.sequence) in seats for row in plan.rows):
-                self._decode([seats[id(row.sequence)] for row in plan.rows], keep)
-            elif plan.rows:
-                if any(PENDING in row.sequence.tokens for row in plan.rows):
+            seats = {id(seat.sample): seat for seat in self._seats if seat.goes_on}
+            if planned.rows and all(id(row.sample) in seats for row in planned.rows):
+                self._decode([seats[id(row.sample)] for row in planned.rows], keep)
+            elif planned.rows:
+                if any(PENDING in row.sample.tokens for row in planned.rows):
                     self._send_unsent()
-                    yield from self._read(find_stop, leave=0)
-                    plan.rows = [row for row in plan.rows if row.sequence.pages]
-                for rows in [[row] for row in plan.rows] if self._batch_invariant else [plan.rows]:
-                    self._prefill(rows, keys, keep)
+                    yield from self._read(leave=0)
+                    planned.rows = [row for row in planned.rows if row.sample.pages]
+                for rows in [[row] for row in planned.rows] if self._batch_invariant else [planned.rows]:
+                    self._prefill(rows, keep)
             if scheduler.is_idle:
                 self._move([])
-            yield from self._read(find_stop, leave=0 if scheduler.is_idle else 1)
+            yield from self._read(leave=0 if scheduler.is_idle else 1)
 
-    def _abort(self, indices: set[int], find_stop: FindStop) -> Iterator[tuple[Sequence, str]]:
-        """End these sequences with the tokens that they have; those that turn out to have ended already are reported as such."""
+    def _abort(self, indices: set[int]) -> Iterator[tuple[Sample, str]]:
+        """End these samples with the tokens that they have; those that turn out to have ended already are reported as such."""
         self._send_unsent()
-        yield from self._read(find_stop, leave=0)
-        for sequence in [s for s in (*self._scheduler.running, *self._scheduler.waiting) if s.index in indices]:
-            self._scheduler.finish(sequence)
+        yield from self._read(leave=0)
+        for sample in self._scheduler.abort(indices):
             for seat in self._seats:
-                seat.over |= seat.sequence is sequence
-            yield sequence, "abort"
+                seat.over |= seat.sample is sample
+            yield sample, "abort"
 
     # -- enqueue -----------------------------------------------------------------------------------------------------------
 
     def _decode(self, seats: list[_Seat], keep: Filter | None) -> None:
         if len(seats) < len(self._seats):
             self._move([seat for seat in self._seats if seat.goes_on])
-        assert len(seats) == len(self._seats), "a running sequence was left out of a decoding pass"
+        assert len(seats) == len(self._seats), "a running sample was left out of a decoding pass"
         self._update_page_table()
-        left = [seat.sequence.max_tokens - len(seat.sequence.tokens) for seat in self._seats]
+        left = [seat.sample.limits.max_tokens - len(seat.sample.tokens) for seat in self._seats]
         count = min(self._scheduler.lookahead, max(left))
         size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
         self._runner.steps(size, count, keep, self._share_prefixes())
         for seat, remaining in zip(list(self._seats), left, strict=True):
-            self._promise(seat.sequence, min(count, remaining))
+            self._promise(seat.sample, min(count, remaining))
         self._send_outputs()
 
-    def _prefill(self, rows: list[Row], keys: Mapping[int, int], keep: Filter | None) -> None:
+    def _prefill(self, rows: list[PassRow], keep: Filter | None) -> None:
         if not rows:
             return
         page_size = self._cache.shape.page_size
-        spans = [(row.sequence, row.sequence.num_cached, row.sequence.num_cached + row.count) for row in rows]
-        all_slots = [_slots(sequence.pages, end, page_size) for sequence, _, end in spans]
+        spans = [(row.sample, row.sample.num_cached, row.sample.num_cached + row.count) for row in rows]
+        all_slots = [_slots(sample.pages, end, page_size) for sample, _, end in spans]
         packed = [
-            np.concatenate([sequence.slice(start, end) for sequence, start, end in spans]),
+            np.concatenate([sample.slice(start, end) for sample, start, end in spans]),
             np.concatenate([np.arange(start, end) for _, start, end in spans]),
             np.concatenate([places[start:] for places, (_, start, _) in zip(all_slots, spans, strict=True)]),
         ]
         contexts = [start for _, start, _ in spans]
         key_slots = self._upload(np.concatenate(all_slots)) if any(contexts) else None
-        layout = PackedRows([row.count for row in rows], contexts, key_slots, self._device)
+        layout = PromptRows([row.count for row in rows], contexts, key_slots, self._device)
         tokens, positions, slots = self._upload(np.stack(packed))
         logits = self._decoder.prefill(tokens, positions, slots, layout)
-        draws = [(number, sequence) for number, row in enumerate(rows) for sequence in row.draws]
+        draws = [(number, sample) for number, row in enumerate(rows) for sample in row.draws]
         for row in rows:
             if not row.draws:
                 self._scheduler.advance(row)
         if draws:
-            first = self._seat([sequence for _, sequence in draws], keys)
+            first = self._seat([sample for _, sample in draws])
             self._runner.first_tokens(logits[self._upload(np.array([number for number, _ in draws]))], first, keep)
-            for _, sequence in draws:
-                self._promise(sequence, 1)
+            for _, sample in draws:
+                self._promise(sample, 1)
 
-    def _promise(self, sequence: Sequence, count: int) -> None:
-        """The sequence will have `count` more tokens, unless it stops."""
-        self._scheduler.append(sequence, [PENDING] * count, [0.0] * count)
-        if len(sequence.tokens) >= sequence.max_tokens:
-            self._scheduler.finish(sequence)
+    def _promise(self, sample: Sample, count: int) -> None:
+        """The sample will have `count` more tokens, unless it stops."""
+        self._scheduler.append(sample, [PENDING] * count, [0.0] * count)
+        if len(sample.tokens) >= sample.limits.max_tokens:
+            self._scheduler.finish(sample)
 
-    def _seat(self, sequences: list[Sequence], keys: Mapping[int, int]) -> int:
-        """Rows for sequences that begin, behind those that go on; returns the first. Their pages follow with the next decode."""
+    def _seat(self, samples: list[Sample]) -> int:
+        """Rows for samples that begin, behind those that go on; returns the first. Their pages follow with the next decode."""
         self._move([seat for seat in self._seats if seat.goes_on])
         first = len(self._seats)
-        self._seats += [_Seat(s, s.pages, read=len(s.tokens), sent=len(s.tokens)) for s in sequences]
+        self._seats += [_Seat(s, s.pages, read=len(s.tokens), sent=len(s.tokens)) for s in samples]
         rows, here = self._rows, slice(first, len(self._seats))
-        # The draw adds one to the context: after it, all of the sequence but the drawn token is in the cache.
-        numbers = [[len(s) - 1 for s in sequences], [len(s.tokens) for s in sequences], [s.max_tokens for s in sequences]]
+        # The draw adds one to the context: after it, all of the sample but the drawn token is in the cache.
+        numbers = [[len(s) - 1 for s in samples], [len(s.tokens) for s in samples], [s.limits.max_tokens for s in samples]]
         rows.context[here], rows.generated[here], rows.limit[here] = self._upload(np.array(numbers, dtype=np.int32))
-        rows.key[here] = self._upload(np.array([keys[s.index] for s in sequences], dtype=np.int64))
-        rows.token[here] = self._upload(np.array([(s.tokens or s.prompt.ids)[-1] for s in sequences], dtype=np.int64))
+        rows.key[here] = self._upload(np.array([s.key for s in samples], dtype=np.int64))
+        rows.token[here] = self._upload(np.array([(s.tokens or s.prompt.ids)[-1] for s in samples], dtype=np.int64))
         rows.done[here] = RUNNING
         if rows.seen is not None:
-            for row, sequence in enumerate(sequences, first):
-                rows.seen[row, self._upload(np.array(sequence.slice(0, len(sequence))))] = True
+            rows.seen[here] = False  # while it was padding, the filter has marked the padding's token
+            for row, sample in enumerate(samples, first):
+                rows.seen[row, self._upload(np.array(sample.slice(0, len(sample))))] = True
         return first
 
     def _update_page_table(self) -> None:
@@ -218,7 +206,7 @@ class GenerationLoop:
         for row, seat in enumerate(self._seats):
             known, held = seat.known, seat.held
             # Only the page that the next token falls into can have been replaced, by a copy of its own.
-            start = min(seat.sequence.num_cached // page_size, len(known))
+            start = min(seat.sample.num_cached // page_size, len(known))
             if start < len(known) and known[start] == held[start]:
                 start = len(known)
             if not known:
@@ -241,17 +229,17 @@ class GenerationLoop:
         page_size, row = self._cache.shape.page_size, 0
         while row < len(self._seats):
             leader, count = self._seats[row], 1
-            pages = len(leader.sequence.prompt.ids) // page_size
+            pages = len(leader.sample.prompt.ids) // page_size
             while pages and count < self._group_limit and row + count < len(self._seats):
                 other = self._seats[row + count]
-                if other.sequence.prompt is not leader.sequence.prompt or other.held[:pages] != leader.held[:pages]:
+                if other.sample.prompt is not leader.sample.prompt or other.held[:pages] != leader.held[:pages]:
                     break
                 count += 1
             if count > 1:
                 groups.append((row, count, pages * page_size))
             row += count
         saved = sum((count - 1) * tokens for _, count, tokens in groups)
-        self._shares = saved > _WORTH_SHARING * sum(len(seat.sequence) for seat in self._seats)
+        self._shares = saved > _WORTH_SHARING * sum(len(seat.sample) for seat in self._seats)
         if self._shares:
             shared, size = self._rows.shared, bucket(len(self._seats))
             tokens = np.zeros(size, dtype=np.int32)
@@ -275,7 +263,7 @@ class GenerationLoop:
         self._seats = seats
 
     def _send_unsent(self) -> None:
-        if any(seat.sent < len(seat.sequence.tokens) and not seat.over for seat in self._seats):
+        if any(seat.sent < len(seat.sample.tokens) and not seat.over for seat in self._seats):
             self._send_outputs()
 
     def _send_outputs(self) -> None:
@@ -289,7 +277,7 @@ class GenerationLoop:
         else:
             outputs = [tensor.clone() for tensor in outputs]
         for seat in self._seats:
-            seat.sent = len(seat.sequence.tokens)
+            seat.sent = len(seat.sample.tokens)
         self._in_flight.append(_Interval(list(self._seats), outputs, ready))
 
     def _upload(self, array: np.ndarray) -> Tensor:
@@ -298,7 +286,7 @@ class GenerationLoop:
 
     # -- read --------------------------------------------------------------------------------------------------------------
 
-    def _read(self, find_stop: FindStop, leave: int) -> Iterator[tuple[Sequence, str]]:
+    def _read(self, leave: int) -> Iterator[tuple[Sample, str]]:
         """Take in intervals, the oldest first, until `leave` are on their way."""
         while len(self._in_flight) > leave:
             interval = self._in_flight.popleft()
@@ -306,26 +294,24 @@ class GenerationLoop:
                 interval.ready.synchronize()
             generated, done, tokens, log_probs = (tensor.tolist() for tensor in interval.outputs)
             for row, seat in enumerate(interval.seats):
-                sequence, start, end = seat.sequence, seat.read, generated[row]
+                sample, start, end = seat.sample, seat.read, generated[row]
                 if seat.over or end == start:
                     continue
                 places = [place % RING for place in range(start, end)]
-                sequence.tokens[start:end] = [tokens[row][place] for place in places]
-                sequence.log_probs[start:end] = [log_probs[row][place] for place in places]
+                sample.tokens[start:end] = [tokens[row][place] for place in places]
+                sample.log_probs[start:end] = [log_probs[row][place] for place in places]
                 seat.read = end
-                finite = done[row] != NOT_FINITE
-                stop = find_stop(sequence, start) if finite else end
-                if stop is None and done[row] == RUNNING:
+                left = len(sample.tokens) >= sample.limits.max_tokens  # it left the scheduler when its last token was promised
+                reason = sample.find_end(start, end, done[row] != NOT_FINITE)
+                if reason is None:
                     continue
-                length = end if stop is None else stop
-                if len(sequence.tokens) < sequence.max_tokens:  # else it has left the scheduler when its last token was promised
-                    self._scheduler.finish(sequence)
-                del sequence.tokens[length:], sequence.log_probs[length:]
+                if not left:
+                    self._scheduler.finish(sample)
                 seat.over = True
-                yield sequence, "error" if not finite else "length" if stop is None else "stop"
+                yield sample, reason
 
 
 def _slots(pages: list[int], count: int, page_size: int) -> np.ndarray:
-    """[count] int64: where the first `count` tokens of a sequence with these pages lie."""
+    """[count] int64: where the first `count` tokens of a sample with these pages lie."""
     places = np.asarray(pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size)
     return places.reshape(-1)[:count]

@@ -19,8 +19,8 @@ except ImportError:  # a build of torch without it pads instead
 _FLASH_TYPES = (torch.bfloat16, torch.float16)
 
 
-class PackedRows:
-    """Where the rows of a packed sequence lie. Row i has `lengths[i]` new tokens after `contexts[i]` that are in the cache.
+class PromptRows:
+    """Where the prompts of a packed sequence lie. Row i has `lengths[i]` new tokens after `contexts[i]` that are in the cache.
 
     `key_slots` [all tokens of all rows, cached and new] int64 says where their keys are; it is needed where a context is not 0.
     """
@@ -41,7 +41,7 @@ def packed_prompt_attention(
     value: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    rows: PackedRows,
+    rows: PromptRows,
     *,
     scale: float,
     window: int | None = None,

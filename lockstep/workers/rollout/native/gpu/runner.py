@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, decode_slots
 from lockstep.workers.rollout.native.gpu.draw import draw
-from lockstep.workers.rollout.native.gpu.prefill import PackedRows
+from lockstep.workers.rollout.native.gpu.prefill import PromptRows
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
 
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -24,9 +24,9 @@ BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 6
 Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
 """(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
 
-Variant = tuple[int, Filter | None, bool]
+StepKind = tuple[int, Filter | None, bool]
 """What a graph is captured for: the number of rows, the filter, and whether shared prefixes are read together."""
-WarmSizes = set[Variant]
+WarmSteps = set[StepKind]
 """What has been computed once in this process: its kernels are compiled."""
 
 
@@ -46,7 +46,7 @@ class Decoder(Protocol):
         shared: SharedPrefixes | None,
     ) -> Tensor: ...
 
-    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PackedRows) -> Tensor: ...
+    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor: ...
 
     def release(self) -> None: ...
 
@@ -59,22 +59,22 @@ def bucket(rows: int) -> int:
 class DecodeRunner:
     """Steps over `rows`. On a device without CUDA graphs (tests with Triton's interpreter) each step is simply computed."""
 
-    def __init__(self, decoder: Decoder, rows: RowState, page_size: int, warm: WarmSizes) -> None:
+    def __init__(self, decoder: Decoder, rows: RowState, page_size: int, warm: WarmSteps) -> None:
         self._decoder, self._rows, self._page_size = decoder, rows, page_size
         self._captures = rows.token.is_cuda
-        self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._warm = warm
 
     def steps(self, size: int, count: int, keep: Filter | None, shared: bool) -> None:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
-        variant = (size, keep, shared)
-        if self._captures and variant not in self._graphs:
-            self._capture(variant)
-        graph = self._graphs.get(variant)
+        kind = (size, keep, shared)
+        if self._captures and kind not in self._graphs:
+            self._capture(kind)
+        graph = self._graphs.get(kind)
         for _ in range(count):
             if graph is None:
-                self._step(*variant)
+                self._step(*kind)
             else:
                 graph.replay()
 
@@ -102,19 +102,19 @@ class DecodeRunner:
             kept, normaliser = keep(logits, self._rows, first)
             draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
 
-    def _capture(self, variant: Variant) -> None:
-        """Add the variant's graph. A model whose step cannot be captured is decoded without graphs from here on, and says so."""
+    def _capture(self, kind: StepKind) -> None:
+        """Add the kind's graph. A model whose step cannot be captured is decoded without graphs from here on, and says so."""
         if not self._warm:
             # A compiler that makes one kernel for all batch sizes tunes it for the size that it sees first: let that be the largest.
             self._warm_up((self._rows.capacity, None, False))
-        if variant not in self._warm:
-            self._warm_up(variant)
+        if kind not in self._warm:
+            self._warm_up(kind)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
-                self._step(*variant)
+                self._step(*kind)
         except RuntimeError as error:
             first = str(error).strip().splitlines()[0]
             print(f"decoding without CUDA graphs, which is slower: the step of this model cannot be captured ({first})", flush=True)
@@ -122,19 +122,19 @@ class DecodeRunner:
             self.forget()
             _end_broken_capture()
             return
-        self._graphs[variant] = graph
+        self._graphs[kind] = graph
 
-    def _warm_up(self, variant: Variant) -> None:
+    def _warm_up(self, kind: StepKind) -> None:
         """Compile kernels and make the libraries' workspaces, which must not happen inside a capture.
 
         Rows that are finished do not advance, and what this run writes to the pages is what the next step writes there again.
         """
-        size = variant[0]
+        size = kind[0]
         done = self._rows.done[:size].clone()
         self._rows.done[:size] = TOO_LONG
-        self._step(*variant)
+        self._step(*kind)
         self._rows.done[:size] = done
-        self._warm.add(variant)
+        self._warm.add(kind)
 
 
 def _end_broken_capture() -> None:

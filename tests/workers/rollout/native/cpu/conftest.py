@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.workers.rollout.native.cpu.library import Library, library
+from lockstep.workers.rollout.native.cpu.kernels import Library, library
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from helpers.tiny import save_tiny_model, tiny_model
 from torch import nn
 
 from lockstep.workers.rollout.native.cpu import fused
-from lockstep.workers.rollout.native.cpu.library import Library
+from lockstep.workers.rollout.native.cpu.kernels import Library
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
@@ -20,11 +20,11 @@ def test_the_compiled_layers_give_what_the_module_gives(
     requests, params = make_requests(9), sampling(stop_token_ids=(), max_tokens=40, top_k=9)
     rollout = make_rollout(path)
     completions = rollout.generate(requests, params)
-    assert isinstance(rollout._runner, fused.FusedRunner)
+    assert isinstance(rollout.backend, fused.FusedBackend)
     monkeypatch.setattr(fused, "library", lambda: None)
     plain = make_rollout(path)
     expected = plain.generate(requests, params)
-    assert not isinstance(plain._runner, fused.FusedRunner)
+    assert not isinstance(plain.backend, fused.FusedBackend)
     assert ids_of(completions) == ids_of(expected)
     for mine, theirs in zip(completions, expected, strict=True):
         torch.testing.assert_close(mine.log_probs, theirs.log_probs, atol=2e-5, rtol=0)
@@ -42,7 +42,7 @@ def test_bfloat16_weights_give_what_the_same_numbers_give_in_float32(
     rollout.check()
     requests = make_requests(5)
     completions = rollout.generate(requests, sampling(stop_token_ids=()))
-    assert isinstance(rollout._runner, fused.FusedRunner)
+    assert isinstance(rollout.backend, fused.FusedBackend)
     exact = tiny_model().float()
     exact.load_state_dict({name: value.float() for name, value in rollout.module.state_dict().items()})
     for request, completion in zip(requests, completions, strict=True):
@@ -55,7 +55,7 @@ def test_the_next_generation_sees_new_weights_and_the_copies_are_gone_after_it(t
     rollout = make_rollout(save_tiny_model(tmp_path))
     requests, params = make_requests(3), sampling(stop_token_ids=())
     before = rollout.generate(requests, params)
-    assert rollout._runner._layers == []
+    assert rollout.backend._layers == []
     with torch.no_grad():
         rollout.module.model.layers[0].mlp.up_proj.weight.mul_(3.0)
     after = rollout.generate(requests, params)

@@ -1,4 +1,4 @@
-"""Attention over pages on a CPU; in plain PyTorch on any device, where it is the reference for kernels that read pages in place.
+"""One pass as tensors, and its attention over pages on a CPU; in plain PyTorch on any device, the reference for kernels that read pages.
 
 On a CPU with a C compiler a compiled function reads the pages in place. Otherwise rows that are prefilled are computed one by one, without
 padding, and rows that decode are gathered into padded blocks of similar length.
@@ -12,12 +12,40 @@ import torch
 from torch import Tensor
 
 from lockstep.models.attention import Variant, causal_attention, masked_attention
-from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, store
-from lockstep.workers.rollout.native.cpu.library import library
-from lockstep.workers.rollout.native.layout import KVCache, StepBatch
+from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, library, store
+from lockstep.workers.rollout.native.pages import KVCache
 
 _SHORTEST = 0.7
 """A block's shortest row has at least this share of its longest row's pages: less padding, but more calls, the nearer it is to 1."""
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One pass: new tokens of some rows, packed end to end. A decoding row has one; a row that is prefilled has a chunk of its prompt.
+
+    Tensors are on the CPU. Legend: N tokens of the pass, R rows, S tokens to draw.
+    """
+
+    input_ids: Tensor
+    """[N] int64"""
+    positions: Tensor
+    """[N] int64: each token's place in its sequence."""
+    slots: Tensor
+    """[N] int64: where its key and value go."""
+    query_lens: list[int]
+    """[R]: new tokens of each row; they add up to N."""
+    context_lens: Tensor
+    """[R] int32: tokens of the row that are in the cache before this pass."""
+    page_table: Tensor
+    """[R, most pages] int32: the row's pages in order, then zeros (the scratch page)."""
+    sample_from: Tensor
+    """[S] int64: the token of the pass whose logits a draw is from. Samples of one prompt name the same token."""
+    keys: Tensor
+    """[S] int64: `sampling.request_keys` of each draw's request."""
+    response_positions: Tensor
+    """[S] int64: which token of the response is drawn, from 0; with the key it decides the random number."""
+    history: list[Tensor] | None = None
+    """[S] of [seen tokens] int64: the request's prompt and response so far; only where a repetition penalty is asked for."""
 
 
 @dataclass(slots=True)
@@ -32,6 +60,8 @@ class _Block:
     """Sliding window -> [rows, 1, 1, length], True where a key is seen."""
     lengths: Tensor
     """[rows] keys of each row, the new one included."""
+    past: Tensor
+    """Places of the gathered block, rows end to end, that are behind their row's last key."""
 
 
 class PagedAttention:
@@ -69,7 +99,9 @@ class PagedAttention:
             while start and decoding[start - 1][0] >= _SHORTEST * width * page_size:
                 start -= 1
             part = slice(start, stop)
-            self._blocks.append(_Block(part, self._decode_table[part, :width].flatten().long(), {}, self._decode_lengths[part]))
+            lengths = self._decode_lengths[part]
+            past = (torch.arange(width * page_size, device=device) >= lengths[:, None]).flatten().nonzero().flatten()
+            self._blocks.append(_Block(part, self._decode_table[part, :width].flatten().long(), {}, lengths, past))
             stop = start
         self._prefills = [
             (slice(starts[row], starts[row + 1]), contexts[row], table[row, : -(-(contexts[row] + count) // page_size)].long())
@@ -109,7 +141,7 @@ class PagedAttention:
         """q [R, H, D] -> [R, H, D]. The query heads that share a key head stand as its queries, so that keys are not repeated."""
         rows, heads, size = q.shape
         kv_heads = k_pages.shape[2]
-        k, v = self._gather(block.pages, k_pages, v_pages, rows)
+        k, v = self._gather(block.pages, k_pages, v_pages, rows, block.past)
         length = k.shape[2]
         if variant.sliding_window not in block.masks:
             places = torch.arange(length, device=q.device)
@@ -134,9 +166,12 @@ class PagedAttention:
         out = causal_attention(q.transpose(0, 1)[None], k, v, variant.scaling, variant.sliding_window, variant.softcap, sinks)
         return out[0].transpose(0, 1)
 
-    def _gather(self, pages: Tensor, k_pages: Tensor, v_pages: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages` [rows * width] as [rows, KV, width * page_size, D]. They lie in memory that the next call reuses:
-        fresh memory for every block of every layer costs more than the copy itself."""
+    def _gather(
+        self, pages: Tensor, k_pages: Tensor, v_pages: Tensor, rows: int, past: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pages` [rows * width] as [rows, KV, width * page_size, D], zeros at `past`: what another request left
+        there may not be finite, and 0 times that is not 0. They lie in memory that the next call reuses: fresh memory for every block of
+        every layer costs more than the copy itself."""
         shape = (len(pages), *k_pages.shape[1:])
         if self._scratch[0].numel() < shape[0] * k_pages[0].numel():
             size = shape[0] * k_pages[0].numel() * 5 // 4
@@ -145,5 +180,7 @@ class PagedAttention:
         for scratch, source in zip(self._scratch, (k_pages, v_pages), strict=True):
             target = scratch[: shape[0] * k_pages[0].numel()].view(shape)
             torch.index_select(source, 0, pages, out=target)
+            if past is not None:
+                target.flatten(0, 1).index_fill_(0, past, 0)
             gathered.append(target.view(rows, -1, *shape[2:]).transpose(1, 2))
         return gathered[0], gathered[1]

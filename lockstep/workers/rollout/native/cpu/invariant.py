@@ -1,4 +1,4 @@
-"""InvariantRunner: every token is computed in the same shapes, whatever else is in the batch, so it is rounded alike in any batch.
+"""InvariantBackend: every token is computed in the same shapes, whatever else is in the batch, so it is rounded alike in any batch.
 
 A matrix product adds up in an order that depends on its shape, and a sum over keys on how many there are. Here a pass is cut into blocks
 of a fixed number of tokens, padded with tokens that nobody reads; a token attends by itself over its keys in chunks of a fixed number, as
@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import Variant
-from lockstep.workers.rollout.native.layout import CacheShape, KVCache, StepBatch
-from lockstep.workers.rollout.native.torch_runner import TorchRunner, draw_one_by_one
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend, draw_one_by_one
+from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 
 BLOCK = 32
 """Tokens computed together."""
@@ -25,8 +26,8 @@ _KEYS = 64
 """Keys attended to at once; a multiple of the page size."""
 
 
-class InvariantRunner(TorchRunner):
-    """See Runner and the module's docstring."""
+class InvariantBackend(TorchBackend):
+    """See Backend and the module's docstring."""
 
     def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float = 0.5) -> None:
         super().__init__(module, shape, gpu_memory_utilization)
@@ -102,6 +103,8 @@ class _ChunkedAttention:
             if variant.sliding_window is not None:
                 seen &= places > self._positions - variant.sliding_window
             scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+            # What another request left in an unseen place may not be finite, and 0 times that is not 0.
+            v = v.view(block, kv_heads, _KEYS, size).masked_fill(~seen[:, None, :, None], 0.0).view_as(v)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             # Before its first visible key a token has no largest score; any finite number does.
             base = new.masked_fill(new == -torch.inf, 0.0)

@@ -1,0 +1,90 @@
+"""A loss or an estimator whose names are read and whose numbers are given once, to be called with every batch.
+
+A user's function that does not name `rows` is written for padded blocks [B, T], while every column here is flat, [M]: it is called
+on blocks, which nothing else is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.algorithms.registry import input_names
+from lockstep.algorithms.rows import Rows
+from lockstep.errors import ConfigError
+
+PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "reward_part_weights"})
+"""The inputs that belong to rows, or to the batch: they have no tokens to pad."""
+
+
+def on_blocks(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which takes and returns padded blocks, as one that takes flat columns and `rows` and returns flat columns.
+
+    Every tensor [M] that is not `PER_ROW` comes to it as [B, T], T the longest row, with zeros behind the shorter rows.
+    Calling the result raises ConfigError, which begins with `what`, when the function returns something that is not [B, T].
+    """
+
+    def call(*, rows: Rows, **inputs: Any) -> Any:
+        shape = (len(rows), int(rows.lengths.max()) if len(rows) else 0)
+        flat = {
+            name for name, x in inputs.items() if isinstance(x, Tensor) and name not in PER_ROW and x.shape == (rows.num_tokens,)
+        }
+
+        def unpadded(x: Any) -> Any:
+            if isinstance(x, dict):
+                return {name: unpadded(part) for name, part in x.items()}
+            if isinstance(x, tuple | list):
+                return tuple(unpadded(part) for part in x)
+            if not isinstance(x, Tensor) or x.shape != shape:
+                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise ConfigError(f"{what} must return one number per token, {shape}, before any mean; it returned {got}")
+            return rows.unpad(x)
+
+        return unpadded(function(**{name: rows.pad(x) if name in flat else x for name, x in inputs.items()}))
+
+    return call
+
+
+class Bound:
+    """`function` with those of the `parameters` that it names; `what` names it in messages, `remedy` ends the one for a missing column.
+
+    Raises ConfigError when an argument of the function is not keyword-only.
+    """
+
+    columns: dict[str, bool]
+    """The columns that it reads, and whether it cannot do without each. One with the name of a parameter replaces it."""
+    takes_rows: bool
+    """Whether it looks at whole rows. One that does not can be called with any part of the tokens."""
+    function: Callable[..., Any]
+    """The function with its parameters; takes columns, and rows if it looks at them, by name."""
+
+    def __init__(
+        self, what: str, function: Callable[..., Any], parameters: Mapping[str, Any], remedy: str, takes_blocks: bool
+    ) -> None:
+        names = input_names(what, function)
+        given = {name: parameters[name] for name in names if parameters.get(name) is not None}
+        self.columns = {name: required and name not in given for name, required in names.items() if name != "rows"}
+        self.takes_rows = takes_blocks or "rows" in names
+        self.function = functools.partial(on_blocks(what, function) if takes_blocks else function, **given)
+        self._what, self._remedy, self._parameters = what, remedy, parameters
+
+    def arguments(self, columns: Mapping[str, Any], rows: Rows | None) -> dict[str, Any]:
+        """What `function` is to be called with. A column that is None counts as missing.
+
+        Raises ConfigError when a column that the function requires is missing.
+        """
+        given = {name: columns[name] for name in self.columns if columns.get(name) is not None}
+        missing = [name for name, required in self.columns.items() if required and name not in given]
+        if missing:
+            present = sorted(name for name, value in {**self._parameters, **columns}.items() if value is not None)
+            raise ConfigError(
+                f"{self._what} needs {', '.join(missing)}, which this run does not have (it has {', '.join(present)}): {self._remedy}"
+            )
+        return given | {"rows": rows} if self.takes_rows else given
+
+    def __call__(self, columns: Mapping[str, Any], rows: Rows | None) -> Any:
+        """What the function gives for the tokens of these rows, flat. Raises as `arguments` does."""
+        return self.function(**self.arguments(columns, rows))

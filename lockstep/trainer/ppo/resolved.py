@@ -1,0 +1,78 @@
+"""What the configuration says of an algorithm, resolved once at start: functions found, their numbers bound, decisions made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.algorithms import mismatch
+from lockstep.algorithms.advantages import bind_estimator
+from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.policy_losses import FLAT_WITHOUT_ADVANTAGE, bind_prepare, get_policy_loss
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from lockstep.utils.files import load_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Estimation:
+    """How advantages are made of scores."""
+
+    estimator: Bound
+    config: AlgorithmConfig
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig) -> Estimation:
+        """Raises ConfigError when there is no such estimator."""
+        weights = config.gdpo_reward_weights
+        parameters = {
+            "config": config,
+            "gamma": config.gamma,
+            "lam": config.lam,
+            "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
+            "reward_part_weights": torch.tensor(weights, dtype=torch.float64) if weights else None,
+        }
+        return cls(bind_estimator(load_reference(config.adv_estimator) or config.adv_estimator, parameters), config)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyUpdate:
+    """What an update of the policy wants of a mini-batch before it is cut."""
+
+    prepare: Bound | None
+    """Computes columns from the whole of it."""
+    skips_rows: bool
+    """Whether a row whose advantages are all 0 has no part in the gradient: neither entropy, nor KL, nor the policy loss moves it."""
+
+    @classmethod
+    def of(cls, config: ActorConfig) -> PolicyUpdate:
+        """Raises ConfigError when there is no such loss."""
+        mode = config.policy_loss.loss_mode
+        loss = load_reference(mode) or get_policy_loss(mode)
+        is_flat = loss in FLAT_WITHOUT_ADVANTAGE and not config.entropy_coeff and not config.use_kl_loss
+        return cls(bind_prepare(loss, config.loss_parameters), is_flat)
+
+
+def read_correction(config: RolloutCorrectionConfig) -> mismatch.Correction | None:
+    """The section as the algorithms take it; None where it asks for nothing. Raises ConfigError when it cannot work."""
+    correction = mismatch.make_correction(
+        config.rollout_is,
+        config.rollout_is_threshold,
+        config.rollout_is_batch_normalize,
+        config.rollout_rs,
+        config.rollout_rs_threshold,
+    )
+    return correction if correction.is_on else None
+
+
+def reads_old_log_probs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether old log-probs are read before the update: by the correction, the KL in the reward, the estimator, or what the policy loss
+    wants computed from a whole mini-batch. Otherwise a batch's only update, whose forward pass computes them, can do without a pass."""
+    prepare = PolicyUpdate.of(actor).prepare
+    return (
+        read_correction(algorithm.rollout_correction) is not None
+        or algorithm.use_kl_in_reward
+        or "old_log_probs" in Estimation.of(algorithm).estimator.columns
+        or (prepare is not None and "old_log_prob" in prepare.columns)
+    )

@@ -1,0 +1,51 @@
+"""Backend: what the native engine asks of a device. CPU and GPU implement it; the scheduler, the pages and the requests are common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.native.scheduler import Sample, Scheduler
+
+TakeAborts = Callable[[], set[int]]
+"""Asked before each pass (GPU: interval) for the indices of the samples to end now."""
+
+
+class Backend(ABC):
+    """A model on one device, and the memory of `num_pages` pages for its keys and values.
+
+    `run` is called once for each generation, or again when samples were added after it had ended: pages and what they hold stay until
+    `open` or `close`.
+    """
+
+    page_size: int
+    """Tokens per page."""
+    lookahead: int = 1
+    """Most tokens that are drawn for each row before the host looks."""
+    mixed: bool = True
+    """Whether a pass may hold prompts and decoding rows together."""
+    most_tokens: int | None = None
+    """Tokens of a pass above which it only loses speed; None if there is no such number."""
+    num_pages: int = 0
+    """Pages that there is memory for now, the scratch page among them; 0 while closed."""
+
+    @abstractmethod
+    def most_pages(self) -> int:
+        """How many pages the free memory of the device has room for now."""
+
+    @abstractmethod
+    def open(self, num_pages: int) -> None:
+        """Take memory for that many pages; what was stored before is lost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory back to the device."""
+
+    @abstractmethod
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
+        """(sample, why it ended: stop, length, abort or error) as they end, until the scheduler is idle.
+
+        The module's weights are those at the start. An error is a log-prob that is not finite, the sample's last one. Closing the
+        iterator ends the generation; the scheduler must not be used after that.
+        """

@@ -1,0 +1,192 @@
+"""The CPU's backends compute a pass, wait for it, and look. TorchBackend goes through the Hugging Face module, on every device."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.utils.memory import available_ram
+from lockstep.workers.rollout.counted import uniforms
+from lockstep.workers.rollout.native.backend import Backend, TakeAborts
+from lockstep.workers.rollout.native.cpu.linears import prepacked
+from lockstep.workers.rollout.native.cpu.paged import PagedAttention, StepBatch
+from lockstep.workers.rollout.native.pages import CacheShape, KVCache
+from lockstep.workers.rollout.native.scheduler import Pass, Sample, Scheduler
+from lockstep.workers.rollout.sampling import sample
+
+PAGE_SIZE = 16
+"""Tokens per page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""
+RAM_SHARE = 0.5
+"""Of the free memory of a CPU machine, how much the pages may take."""
+MOST_TOKENS = 512
+"""Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next."""
+
+
+class CPUBackend(Backend):
+    """Runs a scheduler one pass after the other; each draws one token for a row that is complete."""
+
+    @abstractmethod
+    def ready(self) -> AbstractContextManager[None]:
+        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
+
+    @abstractmethod
+    def copy_pages(self, copies: dict[int, int]) -> None:
+        """Copy pages, all at once: target -> source."""
+
+    @abstractmethod
+    def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
+
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
+        with self.ready():
+            while not scheduler.is_idle:
+                for sample in scheduler.abort(take_aborts()):
+                    yield sample, "abort"
+                planned = scheduler.plan()
+                if not planned.rows:
+                    continue
+                self.copy_pages(planned.copies)
+                tokens, log_probs = self.step(_batch(planned, self.page_size, sampling), sampling)
+                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
+                for row, samples in [(row, row.draws) for row in planned.rows]:
+                    if not samples:
+                        scheduler.advance(row)
+                    for sample in samples:
+                        token, log_prob = next(drawn)
+                        scheduler.append(sample, [token], [log_prob])
+                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
+                        if reason is not None:
+                            scheduler.finish(sample)
+                            yield sample, reason
+
+
+def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch:
+    input_ids: list[int] = []
+    positions: list[int] = []
+    sample_from: list[int] = []
+    drawn: list[Sample] = []
+    for row in planned.rows:
+        start = row.sample.num_cached
+        input_ids += row.sample.slice(start, start + row.count)
+        positions += range(start, start + row.count)
+        sample_from += [len(input_ids) - 1] * len(row.draws)
+        drawn += row.draws
+    query_lens = [row.count for row in planned.rows]
+    most = max(len(row.sample.pages) for row in planned.rows)
+    page_table = torch.tensor([row.sample.pages + [0] * (most - len(row.sample.pages)) for row in planned.rows], dtype=torch.int32)
+    places = torch.tensor(positions)
+    rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+    penalised = sampling.repetition_penalty != 1.0
+    return StepBatch(
+        input_ids=torch.tensor(input_ids),
+        positions=places,
+        slots=page_table[rows, places // page_size].long() * page_size + places % page_size,
+        query_lens=query_lens,
+        context_lens=torch.tensor([row.sample.num_cached for row in planned.rows], dtype=torch.int32),
+        page_table=page_table,
+        sample_from=torch.tensor(sample_from, dtype=torch.int64),
+        keys=torch.tensor([sample.key for sample in drawn], dtype=torch.int64),
+        response_positions=torch.tensor([len(sample.tokens) for sample in drawn], dtype=torch.int64),
+        history=[torch.tensor(sample.slice(0, len(sample))) for sample in drawn] if penalised else None,
+    )
+
+
+class TorchBackend(CPUBackend):
+    """See Backend. `shape` is what `probe.cache_shape` found in the module."""
+
+    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float = 0.5) -> None:
+        self.module, self.shape, self.page_size = module, shape, shape.page_size
+        self.most_tokens = MOST_TOKENS if module.device.type == "cpu" else None
+        self._gpu_memory_utilization = gpu_memory_utilization
+        self._cache: KVCache | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        with prepacked(self.module):
+            yield
+
+    def most_pages(self) -> int:
+        device = self.module.device
+        if device.type == "cuda":
+            free = int(torch.cuda.mem_get_info(device)[0] * self._gpu_memory_utilization)
+        else:
+            free = int(available_ram() * RAM_SHARE)
+        return free // self.shape.page_bytes
+
+    def open(self, num_pages: int) -> None:
+        self.close()
+        self._cache = KVCache(self.shape, num_pages, self.module.device)
+        self._attention = self._make_attention(self._cache)
+        self.num_pages = num_pages
+
+    def close(self) -> None:
+        if self._cache is not None:
+            del self._attention
+        self._cache, self.num_pages = None, 0
+
+    def copy_pages(self, copies: dict[int, int]) -> None:
+        assert self._cache is not None, "the backend is closed"
+        self._cache.copy_pages(copies)
+
+    def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        if not len(batch.sample_from):
+            self.forward(batch, batch.sample_from)
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+        # Samples of one prompt draw from the same logits: compute those once.
+        distinct, inverse = batch.sample_from.unique(return_inverse=True)
+        logits = self.forward(batch, distinct)
+        if len(distinct) < len(inverse):
+            logits = logits[inverse.to(logits.device)]
+        tokens, log_probs = self._draw(logits, batch, sampling)
+        return tokens.cpu(), log_probs.cpu()
+
+    def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
+        """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S]."""
+        assert self._cache is not None, "the backend is closed"
+        self._attention.begin(batch)
+        return self._call(batch.input_ids, batch.positions, logits_at)
+
+    def _make_attention(self, cache: KVCache) -> PagedAttention:
+        return PagedAttention(cache)
+
+    def _call(self, input_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
+        device = self.module.device
+        # Without a token to draw, the head is still applied to one: no index means "all" to transformers.
+        keep = logits_at if len(logits_at) else torch.zeros(1, dtype=torch.int64)
+        out = self.module(
+            input_ids=input_ids.to(device)[None],
+            position_ids=positions.to(device)[None],
+            use_cache=False,
+            kv_cache=self._attention,
+            logits_to_keep=keep.to(device),
+        )
+        return out.logits[0]
+
+    def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        return _sample(logits, batch, sampling, slice(None))
+
+
+def draw_one_by_one(logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs [S] from logits [S, vocabulary], each by itself: the same bits whatever the others are."""
+    drawn = [_sample(logits, batch, sampling, slice(row, row + 1)) for row in range(len(logits))]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([log_probs for _, log_probs in drawn])
+
+
+def _sample(logits: Tensor, batch: StepBatch, sampling: SamplingParams, rows: slice) -> tuple[Tensor, Tensor]:
+    return sample(
+        logits[rows],
+        uniforms(batch.keys[rows], batch.response_positions[rows]).to(logits.device),
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        None if batch.history is None else batch.history[rows],
+    )

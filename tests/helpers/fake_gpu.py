@@ -1,0 +1,146 @@
+"""The GPU's generation loop on a machine without a GPU or Triton: plain functions instead of kernels, a fake model instead of a decoder.
+
+Everything that the host does is the real code: `GPUBackend`, `GenerationLoop`, `RowState`, `DecodeRunner`, the filters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.fake_model import VOCABULARY, FakeModel
+from lockstep.workers.rollout.counted import uniforms
+from lockstep.workers.rollout.native.pages import CacheShape
+
+
+class _NoKernel:
+    """What `triton.jit` makes of a function here: it can be imported and not called."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise AssertionError("a Triton kernel was called without Triton")
+
+
+@contextmanager
+def _stub_triton() -> Iterator[None]:
+    """Inside, modules that import Triton can be imported where it is not installed."""
+    if find_spec("triton") is not None:
+        yield
+        return
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton.jit = lambda function=None, **options: _NoKernel() if function else lambda function: _NoKernel()  # type: ignore[attr-defined]
+    triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
+    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
+    triton.language, language.constexpr = language, int  # type: ignore[attr-defined]
+    sys.modules |= {"triton": triton, "triton.language": language}
+    try:
+        yield
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
+
+
+with _stub_triton():
+    from lockstep.workers.rollout.native.gpu import backend, loop, runner
+    from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
+    from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, STOPPED, TOO_LONG, RowState
+
+
+class FakeDecoder:
+    """See Decoder: the logits of a FakeModel, whose memory stands for the pages."""
+
+    def __init__(self, model: FakeModel, num_heads: int) -> None:
+        self._model, self.num_heads = model, num_heads
+
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None,
+    ) -> Tensor:
+        table = page_table.tolist()
+        if shared is not None:  # the first pages of a group are read through its first row
+            for first, size in zip(shared.first.tolist(), shared.size.tolist(), strict=True):
+                pages = int(shared.tokens[first]) // self._model.page_size if size else 0
+                for row in range(first, first + size):
+                    table[row][:pages] = table[first][:pages]
+        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, range(len(table)))
+
+    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: Any) -> Tensor:
+        size, table = self._model.page_size, []
+        key_slots = slots if rows.key_slots is None else rows.key_slots
+        for count, own in zip(rows.lengths, key_slots.split(rows.ends), strict=True):
+            pages = [slot // size for slot in own.tolist()[::size]]
+            table += [pages] * count
+        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, rows.last.tolist())
+
+    def release(self) -> None:
+        pass
+
+
+def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = None, normaliser: Tensor | None = None) -> None:
+    """gpu/draw.py in plain PyTorch, row by row."""
+    for line in range(len(logits)):
+        row = first + line
+        if rows.done[row] != RUNNING:
+            continue
+        scaled = logits[line] * rows.inverse_temperature
+        source = scaled if kept is None else kept[line] * rows.inverse_temperature
+        place = rows.generated[row : row + 1].long()
+        ends = source.double().softmax(-1).cumsum(-1)
+        token = int(torch.searchsorted(ends, uniforms(rows.key[row : row + 1], place).double() * ends[-1], right=True))
+        token = int(source.argmax()) if rows.greedy[0] else min(token, len(source) - 1)
+        log_prob = scaled[token] - (scaled.logsumexp(-1) if normaliser is None else normaliser[line])
+        rows.out_tokens[row, place % RING], rows.out_log_probs[row, place % RING] = token, log_prob
+        rows.token[row] = token
+        rows.context[row] += 1
+        rows.generated[row] += 1
+        state = TOO_LONG if rows.generated[row] >= rows.limit[row] else RUNNING
+        rows.done[row] = NOT_FINITE if not torch.isfinite(log_prob) else STOPPED if rows.stop[token] else state
+
+
+def decode_slots(page_table: Tensor, context_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """gpu/attention.py's in plain PyTorch."""
+    positions = context_lens.long()
+    pages = page_table.gather(1, (positions // page_size)[:, None])[:, 0].long()
+    return positions, pages * page_size + positions % page_size
+
+
+@pytest.fixture
+def make_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`make_gpu(model, lookahead, batch_invariant, kv_heads)`: a GPUBackend on the CPU over a FakeModel. 64 heads share prefixes."""
+    return lambda *args, **options: fake_gpu(monkeypatch, *args, **options)
+
+
+def fake_gpu(
+    patch: pytest.MonkeyPatch, model: FakeModel, lookahead: int = 8, batch_invariant: bool = False, kv_heads: int = 1
+) -> Any:
+    """See `make_gpu`."""
+    patch.setattr(backend, "HFDecoder", lambda module, cache, compile_layers: FakeDecoder(model, kv_heads))
+    patch.setattr(backend, "is_fusable", lambda module: False)
+    patch.setattr(runner, "draw", draw)
+    patch.setattr(runner, "decode_slots", decode_slots)
+    patch.setattr(
+        loop, "copy_pages", lambda pool, sources, targets: model.copy(dict(zip(targets.tolist(), sources.tolist(), strict=True)))
+    )
+
+    class SmallPages(backend.GPUBackend):
+        page_size = model.page_size
+
+    SmallPages.lookahead = lookahead
+    text = SimpleNamespace(vocab_size=VOCABULARY)
+    module: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(get_text_config=lambda: text), parameters=list)
+    made = SmallPages(
+        module, CacheShape(1, kv_heads, 1, model.page_size, torch.float32), 0.5, own_weights=False, batch_invariant=batch_invariant
+    )
+    made.open(model.num_pages)
+    return made

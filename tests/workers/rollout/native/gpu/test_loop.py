@@ -1,0 +1,100 @@
+"""The GPU's generation loop with plain functions instead of kernels (helpers/fake_gpu.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_model import VOCABULARY, FakeModel
+from helpers.rollouts import sampling
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping
+from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.native.generation import generate as native_generate
+from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.scheduler import Scheduler
+
+MakeGPU = Callable[..., Any]
+
+
+def generate(
+    gpu: Any,
+    requests: list[Request],
+    params: SamplingParams,
+    decode_text: DecodeText | None = None,
+    seats: int = 4,
+    take_aborts: Callable[[], set[int]] = set,
+) -> list[Completion]:
+    scheduler = Scheduler(PagePool(gpu.num_pages, gpu.page_size), seats, 1000, gpu.lookahead, gpu.mixed)
+    limits = {index: Stopping.of(request, params, None, decode_text) for index, request in enumerate(requests)}
+    completions = native_generate(gpu, scheduler, requests, limits, params, 0, take_aborts)
+    return sorted(completions, key=lambda completion: completion.index)
+
+
+def alone(model: FakeModel, request: Request, params: SamplingParams) -> list[int]:
+    (key,) = request_keys(params.seed, [request.key]).tolist()
+    limit = request.max_tokens or params.max_tokens
+    return model.alone(request.prompt_ids.tolist(), key, limit, frozenset(params.stop_token_ids), params)[0]
+
+
+PENALTY = {"repetition_penalty": 1e4, "temperature": 0.0, "stop_token_ids": ()}
+"""A token that was seen is never taken again while another is left."""
+
+
+def test_a_row_that_was_padding_has_seen_nothing(make_gpu: MakeGPU) -> None:
+    """Padding rows draw token 0. The last requests get such rows: the second one, too long for the pool while the first runs, is aborted,
+    and nobody has left the batch."""
+    params = sampling(**PENALTY, max_tokens=20)
+    lengths = [2, 160, *range(2, 9)]
+    requests = [Request(torch.arange(5, 5 + n) % VOCABULARY, (0, i, 0)) for i, n in enumerate(lengths)]
+    model = FakeModel(41, 4)
+    calls = iter(range(1000))
+    found = generate(make_gpu(model), requests, params, seats=8, take_aborts=lambda: {1} if next(calls) == 2 else set())
+    assert found[1].finish_reason == "abort"
+    del requests[1], found[1]
+    assert [c.ids.tolist() for c in found] == [alone(model, request, params) for request in requests]
+    assert any(0 in c.ids[:-1] for c in found[1:])
+
+
+def test_in_the_largest_batch_a_row_that_was_padding_has_seen_nothing(make_gpu: MakeGPU) -> None:
+    """Two long requests fill the pool, while 32 rows are stepped over; then short ones run together."""
+    params = sampling(**PENALTY, max_tokens=40)
+    limits = [60, 60, *[8] * 60]
+    requests = [Request(torch.tensor([5 + i % 7, 9 + i // 7]), (0, i, 0), max_tokens=n) for i, n in enumerate(limits)]
+    model = FakeModel(75, 2)
+    found = generate(make_gpu(model, batch_invariant=True), requests, params, seats=24)
+    assert [c.ids.tolist() for c in found] == [alone(model, request, params) for request in requests]
+    assert any(0 in c.ids[:-1] for c in found[-30:])
+
+
+def test_a_stop_that_the_host_finds_comes_before_logits_that_are_not_finite(make_gpu: MakeGPU) -> None:
+    """In one interval: a stop id of this request alone, or a stop string, then a token after which the logits are NaN."""
+    params = sampling(temperature=0.0, stop_token_ids=(), max_tokens=8)
+    prompt = torch.tensor([3, 4])
+    free = alone(FakeModel(2, 4), Request(prompt, (0, 0, 0)), params)
+    assert len(set(free[:4])) == 4
+    model = FakeModel(100, 4, bad_token=free[3])
+    requests = [
+        Request(prompt, (0, 0, 0), stop_token_ids=(free[2],)),
+        Request(prompt, (0, 0, 0), stop=(chr(65 + free[1]) + chr(65 + free[2]),)),
+        Request(prompt, (0, 0, 0), stop_token_ids=(free[3],)),
+        Request(prompt, (0, 0, 0)),
+    ]
+    found = generate(make_gpu(model), requests, params, lambda ids: "".join(chr(65 + token) for token in ids))
+    assert [c.finish_reason for c in found] == ["stop", "stop", "stop", "error"]
+    assert [c.ids.tolist() for c in found] == [free[:3], free[:3], free[:4], []]
+    assert "not finite at token 4 of the response" in str(found[3].error)
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 10**9])
+def test_a_stop_id_that_the_model_does_not_have_ends_nothing(make_gpu: MakeGPU, wrong: int) -> None:
+    params = sampling(temperature=0.0, stop_token_ids=(), max_tokens=12)
+    model = FakeModel(100, 4)
+    requests = [Request(torch.tensor([token]), (0, token, 0)) for token in range(40)]
+    expected = [alone(model, request, params) for request in requests]
+    assert any(VOCABULARY - 1 in ids[:-1] for ids in expected)
+    found = generate(make_gpu(model), requests, sampling(temperature=0.0, stop_token_ids=(wrong,), max_tokens=12), seats=40)
+    assert [c.ids.tolist() for c in found] == expected
