@@ -17,8 +17,10 @@ that decided, a trained model recomputes as little as fits. Where not even the l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lockstep.errors import ResourceError
 
@@ -30,8 +32,8 @@ GENERATION = "gen"
 """The stage in which a rollout works."""
 _GB = 2**30
 
-Contents = list[tuple[str, int]]
-"""What lies on the device at one moment: (what it is, bytes)."""
+Contents = Counter[str]
+"""What lies on the device at one moment: what it is -> bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,9 @@ class Model:
     optimizer_offload: bool | str = False
     """The same for the moments, between updates."""
 
-    @property
-    def num_stages(self) -> int:
-        """Stages in which it works, generation aside."""
-        return len(self.passes) + (self.update is not None)
+    def parts(self, *names: str) -> Contents:
+        """Some of its sizes."""
+        return Counter({f"{self.name} {name}": getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,11 @@ class MemoryPlan:
     """What its update computes again (models/recompute.py); None for a frozen model."""
 
 
-def plan_memory(models: Sequence[Model], rollout: Rollout | None, free: int) -> list[MemoryPlan]:
+Models = Sequence[Model]
+Plans = Sequence[MemoryPlan]
+
+
+def plan_memory(models: Models, rollout: Rollout | None, free: int) -> list[MemoryPlan]:
     """What is decided for each of the models that share a device with `free` bytes.
 
     What the user has decided (`param_offload`, `optimizer_offload`, a single kind in `activations`) stays. Raises ResourceError, with
@@ -119,7 +124,7 @@ def plan_memory(models: Sequence[Model], rollout: Rollout | None, free: int) -> 
     """
     room = int(SHARE * free)
 
-    def most(plans: Sequence[MemoryPlan]) -> int:
+    def most(plans: Plans) -> int:
         return max(stage_bytes(models, rollout, plans).values())
 
     choices = list(_choices(models, rollout))
@@ -133,12 +138,12 @@ def plan_memory(models: Sequence[Model], rollout: Rollout | None, free: int) -> 
     raise ResourceError(_too_large(models, rollout, least, free))
 
 
-def stage_bytes(models: Sequence[Model], rollout: Rollout | None, plans: Sequence[MemoryPlan]) -> dict[str, int]:
+def stage_bytes(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, int]:
     """Stage -> bytes on the device at its fullest moment."""
-    return {stage: _total(parts) for stage, parts in _stage_parts(models, rollout, plans).items()}
+    return {stage: parts.total() for stage, parts in _stage_parts(models, rollout, plans).items()}
 
 
-def host_bytes(models: Sequence[Model], plans: Sequence[MemoryPlan]) -> int:
+def host_bytes(models: Models, plans: Plans) -> int:
     """What one rank's offloaded weights and moments take of the host's memory."""
     return sum(
         plan.offload_weights * model.weights + plan.offload_moments * model.moments
@@ -146,7 +151,7 @@ def host_bytes(models: Sequence[Model], plans: Sequence[MemoryPlan]) -> int:
     )
 
 
-def describe_plan(models: Sequence[Model], rollout: Rollout | None, plans: Sequence[MemoryPlan], free: int) -> str | None:
+def describe_plan(models: Models, rollout: Rollout | None, plans: Plans, free: int) -> str | None:
     """One line that says what is offloaded to host memory, and why; None when that is nothing."""
     offloaded, without = [], []
     for model, plan in zip(models, plans, strict=True):
@@ -154,8 +159,7 @@ def describe_plan(models: Sequence[Model], rollout: Rollout | None, plans: Seque
         moments = plan.offload_moments and model.optimizer_offload == "auto"
         sizes = [f"weights {_gb(model.weights)}"] * weights + [f"moments {_gb(model.moments)}"] * moments
         offloaded += [f"{model.name} ({', '.join(sizes)})"] if sizes else []
-        kept = replace(plan, offload_weights=plan.offload_weights and not weights)
-        without.append(replace(kept, offload_moments=plan.offload_moments and not moments))
+        without.append(MemoryPlan(plan.offload_weights and not weights, plan.offload_moments and not moments, plan.recompute))
     if not offloaded:
         return None
     stage, most = max(stage_bytes(models, rollout, without).items(), key=lambda item: item[1])
@@ -170,66 +174,60 @@ def describe_plan(models: Sequence[Model], rollout: Rollout | None, plans: Seque
 # -- what a stage needs ----------------------------------------------------------------------------------------------------
 
 
-def _stage_parts(models: Sequence[Model], rollout: Rollout | None, plans: Sequence[MemoryPlan]) -> dict[str, Contents]:
+def _stage_parts(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, Contents]:
     """Stage -> what lies on the device at its fullest moment."""
     fullest: dict[str, Contents] = {}
     for stage, parts in _moments(models, rollout, plans):
-        if stage not in fullest or _total(parts) > _total(fullest[stage]):
+        if parts.total() >= fullest.get(stage, Counter()).total():
             fullest[stage] = parts
     return fullest
 
 
-def _moments(models: Sequence[Model], rollout: Rollout | None, plans: Sequence[MemoryPlan]) -> Iterator[tuple[str, Contents]]:
+def _moments(models: Models, rollout: Rollout | None, plans: Plans) -> Iterator[tuple[str, Contents]]:
     """Every moment that may be the fullest of its stage."""
-    idle = [_idle(model, plan) for model, plan in zip(models, plans, strict=True)]
+    pairs = list(zip(models, plans, strict=True))
     copy, cache = _rollout_parts(models, rollout, plans)
-    kept = (copy if rollout and rollout.keeps_weights else []) + (cache if rollout and rollout.keeps_cache else [])
-    for number, (model, plan) in enumerate(zip(models, plans, strict=True)):
-        others = kept + [part for i, parts in enumerate(idle) if i != number for part in parts]
-        weights, gradients = [(f"{model.name} weights", model.weights)], [(f"{model.name} gradients", model.gradients)]
-        moments = [(f"{model.name} moments", model.moments)]
-        waiting = [] if plan.offload_moments else moments
-        gathered = [(f"{model.name} gathered weights", model.gathered)]
+    kept = (copy if rollout and rollout.keeps_weights else Counter()) + (cache if rollout and rollout.keeps_cache else Counter())
+    for model, plan in pairs:
+        others = kept + _idle([pair for pair in pairs if pair[0] is not model])
+        waiting = () if plan.offload_moments else ("moments",)
+        activations = f"{model.name} activations"
         for stage in model.passes:
-            yield stage, others + weights + waiting + gathered + [(f"{model.name} activations", model.forward)]
+            yield stage, others + model.parts("weights", *waiting, "gathered") + Counter({activations: model.forward})
         if model.update is not None:
             assert plan.recompute is not None
-            activations = [(f"{model.name} activations", model.activations[plan.recompute])]
-            yield model.update, others + weights + gradients + waiting + gathered + activations
-            yield model.update, others + weights + gradients + moments
+            computing = model.parts("weights", "gradients", *waiting, "gathered")
+            yield model.update, others + computing + Counter({activations: model.activations[plan.recompute]})
+            yield model.update, others + model.parts("weights", "gradients", "moments")
     if rollout is None:
         return
-    offloaded = [part for parts in idle for part in parts]
-    yield GENERATION, offloaded + copy + cache
-    for model, plan in zip(models, plans, strict=True):
+    yield GENERATION, _idle(pairs) + copy + cache
+    for model, plan in pairs:
         if model.name == rollout.source and plan.offload_weights:  # its weights are there while the copy is made
-            early = cache if rollout.keeps_cache else []
-            yield GENERATION, offloaded + [(f"{model.name} weights", model.weights)] + copy + early
+            yield GENERATION, _idle(pairs) + model.parts("weights") + copy + (cache if rollout.keeps_cache else Counter())
 
 
-def _idle(model: Model, plan: MemoryPlan) -> Contents:
-    """What a model holds while another one works."""
-    weights = [] if plan.offload_weights else [(f"{model.name} weights", model.weights)]
-    return weights + ([] if plan.offload_moments else [(f"{model.name} moments", model.moments)])
+def _idle(pairs: Sequence[tuple[Model, MemoryPlan]]) -> Contents:
+    """What models hold while another one works."""
+    held: Contents = Counter()
+    for model, plan in pairs:
+        held += model.parts(*["weights"] * (not plan.offload_weights), *["moments"] * (not plan.offload_moments))
+    return held
 
 
-def _rollout_parts(models: Sequence[Model], rollout: Rollout | None, plans: Sequence[MemoryPlan]) -> tuple[Contents, Contents]:
+def _rollout_parts(models: Models, rollout: Rollout | None, plans: Plans) -> tuple[Contents, Contents]:
     """The rollout's copy of the weights, where it has one, and its cache."""
     if rollout is None:
-        return [], []
+        return Counter(), Counter()
     is_there = any(m.name == rollout.source and not p.offload_weights for m, p in zip(models, plans, strict=True))
-    copy = [] if rollout.shares and is_there else [("rollout weights", rollout.weights)]
-    return copy, [("key-value cache", rollout.cache)]
-
-
-def _total(parts: Contents) -> int:
-    return sum(size for _, size in parts)
+    copy = 0 if rollout.shares and is_there else rollout.weights
+    return Counter({"rollout weights": copy}), Counter({"key-value cache": rollout.cache})
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------------
 
 
-def _choices(models: Sequence[Model], rollout: Rollout | None) -> Iterator[list[MemoryPlan]]:
+def _choices(models: Models, rollout: Rollout | None) -> Iterator[list[MemoryPlan]]:
     """What may be offloaded, from as little as possible to as much as possible, with as much recomputation as possible."""
     plans = [
         MemoryPlan(
@@ -241,35 +239,36 @@ def _choices(models: Sequence[Model], rollout: Rollout | None) -> Iterator[list[
     ]
     yield plans
     for number, part in _moves(models, rollout):
-        plans = list(plans)
-        moved = plans[number]
-        plans[number] = replace(moved, offload_weights=True) if part == "weights" else replace(moved, offload_moments=True)
-        yield plans
+        yield (plans := _changed(plans, number, **{part: True}))
 
 
-def _moves(models: Sequence[Model], rollout: Rollout | None) -> list[tuple[int, str]]:
-    """(model, weights or moments) that may be offloaded, in the order in which they are."""
-
-    def working(model: Model) -> int:
-        return model.num_stages + (rollout is not None and rollout.source == model.name)
-
-    # Last of all: the rollout would need a copy of weights that it has for nothing while they are on the device.
-    borrowed = rollout.source if rollout is not None and rollout.shares else None
-    weights = [i for i, model in enumerate(models) if model.param_offload == "auto"]
-    weights.sort(key=lambda i: (working(models[i]), -models[i].weights))
-    moments = [i for i, model in enumerate(models) if model.optimizer_offload == "auto" and model.update is not None]
-    moments.sort(key=lambda i: (working(models[i]), -models[i].moments))
-    last = [i for i in weights if models[i].name == borrowed]
-    frozen = [i for i in weights if models[i].update is None and i not in last]
-    trained = [i for i in weights if i not in (*frozen, *last)]
-    return [(i, "weights") for i in frozen] + [(i, "moments") for i in moments] + [(i, "weights") for i in (*trained, *last)]
+def _changed(plans: Plans, number: int, **changes: Any) -> list[MemoryPlan]:
+    return [*plans[:number], replace(plans[number], **changes), *plans[number + 1 :]]
 
 
-def _recompute_less(models: Sequence[Model], rollout: Rollout | None, plans: list[MemoryPlan], room: int) -> list[MemoryPlan]:
+def _moves(models: Models, rollout: Rollout | None) -> list[tuple[int, str]]:
+    """(model, field of its plan) that may be offloaded, in the order in which they are."""
+    source = rollout.source if rollout is not None else None
+
+    def order(move: tuple[int, str]) -> tuple[int, int, int]:
+        model = models[move[0]]
+        num_stages = len(model.passes) + (model.update is not None) + (model.name == source)
+        if move[1] == "offload_moments":
+            return 1, num_stages, -model.moments
+        # Last of all: the rollout would need a copy of weights that it has for nothing while they are on the device.
+        is_borrowed = rollout is not None and rollout.shares and model.name == source
+        return 3 if is_borrowed else 2 if model.update is not None else 0, num_stages, -model.weights
+
+    weights = [(i, "offload_weights") for i, model in enumerate(models) if model.param_offload == "auto"]
+    moments = [(i, "offload_moments") for i, model in enumerate(models) if model.optimizer_offload == "auto" and model.update]
+    return sorted(weights + moments, key=order)
+
+
+def _recompute_less(models: Models, rollout: Rollout | None, plans: list[MemoryPlan], room: int) -> list[MemoryPlan]:
     """The same with the least recomputation that fits; a model's activations are on the device in its own update only."""
     for number, model in enumerate(models):
         for kind in model.activations:
-            trial = [*plans[:number], replace(plans[number], recompute=kind), *plans[number + 1 :]]
+            trial = _changed(plans, number, recompute=kind)
             if max(stage_bytes(models, rollout, trial).values()) <= room:
                 plans = trial
                 break
@@ -279,27 +278,21 @@ def _recompute_less(models: Sequence[Model], rollout: Rollout | None, plans: lis
 # -- when nothing fits -----------------------------------------------------------------------------------------------------
 
 
-def _too_large(models: Sequence[Model], rollout: Rollout | None, plans: Sequence[MemoryPlan], free: int) -> str:
-    stage, parts = max(_stage_parts(models, rollout, plans).items(), key=lambda item: _total(item[1]))
-    sizes = ", ".join(f"{what} {_gb(size)}" for what, size in sorted(parts, key=lambda part: -part[1]) if size)
+def _too_large(models: Models, rollout: Rollout | None, plans: Plans, free: int) -> str:
+    stage, parts = max(_stage_parts(models, rollout, plans).items(), key=lambda item: item[1].total())
+    sizes = ", ".join(f"{what} {_gb(size)}" for what, size in parts.most_common())
     return (
-        f"the models do not fit on one device: stage {stage} takes {_gb(_total(parts))} GB ({sizes}), and only {_gb(LIMIT * free)} GB, "
+        f"the models do not fit on one device: stage {stage} takes {_gb(parts.total())} GB ({sizes}), and only {_gb(LIMIT * free)} GB, "
         f"{LIMIT:g} of the {_gb(free)} that are free, may be filled; {_remedy(models, rollout, plans, stage, parts, free)}"
     )
 
 
-def _remedy(
-    models: Sequence[Model], rollout: Rollout | None, plans: Sequence[MemoryPlan], stage: str, parts: Contents, free: int
-) -> str:
+def _remedy(models: Models, rollout: Rollout | None, plans: Plans, stage: str, parts: Contents, free: int) -> str:
     """The first key to turn: what the user forbids, then what makes the stage smaller, then more devices."""
-    now = _total(parts)
-    for number, (model, plan) in enumerate(zip(models, plans, strict=True)):
-        for key, other in (
-            (model.keys.weights, replace(plan, offload_weights=True)),
-            (model.keys.moments, replace(plan, offload_moments=True)),
-        ):
-            trial = [*plans[:number], other, *plans[number + 1 :]]
-            if key and stage_bytes(models, rollout, trial)[stage] < now:
+    for number, model in enumerate(models):
+        for key, choice in ((model.keys.weights, "offload_weights"), (model.keys.moments, "offload_moments")):
+            trial = _changed(plans, number, **{choice: True})
+            if key and stage_bytes(models, rollout, trial)[stage] < parts.total():
                 return f"set {key}=auto"
         if stage == model.update and model.keys.recompute and "full" not in model.activations:
             return f"set {model.keys.recompute}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts
 from lockstep.config.critic import CriticConfig
@@ -38,35 +38,20 @@ def policy_needs(
 ) -> tuple[list[Model], Rollout | None]:
     """The actor, the reference and the rollout, as far as they are among `parts`; `element` as in `count_model`."""
     actor, ref, model = config.actor, config.ref, config.model
+    options: Any = {"model": model, "head": Head.LANGUAGE_MODEL, "load": load, "world_size": world_size, "element": element}
     models = []
     if parts.actor:
-        section = "actor_rollout_ref.actor"
-        keys = Keys(
-            tokens=f"{section}.ppo_max_token_len_per_gpu",
-            weights=f"{section}.fsdp_config.param_offload",
-            moments=f"{section}.fsdp_config.optimizer_offload",
-            recompute="actor_rollout_ref.model.recompute=auto and actor_rollout_ref.model.enable_gradient_checkpointing=true",
-        )
         # With adapters the actor is the reference too.
         passes = ("old_log_prob", "ref") if parts.reference and model.lora_rank else ("old_log_prob",)
-        models.append(
-            count_model(
-                "actor", keys, passes, "update_actor",
-                choice=actor, model=model, head=Head.LANGUAGE_MODEL, world_size=world_size, element=element, load=load,
-                budget=(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu),
-            )
-        )  # fmt: skip
+        keys = _trained_keys("actor_rollout_ref.actor", "actor_rollout_ref.model")
+        budget = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
     if config.loads_reference(parts):
         section = "actor_rollout_ref.ref"
         keys = Keys(f"{section}.log_prob_max_token_len_per_gpu", f"{section}.param_offload", moments=None, recompute=None)
-        budget = (ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
-        models.append(
-            count_model(
-                "ref", keys, ("ref",), None,
-                choice=config.reference_engine, model=model, head=Head.LANGUAGE_MODEL, world_size=world_size, element=element,
-                load=load, budget=budget,
-            )
-        )  # fmt: skip
+        tokens = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        budget = (tokens, ref.log_prob_micro_batch_size_per_gpu)
+        models.append(count_model("ref", keys, ("ref",), None, choice=config.reference_engine, budget=budget, **options))
     rollout = None
     if parts.rollout:
         source = actor if parts.actor else None
@@ -76,26 +61,24 @@ def policy_needs(
 
 def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, world_size: int, element: int) -> Model:
     """The critic or the reward model."""
+    options: Any = {"choice": config, "model": config.model, "load": load, "world_size": world_size, "element": element}
     if isinstance(config, CriticConfig):
-        keys = Keys(
-            tokens="critic.ppo_max_token_len_per_gpu",
-            weights="critic.fsdp_config.param_offload",
-            moments="critic.fsdp_config.optimizer_offload",
-            recompute="critic.model.recompute=auto and critic.model.enable_gradient_checkpointing=true",
-        )
-        return count_model(
-            "critic", keys, ("values",), "update_critic",
-            choice=config, model=config.model, head=Head.VALUE, world_size=world_size, element=element, load=load,
-            budget=(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu),
-        )  # fmt: skip
-    keys = Keys(
-        tokens="reward_model.max_token_len_per_gpu", weights="reward_model.fsdp_config.param_offload", moments=None, recompute=None
+        budget = (config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
+        keys = _trained_keys("critic", "critic.model")
+        return count_model("critic", keys, ("values",), "update_critic", head=Head.VALUE, budget=budget, **options)
+    keys = Keys("reward_model.max_token_len_per_gpu", "reward_model.fsdp_config.param_offload", moments=None, recompute=None)
+    budget = (config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
+    return count_model("reward_model", keys, ("reward_model",), None, head=Head.SCORE, budget=budget, **options)
+
+
+def _trained_keys(section: str, model: str) -> Keys:
+    """The keys of a model that learns: its section, and that of its model."""
+    return Keys(
+        tokens=f"{section}.ppo_max_token_len_per_gpu",
+        weights=f"{section}.fsdp_config.param_offload",
+        moments=f"{section}.fsdp_config.optimizer_offload",
+        recompute=f"{model}.recompute=auto and {model}.enable_gradient_checkpointing=true",
     )
-    return count_model(
-        "reward_model", keys, ("reward_model",), None,
-        choice=config, model=config.model, head=Head.SCORE, world_size=world_size, element=element, load=load,
-        budget=(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu),
-    )  # fmt: skip
 
 
 def place_policy(config: ActorRolloutRefConfig, plans: Mapping[str, MemoryPlan]) -> ActorRolloutRefConfig:

@@ -33,8 +33,8 @@ from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.model_worker import ModelWorker, update_metrics
 from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
-from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part, requests_of, response_columns
-from lockstep.workers.rollout.base import Completion
+from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part
+from lockstep.workers.rollout.base import Completion, requests_of, response_columns
 from lockstep.workers.training_worker import TrainingWorker
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
@@ -126,7 +126,7 @@ class ActorRolloutRefWorker(ModelWorker):
         finished: dict[int, Completion] = {}
         counts = [len(request.prompt_ids) for request in requests]
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
-        with self.stages.run("gen", counts, None, key), self.rollout.weights.borrowed():
+        with self.stages.run("gen", counts, None, key), self.rollout.borrowed():
             for completion in engine.generate_stream(requests, sampling):
                 finished[completion.index] = completion
                 if on_finished is not None:
@@ -225,4 +225,4 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _weights_changed(self) -> None:
         if self.parts.rollout:
-            self.rollout.weights_changed()
+            self.rollout.engine.version += 1

@@ -32,10 +32,11 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.counted import request_keys, uniforms
 from lockstep.workers.rollout.native.cpu.backend import PAGE_SIZE, TorchBackend
 from lockstep.workers.rollout.native.engine import NativeRollout
 from lockstep.workers.rollout.native.probe import cache_shape
-from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
+from lockstep.workers.rollout.sampling import sample
 
 VOCABULARY, BAD = 32, 31
 """Token BAD has no finite embedding: a request that has it, or draws it, ends with an error."""

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from helpers.fake_model import FakeModel
 from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.backend import CPUBackend
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
-from lockstep.workers.rollout.sampling import sample, uniforms
+from lockstep.workers.rollout.sampling import sample
 
 
 class FakeBackend(CPUBackend):

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel  # noqa: F401  (before the stub: what it imports asks Triton more than the stub knows)
 
 from helpers.fake_model import VOCABULARY, FakeModel
+from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.pages import CacheShape
-from lockstep.workers.rollout.sampling import uniforms
 
 
 class _NoKernel:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.sampling import sample, uniforms
+from lockstep.workers.rollout.counted import uniforms
+from lockstep.workers.rollout.sampling import sample
 
 VOCABULARY = 50
 _EMPTY = -7

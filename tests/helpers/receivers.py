@@ -12,15 +12,15 @@ from lockstep.config.engine import ModelConfig
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.native.engine import NativeRollout
 from lockstep.workers.rollout.registry import make_rollout
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 
 CUDA = torch.device("cuda")
 
 
 def receive(offer: WeightOffer) -> tuple[Manifest, dict[str, Any]]:
     """What has arrived: its manifest, and the values."""
-    with opened(offer, CUDA) as weights:
-        tensors = {name: tensor.cpu() for name, tensor in weights}
+    weights = received(offer, CUDA)
+    tensors = {name: tensor.cpu() for name, tensor in weights}
     return weights.manifest, {name: tensor.float().tolist() for name, tensor in tensors.items()}
 
 
@@ -40,5 +40,4 @@ def receive_and_generate(path: str, offer: WeightOffer) -> tuple[Manifest, list[
 
 def receive_sum(offer: WeightOffer) -> float:
     """The sum of all tensors that have arrived."""
-    with opened(offer, CUDA) as weights:
-        return sum(float(tensor.sum()) for _, tensor in weights)
+    return sum(float(tensor.sum()) for _, tensor in received(offer, CUDA))

@@ -109,7 +109,7 @@ def test_a_role_builds_exactly_its_parts(tmp_path: Path, role: str, parts: set[s
         worker = inside["policy"]
         assert {part for part in ("actor", "rollout", "ref") if hasattr(worker, part)} == parts
         if "rollout" in parts:
-            assert isinstance(worker.rollout.weights, SharedWeights) is ("actor" in parts)
+            assert isinstance(getattr(worker.rollout.borrowed, "__self__", None), SharedWeights) is ("actor" in parts)
         if "ref" in parts:
             assert not any(parameter.requires_grad for parameter in worker.ref.engine.module.parameters())
 

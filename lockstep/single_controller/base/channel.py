@@ -35,11 +35,8 @@ class Outbox:
         except (OSError, EOFError):
             self._is_broken = True
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._address, self._key
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Outbox, (self._address, self._key)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """The meaning of each dispatch mode: a pure plan from one call to a call per rank, and back from the results to one value.
 
-A plan is made before anything is sent. It returns the calls (rank i gets call i) and the function that collects the
-results of those ranks. The two are made together because putting rows back in order needs to know how they were cut.
-Rows of unequal size are shared out by cost (`share_rows`).
+A plan is made before anything is sent. It returns the calls (rank i gets call i; the last ranks get none where there are fewer calls) and
+the function that collects the results of those ranks. The two are made together because putting rows back in order needs to know how they
+were cut. Rows of unequal size are shared out by cost (`share_rows`).
 """
 
 import heapq
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,43 +19,18 @@ from lockstep.single_controller.base.decorator import Dispatch
 _GROUPS_PER_RANK = 4
 """Fewer groups than this on a rank could not be balanced."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and keyword arguments of one rank's call."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
+"""The arguments of one rank's call."""
 Collect = Callable[[list[Any]], Any]
 RankCalls = tuple[list[Call], Collect]
-Mode = Callable[[tuple[Any, ...], dict[str, Any], int], RankCalls]
-Split = Callable[[tuple[Any, ...], dict[str, Any], int], list[Call]]
+Mode = Callable[[Args, Kwargs, int], RankCalls]
+"""(args, kwargs, world size) -> the plan. Raises ValueError for arguments that do not suit it."""
 
 
-def plan(mode: Dispatch | str, args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
-    """The calls of each rank (the first ranks, where there are fewer calls than ranks) and the function that collects
-    their results.
-
-    Raises ValueError for an unknown mode and for arguments that do not suit it.
-    """
-    calls, collect = _mode(mode)(args, kwargs, world_size)
-    if not 1 <= len(calls) <= world_size:
-        raise ValueError(f"dispatch mode {mode!r} made {len(calls)} calls for {world_size} ranks; rank i gets call i")
-    return calls, collect
-
-
-def check_mode(mode: Dispatch | str) -> None:
-    """Raise ValueError unless the mode is known."""
-    _mode(mode)
-
-
-def register_dispatch_mode(name: str, split: Split, collect: Collect) -> None:
-    """Add a mode for `@register(dispatch_mode=name)`.
-
-    `split(args, kwargs, world_size)` returns an `(args, kwargs)` per rank; `collect(results)` makes the value from the
-    list of results. Raises ValueError when the name is taken.
-    """
-    if name in _MODES or any(name == mode.value for mode in Dispatch):
-        raise ValueError(f"dispatch mode {name!r} is already registered")
-    _MODES[name] = lambda args, kwargs, world_size: (split(args, kwargs, world_size), collect)
-
-
-def _mode(mode: Dispatch | str) -> Mode:
+def find_mode(mode: Dispatch | str) -> Mode:
+    """What makes the plans of a mode. Raises ValueError for an unknown one."""
     try:
         return _MODES[mode]
     except KeyError:
@@ -62,114 +38,114 @@ def _mode(mode: Dispatch | str) -> Mode:
         raise ValueError(f"unknown dispatch mode {mode!r}; there are {names}; add one with register_dispatch_mode") from None
 
 
-def _rank_zero(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
-    return [(args, kwargs)], lambda results: results[0]
+def register_dispatch_mode(name: str, split: Callable[[Args, Kwargs, int], list[Call]], collect: Collect) -> None:
+    """Add a mode for `@register(dispatch_mode=name)`.
+
+    `split(args, kwargs, world_size)` returns an `(args, kwargs)` per rank; `collect(results)` makes the value from the
+    list of results. Raises ValueError when the name is taken.
+    """
+    if name in _MODES or any(name == mode.value for mode in Dispatch):
+        raise ValueError(f"dispatch mode {name!r} is already registered")
+
+    def plan(args: Args, kwargs: Kwargs, world_size: int) -> RankCalls:
+        calls = split(args, kwargs, world_size)
+        if not 1 <= len(calls) <= world_size:
+            raise ValueError(f"dispatch mode {name!r} made {len(calls)} calls for {world_size} ranks; rank i gets call i")
+        return calls, collect
+
+    _MODES[name] = plan
 
 
-def _one_to_all(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
-    return [(args, kwargs)] * world_size, list
-
-
-def _one_entry_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
-    for name, value in _named(args, kwargs):
+def _one_entry_per_rank(args: Args, kwargs: Kwargs, world_size: int) -> RankCalls:
+    for name, value in _named(args, kwargs).items():
         if not isinstance(value, list | tuple):
             raise ValueError(f"{name} must be a list with one entry for each of {world_size} ranks, got {type(value).__name__}")
         if len(value) != world_size:
             raise ValueError(f"{name} has {len(value)} entries, but there are {world_size} ranks")
-    return [
-        (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()}) for rank in range(world_size)
-    ], list
+    return [_map(itemgetter(rank), args, kwargs) for rank in range(world_size)], list
 
 
-def _rows_in_order(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
+def _rows_in_order(args: Args, kwargs: Kwargs, world_size: int) -> RankCalls:
     shares = _share_rows(args, kwargs, world_size)
     return _cut(args, kwargs, shares), lambda results: _restore(results, shares)
 
 
-def _rows_with_function(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
+def _rows_with_function(args: Args, kwargs: Kwargs, world_size: int) -> RankCalls:
     if not args or not callable(args[0]):
         got = type(args[0]).__name__ if args else "no positional argument"
         raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a function first, got {got}")
     return _rows_in_order(args, kwargs, world_size)
 
 
-def _rows_to_list(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> RankCalls:
-    return _cut(args, kwargs, _share_rows(args, kwargs, world_size)), list
-
-
 _MODES: dict[Dispatch | str, Mode] = {
-    Dispatch.RANK_ZERO: _rank_zero,
-    Dispatch.ONE_TO_ALL: _one_to_all,
-    Dispatch.ALL_TO_ALL: _one_entry_a_rank,
-    Dispatch.DP_COMPUTE: _one_entry_a_rank,
+    Dispatch.RANK_ZERO: lambda args, kwargs, world_size: ([(args, kwargs)], lambda results: results[0]),
+    Dispatch.ONE_TO_ALL: lambda args, kwargs, world_size: ([(args, kwargs)] * world_size, list),
+    Dispatch.ALL_TO_ALL: _one_entry_per_rank,
+    Dispatch.DP_COMPUTE: _one_entry_per_rank,
     Dispatch.DP_COMPUTE_PROTO: _rows_in_order,
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _rows_with_function,
-    Dispatch.DP_COMPUTE_METRIC: _rows_to_list,
+    Dispatch.DP_COMPUTE_METRIC: lambda args, kwargs, world_size: (_cut(args, kwargs, _share_rows(args, kwargs, world_size)), list),
 }
 
 
-def _share_rows(args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> list[list[int]]:
+def _share_rows(args: Args, kwargs: Kwargs, world_size: int) -> list[list[int]]:
     """Which rows each rank gets: balanced by cost where rows have tokens, else runs of neighbouring rows."""
-    batches = {name: value for name, value in _named(args, kwargs) if isinstance(value, DataProto)}
+    batches = {name: value for name, value in _named(args, kwargs).items() if isinstance(value, DataProto)}
     if not batches:
         raise ValueError(f"this method shares out rows, but none of its {len(args) + len(kwargs)} arguments is a DataProto")
     sizes = {name: len(batch) for name, batch in batches.items()}
-    if len(set(sizes.values())) > 1:
+    rows, *others = set(sizes.values())
+    if others:
         raise ValueError(f"all DataProto arguments must have the same number of rows, got {sizes}")
-    rows = next(iter(sizes.values()))
     for batch in batches.values() if world_size > 1 else ():
         if batch.token_counts().any():
             return share_rows(batch, world_size)
-    bounds = [rows * rank // world_size for rank in range(world_size + 1)]
-    return [list(range(a, b)) for a, b in pairwise(bounds)]
+    return [list(range(a, b)) for a, b in pairwise(rows * rank // world_size for rank in range(world_size + 1))]
 
 
-def _cut(args: tuple[Any, ...], kwargs: dict[str, Any], shares: list[list[int]]) -> list[Call]:
+def _cut(args: Args, kwargs: Kwargs, shares: list[list[int]]) -> list[Call]:
     if len(shares) == 1:
         return [(args, kwargs)]  # a lone rank gets the caller's own object, not a copy
 
-    def part(value: Any, share: list[int]) -> Any:
-        return value.select_idxs(torch.tensor(share, dtype=torch.int64)) if isinstance(value, DataProto) else value
+    def part(share: list[int]) -> Call:
+        rows = torch.tensor(share, dtype=torch.int64)
+        return _map(lambda value: value.select_idxs(rows) if isinstance(value, DataProto) else value, args, kwargs)
 
-    return [
-        (tuple(part(value, share) for value in args), {name: part(value, share) for name, value in kwargs.items()})
-        for share in shares
-    ]
+    return [part(share) for share in shares]
 
 
 def _restore(results: list[Any], shares: list[list[int]]) -> Any:
-    """Resulting rows in the order of the input; a list when the results are not rows."""
+    """Resulting rows in the order of the input; a list when the results are not rows.
+
+    For each row that went out, every rank returns the same whole number of rows, at least 1.
+    """
     are_rows = [isinstance(result, DataProto) for result in results]
     if not any(are_rows):
         return list(results)
     if not all(are_rows):
         kinds = {rank: type(result).__name__ for rank, result in enumerate(results)}
         raise ValueError(f"either every rank returns a DataProto or none does, got {kinds}")
-    copies = _copies(results, shares)
-    if len(results) == 1:
-        return results[0]
+    sent, got = [len(share) for share in shares], [len(result) for result in results]
+    copies = max((g // s for g, s in zip(got, sent, strict=True) if s), default=1)
+    if copies < 1 or got != [copies * s for s in sent]:
+        raise ValueError(
+            f"ranks were given {sent} rows and returned {got}; every rank must return the same whole number of rows "
+            "for each row it got (what is not rows is returned as a dict)"
+        )
     # A rank without rows may not know the columns or their types, so it has no say in them.
     parts = [result for result in results if len(result)]
-    if not parts:
+    if len(results) == 1 or not parts:
         return results[0]
     order = [row * copies + copy for share in shares for row in share for copy in range(copies)]
     return DataProto.concat(parts).select_idxs(torch.tensor(order).argsort())
 
 
-def _copies(results: list[DataProto], shares: list[list[int]]) -> int:
-    """How many rows came back for each row that went out: the same whole number, at least 1, on every rank."""
-    sent, got = [len(share) for share in shares], [len(result) for result in results]
-    copies = max((g // s for g, s in zip(got, sent, strict=True) if s), default=1)
-    if copies < 1 or any(g != s * copies for g, s in zip(got, sent, strict=True)):
-        raise ValueError(
-            f"ranks were given {sent} rows and returned {got}; every rank must return the same whole number of rows "
-            "for each row it got (what is not rows is returned as a dict)"
-        )
-    return copies
+def _map(function: Callable[[Any], Any], args: Args, kwargs: Kwargs) -> Call:
+    return tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()}
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(f"argument {i}", value) for i, value in enumerate(args)] + [(f"argument {k!r}", v) for k, v in kwargs.items()]
+def _named(args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    return {f"argument {name!r}": value for name, value in (*enumerate(args), *kwargs.items())}
 
 
 # -- rows of unequal size ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 
 from lockstep.errors import ConfigError, ResourceError
 
@@ -32,32 +34,19 @@ class ResourcePool:
                 f"pool {name!r} needs at least one process on each of its nodes, got {process_on_nodes}; "
                 "see trainer.n_gpus_per_node and trainer.nnodes"
             )
-        self.store = list(process_on_nodes)
-        self.name, self.use_gpu = name, use_gpu
+        self.store, self.name, self.use_gpu = list(process_on_nodes), name, use_gpu
         self.cpus_per_process, self.memory_per_process = cpus_per_process, memory_per_process
-
-    @property
-    def world_size(self) -> int:
+        self.world_size = sum(process_on_nodes)
         """Number of processes."""
-        return sum(self.store)
-
-    @property
-    def local_rank_list(self) -> list[int]:
+        self.local_rank_list = [local_rank for count in process_on_nodes for local_rank in range(count)]
         """For each rank, its position on its node."""
-        return [local_rank for count in self.store for local_rank in range(count)]
-
-    @property
-    def local_world_size_list(self) -> list[int]:
+        self.local_world_size_list = [count for count in process_on_nodes for _ in range(count)]
         """For each rank, the number of the pool's processes on its node."""
-        return [count for count in self.store for _ in range(count)]
 
     def needs(self, num_processes: int) -> _Amount:
         """What that many processes of this pool take."""
-        return _Amount(
-            cpus=self.cpus_per_process * num_processes,
-            gpus=float(num_processes if self.use_gpu else 0),
-            memory=float(self.memory_per_process * num_processes),
-        )
+        each = float(self.use_gpu), float(self.memory_per_process), self.cpus_per_process
+        return _Amount(*(num_processes * amount for amount in each))
 
 
 @dataclass(frozen=True)
@@ -70,28 +59,25 @@ class NodeResources:
     memory: float
     """Bytes."""
 
+    @property
+    def free(self) -> _Amount:
+        """The same without the name."""
+        return _Amount(self.gpus, self.memory, self.cpus)
 
-@dataclass(frozen=True, order=True)
-class _Amount:
+
+class _Amount(NamedTuple):
     gpus: float
     memory: float
     cpus: float
 
-    def __add__(self, other: _Amount) -> _Amount:
-        return _Amount(self.gpus + other.gpus, self.memory + other.memory, self.cpus + other.cpus)
-
-    def __sub__(self, other: _Amount) -> _Amount:
-        return _Amount(self.gpus - other.gpus, self.memory - other.memory, self.cpus - other.cpus)
+    def plus(self, other: _Amount, sign: int = 1) -> _Amount:
+        return _Amount(*(a + sign * b for a, b in zip(self, other, strict=True)))
 
     def fits(self, room: _Amount) -> bool:
-        left = room - self
-        return min(left.gpus, left.memory, left.cpus) >= -_SLACK
+        return min(room.plus(self, -1)) >= -_SLACK
 
     def __str__(self) -> str:
         return f"{self.cpus:g} CPUs, {self.gpus:g} GPUs, {self.memory / _GIB:.1f} GiB"
-
-
-_NOTHING = _Amount(0.0, 0.0, 0.0)
 
 
 def place(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> dict[str, list[str]]:
@@ -121,7 +107,7 @@ Entry = tuple[int, int]
 def _search(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> dict[Entry, int] | None:
     """The node of every entry, or None: depth first, the hardest entries first, each on the fullest node that takes
     it."""
-    room = [_Amount(node.gpus, node.memory, node.cpus) for node in nodes]
+    room = [node.free for node in nodes]
     entries = [(p, e) for p, pool in enumerate(pools) for e in range(len(pool.store))]
     # Stable, so that equal entries keep their order and early ranks get early nodes.
     entries.sort(key=lambda entry: pools[entry[0]].needs(pools[entry[0]].store[entry[1]]), reverse=True)
@@ -146,12 +132,12 @@ def _search(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> di
             tries += 1
             if tries > _MAX_TRIES:
                 return False
-            room[n] -= need
+            room[n] = room[n].plus(need, -1)
             taken[p].add(n)
             chosen[p, e] = n
             if settle(depth + 1):
                 return True
-            room[n] += need
+            room[n] = room[n].plus(need)
             taken[p].remove(n)
         return False
 
@@ -159,34 +145,27 @@ def _search(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> di
 
 
 def _what_is_short(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> str:
-    total, free = _NOTHING, _NOTHING
-    lines = ["the resource pools do not fit on the nodes there are:"]
-    for pool in pools:
-        need = pool.needs(pool.world_size)
-        total += need
-        lines.append(f"  pool {pool.name!r} {pool.store} needs {need} on {len(pool.store)} node(s)")
-    for node in nodes:
-        room = _Amount(node.gpus, node.memory, node.cpus)
-        free += room
-        lines.append(f"  node {node.name!r} has {room} free")
+    needs = [pool.needs(pool.world_size) for pool in pools]
+    total, free = (reduce(_Amount.plus, amounts, _Amount(0.0, 0.0, 0.0)) for amounts in (needs, [node.free for node in nodes]))
     most_nodes = max((len(pool.store) for pool in pools), default=0)
-    lines.append(f"  needed in total: {total} on {most_nodes} node(s)")
-    lines.append(f"  available in total: {free} on {len(nodes)} node(s)")
-    missing = total - free
-    short = [
-        text
-        for amount, text in (
-            (missing.cpus, f"{missing.cpus:g} CPUs"),
-            (missing.gpus, f"{missing.gpus:g} GPUs"),
-            (missing.memory, f"{missing.memory / _GIB:.1f} GiB"),
-            (most_nodes - len(nodes), f"{most_nodes - len(nodes)} node(s)"),
-        )
-        if amount > _SLACK
-    ]
-    lines.append(
-        f"  short: {', '.join(short)}"
-        if short
-        else "  the totals suffice, but no way was found to give each entry of a pool enough room on a node of its own"
+    missing = total.plus(free, -1)
+    short = {
+        f"{missing.cpus:g} CPUs": missing.cpus,
+        f"{missing.gpus:g} GPUs": missing.gpus,
+        f"{missing.memory / _GIB:.1f} GiB": missing.memory,
+        f"{most_nodes - len(nodes)} node(s)": most_nodes - len(nodes),
+    }
+    lacking = ", ".join(text for text, amount in short.items() if amount > _SLACK)
+    return "\n".join(
+        [
+            "the resource pools do not fit on the nodes there are:",
+            *(f"  pool {p.name!r} {p.store} needs {need} on {len(p.store)} node(s)" for p, need in zip(pools, needs, strict=True)),
+            *(f"  node {node.name!r} has {node.free} free" for node in nodes),
+            f"  needed in total: {total} on {most_nodes} node(s)",
+            f"  available in total: {free} on {len(nodes)} node(s)",
+            f"  short: {lacking}"
+            if lacking
+            else "  the totals suffice, but no way was found to give each entry of a pool enough room on a node of its own",
+            "Lower trainer.n_gpus_per_node or trainer.nnodes, or use a bigger machine or cluster.",
+        ]
     )
-    lines.append("Lower trainer.n_gpus_per_node or trainer.nnodes, or use a bigger machine or cluster.")
-    return "\n".join(lines)

@@ -50,34 +50,26 @@ class Worker:
     the CPU.
     """
 
-    _environment: WorkerEnvironment
+    rank: int
+    """Position in the group."""
+    world_size: int
+    """Number of workers in the group."""
+    local_rank: int
+    """Position among the group's workers on this node."""
+    device: torch.device
+    """The device to compute on."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         # Here rather than in __init__, so that a subclass's constructor sees its rank before (or without) calling
         # super().
-        worker = super().__new__(cls)
-        worker._environment = _current.get(WorkerEnvironment())
+        worker, place = super().__new__(cls), _current.get(WorkerEnvironment())
+        worker.rank, worker.world_size, worker.local_rank, worker.device = (
+            place.rank,
+            place.world_size,
+            place.local_rank,
+            place.device,
+        )
         return worker
-
-    @property
-    def rank(self) -> int:
-        """Position in the group."""
-        return self._environment.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers in the group."""
-        return self._environment.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Position among the group's workers on this node."""
-        return self._environment.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        """The device to compute on."""
-        return self._environment.device
 
 
 class ClassWithInitArgs:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lockstep.errors import ConfigError, WorkerDied, WorkerError
-from lockstep.single_controller.base.channel import inbox
 from lockstep.single_controller.base.decorator import Dispatch, Registration, registered_methods
-from lockstep.single_controller.base.dispatch import check_mode
 from lockstep.single_controller.base.resource_pool import NodeResources, ResourcePool
 from lockstep.single_controller.base.worker import ClassWithInitArgs
 
@@ -32,21 +30,6 @@ class Future(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether `get` would return or raise at once."""
-
-
-class CompletedFuture(Future):
-    """A value that is there already."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def get(self, timeout_s: float | None = None) -> Any:
-        """The value."""
-        return self._value
-
-    def done(self) -> bool:
-        """Always true."""
-        return True
 
 
 class WorkerGroup(ABC):
@@ -73,16 +56,15 @@ class WorkerGroup(ABC):
         placement: list[str] | None = None,
         device: str = "cpu",
     ) -> None:
-        self.resource_pool = resource_pool
+        self.resource_pool, self.world_size = resource_pool, resource_pool.world_size
         if isinstance(ray_cls_with_init, ClassWithInitArgs):
-            self._classes = {ray_cls_with_init.cls.__name__: ray_cls_with_init}
-        else:
-            self._classes = dict(ray_cls_with_init)
+            ray_cls_with_init = {ray_cls_with_init.cls.__name__: ray_cls_with_init}
+        self._classes = dict(ray_cls_with_init)
         if not self._classes:
             raise ConfigError("a worker group needs at least one class, got an empty dict")
-        if placement is not None and len(placement) != resource_pool.world_size:
+        if placement is not None and len(placement) != self.world_size:
             raise ConfigError(
-                f"placement names {len(placement)} nodes, but pool {resource_pool.name!r} has {resource_pool.world_size} processes"
+                f"placement names {len(placement)} nodes, but pool {resource_pool.name!r} has {self.world_size} processes"
             )
         self.device, self.timeout_s, self.start_timeout_s = device, timeout_s, start_timeout_s
         self._placement = placement
@@ -95,11 +77,6 @@ class WorkerGroup(ABC):
     @abstractmethod
     def nodes(cls) -> list[NodeResources]:
         """What the machine or cluster has free, node by node."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.resource_pool.world_size
 
     def spawn(self) -> dict[str, RoleGroup]:
         """Start the processes, build the workers, and return a view for each role. A second call returns the same
@@ -137,16 +114,11 @@ class WorkerGroup(ABC):
         # being copied.
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._sole_role(name), name)
-
-    def _sole_role(self, wanted: str) -> RoleGroup:
         if not self._roles:
-            raise AttributeError(f"no {wanted!r} on this group yet: call spawn() first")
+            raise AttributeError(f"no {name!r} on this group yet: call spawn() first")
         if len(self._roles) > 1:
-            raise AttributeError(
-                f"{wanted!r} is ambiguous: this group has the roles {list(self._roles)}; use spawn()[role].{wanted}"
-            )
-        return next(iter(self._roles.values()))
+            raise AttributeError(f"{name!r} is ambiguous: this group has the roles {list(self._roles)}; use spawn()[role].{name}")
+        return getattr(next(iter(self._roles.values())), name)
 
     def check_usable(self) -> None:
         """Raise the group's first error if it is broken, WorkerDied if it is closed."""
@@ -160,18 +132,12 @@ class WorkerGroup(ABC):
         """The function that calls a method of the workers of a role: what `group.method` is.
 
         It returns what the registration's mode collects, or a Future of it where the registration does not block. It raises as
-        `check_usable` and `Future.get` do, and ValueError for arguments that do not suit the mode.
+        `check_usable` and `Future.get` do, and ValueError for arguments that do not suit the mode. An unknown mode is a ValueError here.
         """
 
-    @contextmanager
-    def receiving(self, handle: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
-        """Something to pass to a worker's method that sends messages to `handle` while the method still runs; see `channel.inbox`."""
-        with inbox(self._driver_host(), handle) as send:
-            yield send
-
     @abstractmethod
-    def _driver_host(self) -> str:
-        """The address under which workers reach the driver."""
+    def receiving(self, handle: Callable[[Any], None]) -> AbstractContextManager[Callable[[Any], None]]:
+        """Something to pass to a worker's method that sends messages to `handle` while the method still runs."""
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -190,23 +156,13 @@ class RoleGroup:
     """The workers of one role as one object: each registered method of their class is a method here."""
 
     def __init__(self, group: WorkerGroup, name: str, cls: type) -> None:
-        self.name = name
+        self.name, self.world_size, self.receiving = name, group.world_size, group.receiving
         self._group, self._registered = group, registered_methods(cls)
-        taken = set(dir(WorkerGroup)) | set(dir(RoleGroup))
+        taken = {*dir(group), *dir(self)}
         for method, registration in self._registered.items():
             if method in taken:
                 raise ConfigError(f"{cls.__name__}.{method} cannot be registered: groups have a {method!r} of their own; rename it")
-            check_mode(registration.dispatch_mode)
             setattr(self, method, functools.wraps(getattr(cls, method))(group.caller(name, method, registration)))
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers."""
-        return self._group.world_size
-
-    def receiving(self, handle: Callable[[Any], None]) -> AbstractContextManager[Callable[[Any], None]]:
-        """`WorkerGroup.receiving` of the group that these workers are in."""
-        return self._group.receiving(handle)
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, with the same arguments on every rank; the list of results."""

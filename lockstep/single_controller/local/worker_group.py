@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import psutil
@@ -14,11 +14,11 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.single_controller.base.decorator import Registration
-from lockstep.single_controller.base.dispatch import plan
+from lockstep.single_controller.base.dispatch import find_mode
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.resource_pool import NodeResources
 from lockstep.single_controller.base.worker import WorkerEnvironment
-from lockstep.single_controller.base.worker_group import CompletedFuture, WorkerGroup
+from lockstep.single_controller.base.worker_group import Future, WorkerGroup
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -52,25 +52,35 @@ class LocalWorkerGroup(WorkerGroup):
         for name, worker in self._classes.items():
             self._host.create(name, worker)
 
-    @contextmanager
-    def receiving(self, handle: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
+    def receiving(self, handle: Callable[[Any], None]) -> AbstractContextManager[Callable[[Any], None]]:
         """The worker calls `handle` itself."""
-        yield handle
-
-    def _driver_host(self) -> str:
-        return "127.0.0.1"
+        return nullcontext(handle)
 
     def caller(self, role: str, method: str, registration: Registration) -> Callable[..., Any]:
         """See `WorkerGroup.caller`. Between the caller and the worker's method there is this one frame."""
-        workers = self._host.workers
+        workers, plan = self._host.workers, find_mode(registration.dispatch_mode)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.check_usable()
-            ((args, kwargs),), collect = plan(registration.dispatch_mode, args, kwargs, 1)
+            if self._closed:
+                self.check_usable()
+            ((args, kwargs),), collect = plan(args, kwargs, 1)
             value = collect([getattr(workers[role], method)(*args, **kwargs)])
-            return value if registration.blocking else CompletedFuture(value)
+            return value if registration.blocking else _Completed(value)
 
         return call
 
     def _stop(self) -> None:
         self._host.close()
+
+
+class _Completed(Future):
+    """A value that is there already."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        return self._value
+
+    def done(self) -> bool:
+        return True

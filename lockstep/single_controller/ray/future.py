@@ -26,7 +26,6 @@ class RayFuture(Future):
     def __init__(
         self,
         refs: Sequence[Any],
-        *,
         labels: Sequence[str],
         task: str,
         timeout_s: float,
@@ -47,10 +46,9 @@ class RayFuture(Future):
     def get(self, timeout_s: float | None = None) -> Any:
         """See `Future.get`."""
         deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
-        while not self._is_settled():
-            now = time.monotonic()
-            self._take_answers(max(0.0, min(deadline, self._next_heartbeat) - now))
-            if not self._is_settled() and time.monotonic() >= deadline:
+        while self._is_out():
+            self._take(min(deadline, self._next_heartbeat))
+            if self._is_out() and time.monotonic() >= deadline:
                 self._error = self._fail(self._late())
             self._beat()
         if self._error is not None:
@@ -62,24 +60,28 @@ class RayFuture(Future):
 
     def done(self) -> bool:
         """See `Future.done`. True after the deadline too, because `get` raises then."""
-        self._take_answers(0.0)
-        return self._is_settled() or time.monotonic() >= self._deadline
+        while self._is_out() and self._take(0.0):
+            pass
+        return not self._is_out() or time.monotonic() >= self._deadline
 
-    def _is_settled(self) -> bool:
-        return self._error is not None or not self._pending
+    def _is_out(self) -> bool:
+        return self._error is None and bool(self._pending)
 
-    def _take_answers(self, wait_s: float) -> None:
-        """Wait for one answer, then take all that are there."""
-        while not self._is_settled():
-            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
-            if not ready:
-                return
-            wait_s = 0.0
+    def _take(self, until: float) -> bool:
+        """Take the next answer, waiting for it; False if there was none."""
+        try:
+            return self._next_answer(until)
+        except WorkerError as error:
+            self._error = self._fail(self._root_cause(error))
+            return True
+
+    def _next_answer(self, until: float) -> bool:
+        """The same, but raises the WorkerError that the answer is."""
+        ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        if ready:
             rank = self._pending.pop(ready[0])
-            try:
-                self._answers[rank] = self._answer(ready[0], rank)
-            except WorkerError as error:
-                self._error = self._fail(self._root_cause(error))
+            self._answers[rank] = self._answer(ready[0], rank)
+        return bool(ready)
 
     def _answer(self, ref: Any, rank: int) -> Any:
         exceptions = self._ray.exceptions
@@ -99,12 +101,9 @@ class RayFuture(Future):
         """
         until = time.monotonic() + _ROOT_CAUSE_GRACE_S
         while self._pending and not isinstance(error, WorkerDied):
-            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, until - time.monotonic()))
-            if not ready:
-                break
-            rank = self._pending.pop(ready[0])
             try:
-                self._answer(ready[0], rank)
+                if not self._next_answer(until):
+                    break
             except WorkerDied as death:
                 return death
             except WorkerError:
@@ -121,11 +120,7 @@ class RayFuture(Future):
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if now >= self._next_heartbeat and not self._is_settled():
+        if now >= self._next_heartbeat and self._is_out():
             self._next_heartbeat = now + self._heartbeat_s
             waited, ranks = now - self._started, sorted(self._pending.values())
-            print(
-                f"lockstep: {self._task}: waited {waited:.0f} s, still out: rank(s) {ranks}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"lockstep: {self._task}: waited {waited:.0f} s, still out: rank(s) {ranks}", file=sys.stderr, flush=True)

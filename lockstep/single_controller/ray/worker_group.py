@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from lockstep.errors import ConfigError, ResourceError, WorkerDied, WorkerError
+from lockstep.single_controller.base.channel import inbox
 from lockstep.single_controller.base.decorator import Registration
-from lockstep.single_controller.base.dispatch import Collect, plan
+from lockstep.single_controller.base.dispatch import Collect, find_mode
 from lockstep.single_controller.base.host import Rendezvous, WorkerHost
 from lockstep.single_controller.base.resource_pool import NodeResources, place
 from lockstep.single_controller.base.worker import WorkerEnvironment
@@ -120,15 +122,17 @@ class RayWorkerGroup(WorkerGroup):
             options["memory"] = pool.memory_per_process
         return self._ray.remote(WorkerHost).options(**options).remote()
 
-    def _driver_host(self) -> str:
-        return str(self._ray.util.get_node_ip_address())
+    def receiving(self, handle: Callable[[Any], None]) -> AbstractContextManager[Callable[[Any], None]]:
+        """See `WorkerGroup.receiving`; over a `channel`."""
+        return inbox(str(self._ray.util.get_node_ip_address()), handle)
 
     def caller(self, role: str, method: str, registration: Registration) -> Callable[..., Any]:
         """See `WorkerGroup.caller`."""
+        plan = find_mode(registration.dispatch_mode)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.check_usable()
-            calls, collect = plan(registration.dispatch_mode, args, kwargs, self.world_size)
+            calls, collect = plan(args, kwargs, self.world_size)
             # Everything is serialised before anything is sent: an argument that cannot be pickled must not leave half
             # the ranks at work. Ranks with the same arguments share one copy.
             stored = {id(one): self._ray.put(one) for one in calls}
@@ -145,15 +149,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._future(refs, task, max(0.0, deadline - time.monotonic()), list).get()
 
     def _future(self, refs: Sequence[Any], task: str, timeout_s: float, collect: Collect) -> RayFuture:
-        return RayFuture(
-            refs,
-            labels=self._labels,
-            task=task,
-            timeout_s=timeout_s,
-            heartbeat_s=self.heartbeat_s,
-            collect=collect,
-            fail=self._fail,
-        )
+        return RayFuture(refs, self._labels, task, timeout_s, self.heartbeat_s, collect, self._fail)
 
     def _fail(self, error: WorkerError) -> WorkerError:
         """Break the group: remember the first error and end every process, as others may wait for the failed one
@@ -169,8 +165,7 @@ class RayWorkerGroup(WorkerGroup):
         if not self._ray.is_initialized():
             return  # the actors ended with Ray
         if self._error is None and self._actors:
-            goodbyes = [actor.close.remote() for actor in self._actors]
-            self._ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_GOODBYE_S)
+            self._ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_GOODBYE_S)
         self._kill()
 
     def _kill(self) -> None:
@@ -178,9 +173,8 @@ class RayWorkerGroup(WorkerGroup):
         actors, self._actors = self._actors, []
         for actor in actors:
             self._ray.kill(actor, no_restart=True)
-        last_words = [actor.label.remote() for actor in actors]
-        if last_words:
-            self._ray.wait(last_words, num_returns=len(last_words), timeout=_GOODBYE_S)
+        if actors:
+            self._ray.wait([actor.label.remote() for actor in actors], num_returns=len(actors), timeout=_GOODBYE_S)
 
 
 def _running_ray() -> Any:

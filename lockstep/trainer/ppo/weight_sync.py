@@ -35,16 +35,13 @@ class WeightExchange:
         self._version += 1
         offer = _only(self._actor.offer_weights(self.method, self._version, self._rollout.world_size))
         try:
-            receiving = self._rollout.receive_weights(offer)
-            if offer.manifest is None:
-                sending = self._actor.send_weights()
+            receiving, sent = self._rollout.receive_weights(offer), offer.manifest
+            if sent is None:
                 try:
-                    sent = _only(sending.get())
+                    sent = _only(self._actor.send_weights().get())
                 except WorkerError:
                     receiving.get()  # if a receiver failed first, its error says more
                     raise
-            else:
-                sent = offer.manifest
             received = receiving.get()
         finally:
             self._actor.withdraw_weights()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import ConfigError, WeightSyncError
-from lockstep.utils.hf_config import read_model_config
-from lockstep.utils.model_source import model_folder
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, opened
-from lockstep.workers.weight_sync.module import copy_weights, module_manifest
+from lockstep.errors import ConfigError, NumericalError, WeightSyncError
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
 DecodeText = Callable[[list[int]], str]
 """Token ids -> text, special tokens included."""
@@ -58,18 +54,60 @@ class Completion:
     """What was wrong, with the request's key; only with finish_reason "error"."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a response ends: after a stop token, after the token that completes a stop string, or at its limit."""
+
+    max_tokens: int
+    token_ids: frozenset[int]
+    strings: tuple[str, ...]
+    decode_text: DecodeText | None
+
+    @classmethod
+    def of(cls, request: Request, sampling: SamplingParams, context: int | None, decode_text: DecodeText | None) -> Stopping:
+        """The request's own limits, and the call's where it has none; never more tokens than fit into `context`."""
+        token_ids = sampling.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        strings = sampling.stop if request.stop is None else request.stop
+        limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+        limit = limit if context is None else min(limit, context - len(request.prompt_ids))
+        return cls(limit, frozenset(token_ids), strings, decode_text)
+
+    def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
+        """The length at which a response ends, and why ("stop" or "length"), if it does with one of its tokens from `start` to `stop`
+        (None: the last). Before `start` it went on; what `tokens` has after the end does not matter."""
+        stop = len(tokens) if stop is None else stop
+        if not self.token_ids and not self.strings:
+            return (self.max_tokens, "length") if stop >= self.max_tokens else None
+        for length in range(start + 1, stop + 1):
+            if tokens[length - 1] in self.token_ids or (self.strings and self._completes_a_string(tokens, length)):
+                return length, "stop"
+            if length >= self.max_tokens:
+                return length, "length"
+        return None
+
+    def _completes_a_string(self, tokens: Sequence[int], length: int) -> bool:
+        assert self.decode_text is not None
+        # A character has at most 4 bytes, and a token at least one of them or is special: earlier tokens cannot matter.
+        window = 4 * max(map(len, self.strings)) + 8
+        text = self.decode_text(list(tokens[max(0, length - window) : length]))
+        return any(string in text for string in self.strings)
+
+
 class RolloutEngine(ABC):
     """Generates from weights that somebody else keeps up to date.
 
-    A request that cannot be served (see `find_fault`), or whose logits are not finite, gets a Completion with finish_reason "error"; the
+    A request that cannot be served (see `_fault`), or whose logits are not finite, gets a Completion with finish_reason "error"; the
     others are not touched by it. Log-probs that the engine cannot give (`RolloutConfig.gives_log_probs`) are NaN.
     """
 
-    hf_config: PretrainedConfig
-    """The model's config."""
-
-    def __init__(self, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None) -> None:
-        self.config, self.pad_token_id, self.decode_text = config, pad_token_id, decode_text
+    def __init__(
+        self, hf_config: PretrainedConfig, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+    ) -> None:
+        self.hf_config, self.config, self.pad_token_id, self.decode_text = hf_config, config, pad_token_id, decode_text
+        text_config = hf_config.get_text_config()
+        self.vocabulary: int = text_config.vocab_size
+        self.context: int | None = getattr(text_config, "max_position_embeddings", None)
+        """How many tokens prompt and response may have together."""
         self.version = 0
         """Counts the weights: whoever changes them adds one."""
         self._broken: str | None = None
@@ -125,77 +163,11 @@ class RolloutEngine(ABC):
             raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
         if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
             raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
-        config = self.hf_config.get_text_config()
-        found = {}
-        for index, request in enumerate(requests):
-            fault = find_fault(request, sampling, config.vocab_size, getattr(config, "max_position_embeddings", None))
-            if fault is not None:
-                found[index] = failed(index, request, fault, self.version)
-        return found
+        faults = {index: _fault(request, self.vocabulary, self.context) for index, request in enumerate(requests)}
+        return {index: failed(index, requests[index], fault, self.version) for index, fault in faults.items() if fault is not None}
 
 
-class ModuleRollout(RolloutEngine):
-    """An engine over `module`, a plain Hugging Face causal language model in this process."""
-
-    attention: str
-    """The attention function the module must be built with."""
-    own_weights: bool = True
-    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
-
-    def __init__(
-        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
-    ) -> None:
-        super().__init__(config, pad_token_id, decode_text)
-        self.module, self.hf_config = module, module.config
-
-    @torch.no_grad()
-    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
-        with opened(offer, device, receiver) as weights:
-            copy_weights(self.module, weights)
-        manifest = module_manifest(self.module, weights.manifest)
-        check_equal(weights.manifest, manifest)
-        return manifest
-
-
-class ProcessRollout(RolloutEngine):
-    """An engine that generates in a process of its own (process.py), with weights of its own.
-
-    It starts with those of the model's folder and computes in `dtype`. Raises what `_start` raises, WorkerDied and WorkerTimeout
-    (`config.start_timeout_s`, `config.silence_timeout_s`).
-    """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: RolloutConfig,
-        pad_token_id: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode_text: DecodeText | None = None,
-    ) -> None:
-        super().__init__(config, pad_token_id, decode_text)
-        self.hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-        self.folder = os.path.abspath(model_folder(str(model.path)))
-        self._start(model, device, str(dtype).removeprefix("torch."))
-
-    @abstractmethod
-    def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
-        """Start the process with the model of `self.folder`."""
-
-    def _completion(
-        self, index: int, request: Request, ids: Sequence[int], log_probs: Sequence[float], reason: str, sampling: SamplingParams
-    ) -> Completion:
-        """What the process answered to a request; the log-probs say whether the logits were finite."""
-        values = torch.tensor(log_probs, dtype=torch.float32)
-        bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
-        if bad:
-            return failed(index, request, f"the model's logits are not finite at token {bad[0]} of the response", self.version)
-        if not self.config.gives_log_probs(sampling.temperature, sampling.truncates, sampling.repetition_penalty != 1.0):
-            values = torch.full_like(values, torch.nan)
-        return Completion(index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version)
-
-
-def find_fault(request: Request, sampling: SamplingParams, vocabulary: int, context: int | None) -> str | None:
+def _fault(request: Request, vocabulary: int, context: int | None) -> str | None:
     """Why a model of this vocabulary and context length cannot serve the request; None if it can."""
     ids, limit = request.prompt_ids, request.max_tokens
     if not len(ids):
@@ -219,7 +191,35 @@ def failed(index: int, request: Request, reason: str, version: int) -> Completio
     return Completion(index, torch.empty(0, dtype=torch.int64), torch.empty(0), "error", version, error)
 
 
-def longest_response(request: Request, sampling: SamplingParams, context: int | None) -> int:
-    """How many tokens the response may have: the request's limit, else the call's, and no more than the context has room for."""
-    limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-    return limit if context is None else min(limit, context - len(request.prompt_ids))
+def not_finite(index: int, request: Request, token: int, version: int) -> Completion:
+    """The completion of a request whose logits are not finite at a token."""
+    return failed(index, request, f"the model's logits are not finite at token {token} of the response", version)
+
+
+# -- rows of a batch -----------------------------------------------------------------------------------------------------------
+
+
+def requests_of(prompts: DataProto, step: int) -> list[Request]:
+    """A request for each row, from its columns prompts, index, sample."""
+    ids, columns = prompts.ragged("prompts").rows(), prompts.non_tensor_batch
+    return [
+        Request(prompt_ids, (step, int(index), int(sample)))
+        for prompt_ids, index, sample in zip(ids, columns["index"], columns["sample"], strict=True)
+    ]
+
+
+def response_columns(completions: Sequence[Completion]) -> DataProto:
+    """The columns responses, rollout_log_probs, response_mask, finish_reason; a request that failed has an empty response, and a line on
+    standard output says so. Raises NumericalError when all of them failed."""
+    failures = [completion.error for completion in completions if completion.error]
+    if failures:
+        print(f"{len(failures)} of {len(completions)} requests have no response; the first: {failures[0]}", flush=True)
+    if len(failures) == len(completions) > 0:
+        raise NumericalError(f"no request of the batch has a response; the first: {failures[0]}")
+    responses = Ragged.from_rows([c.ids for c in completions], dtype=torch.int64)
+    columns = {
+        "responses": responses,
+        "rollout_log_probs": Ragged.from_rows([c.log_probs for c in completions], dtype=torch.float32),
+        "response_mask": responses.like(torch.ones_like(responses.values)),
+    }
+    return DataProto.from_dict(columns, {"finish_reason": [c.finish_reason for c in completions]})

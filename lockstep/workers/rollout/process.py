@@ -44,7 +44,6 @@ class ChildProcess:
     """A program whose output is kept for error messages, and that ends with this object."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> None:
-        self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._process = subprocess.Popen(
             list(command),
@@ -56,21 +55,14 @@ class ChildProcess:
             start_new_session=True,  # so that what it starts can be killed with it
         )
         self._finalizer = weakref.finalize(self, _kill, self._process)
-
-    @property
-    def pid(self) -> int:
-        """Its process number."""
-        return self._process.pid
+        self.pid = self._process.pid
+        self.label = f"{name} (pid {self.pid})"
+        """How errors name it."""
 
     @property
     def has_ended(self) -> bool:
         """Whether it is no longer there."""
         return self._process.poll() is not None
-
-    @property
-    def label(self) -> str:
-        """How errors name it."""
-        return f"{self.name} (pid {self.pid})"
 
     def died(self, when: str) -> WorkerDied:
         """The error that says how it ended."""
@@ -125,6 +117,7 @@ class EngineProcess:
             paths = json.dumps([path or os.getcwd() for path in sys.path])
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), paths]
             self._child = ChildProcess(name, command, os.environ | dict(environment), [theirs.fileno()])
+        self.pid = self._child.pid
         self._is_streaming = False
         try:
             self._send((target, dict(options)))
@@ -132,11 +125,6 @@ class EngineProcess:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        """The child's process number."""
-        return self._child.pid
 
     def call(self, method: str, *args: Any) -> Any:
         """The last value that the method yields, or None. Raises as `stream` does."""

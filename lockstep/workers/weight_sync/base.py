@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +36,11 @@ class TensorInfo(NamedTuple):
     """As torch prints it: "torch.bfloat16"."""
     checksum: int
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        return getattr(torch, self.dtype.removeprefix("torch."))
+
 
 Manifest = dict[str, TensorInfo]
 Stream = Iterable[tuple[str, TensorInfo, Tensor]]
@@ -51,49 +55,33 @@ class WeightOffer(ABC):
     """None where the tensors are sent while they are received: then each comes with its own line of it."""
 
     @abstractmethod
-    def open(self, device: torch.device, receiver: int) -> AbstractContextManager[Stream]:
+    def open(self, device: torch.device, receiver: int) -> Stream:
         """The tensors, on any device. `receiver` numbers the receivers of one offer, from 0."""
-
-
-SenderType = TypeVar("SenderType", bound="WeightSender")
 
 
 class WeightSender(ABC):
     """The trainer's side of one sync: `send` once, `close` when every receiver is done."""
 
-    streams: bool = False
-    """Whether `send` waits for the receivers: then they open the offer while it runs."""
+    _offer: WeightOffer | None = None
 
     @abstractmethod
     def send(self, weights: Weights) -> Manifest:
-        """Send every tensor; the manifest of what was sent."""
+        """Send every tensor; the manifest of what was sent. It waits for the receivers of an offer without a manifest."""
 
-    @abstractmethod
     def offer(self) -> WeightOffer:
-        """What the receivers need. After `send`, or before it where `streams`."""
+        """What the receivers need. After `send`; before it where the tensors are sent while they are received."""
+        assert self._offer is not None, "send() comes first"
+        return self._offer
 
     @abstractmethod
     def close(self) -> None:
         """Give the memory back. May be called again."""
 
-    def __enter__(self: SenderType) -> SenderType:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class WeightSource:
-    """Where the weights of a rollout come from. This one: the rollout has its own. Others borrow the actor's of the same worker: as they
-    are (`shared`), or by a sender (`sent`)."""
-
-    def borrowed(self) -> AbstractContextManager[int]:
-        """Inside, the rollout has its present weights; gives the number of bytes that were copied for it."""
-        return nullcontext(0)
-
-    def changed(self) -> None:
-        """The actor's weights are others now."""
-        return
 
 
 class Verified:
@@ -120,11 +108,9 @@ class Verified:
             yield name, tensor
 
 
-@contextmanager
-def opened(offer: WeightOffer, device: torch.device, receiver: int = 0) -> Iterator[Verified]:
-    """The offer's tensors, verified. They are good inside only. Raises WeightSyncError."""
-    with offer.open(device, receiver) as stream:
-        yield Verified(stream, offer.manifest)
+def received(offer: WeightOffer, device: torch.device, receiver: int = 0) -> Verified:
+    """The offer's tensors, verified. They are good until the sender is closed. Raises WeightSyncError."""
+    return Verified(offer.open(device, receiver), offer.manifest)
 
 
 def describe(tensor: Tensor) -> TensorInfo:

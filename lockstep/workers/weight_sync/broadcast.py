@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import WeightSyncError
-from lockstep.workers.weight_sync.base import Manifest, Stream, TensorInfo, WeightOffer, Weights, WeightSender, as_bytes, describe
+from lockstep.workers.weight_sync.base import Manifest, TensorInfo, WeightOffer, Weights, WeightSender, as_bytes, describe
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,11 @@ class BroadcastOffer(WeightOffer):
     """How long one side waits for the other, to meet and for each tensor."""
     manifest: Manifest | None = None
 
-    @contextmanager
-    def open(self, device: torch.device, receiver: int) -> Iterator[Stream]:
-        yield self._receive(_Group(self, None, receiver + 1, device))
-
-    def _receive(self, group: _Group) -> Iterator[tuple[str, TensorInfo, Tensor]]:
+    def open(self, device: torch.device, receiver: int) -> Iterator[tuple[str, TensorInfo, Tensor]]:
+        group = _Group(self, None, receiver + 1, device)
         while (line := group.broadcast_object(None)) is not None:
             name, info = line
-            dtype = getattr(torch, info.dtype.removeprefix("torch."))
-            tensor = torch.empty(info.shape, dtype=dtype, device=group.device)
+            tensor = torch.empty(info.shape, dtype=info.torch_dtype, device=device)
             group.broadcast(as_bytes(tensor))
             yield name, info, tensor
 
@@ -53,18 +48,15 @@ class BroadcastOffer(WeightOffer):
 class BroadcastSender(WeightSender):
     """Rank 0 of the group of one sync."""
 
-    streams = True
-
     def __init__(self, version: int, num_receivers: int, device: torch.device, timeout_s: float) -> None:
         self._device = device
         host = _own_address()
         self._store: dist.Store | None = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
-        self._offer = BroadcastOffer(version, host, self._store.port, num_receivers, device.type == "cuda", timeout_s)
-
-    def offer(self) -> BroadcastOffer:
-        return self._offer
+        self._offer: BroadcastOffer = BroadcastOffer(
+            version, host, self._store.port, num_receivers, device.type == "cuda", timeout_s
+        )
 
     def send(self, weights: Weights) -> Manifest:
         assert self._store is not None, "the sender is closed"

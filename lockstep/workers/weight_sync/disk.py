@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,19 +25,17 @@ class DiskOffer(WeightOffer):
     manifest: Manifest
     folder: str
 
-    @contextmanager
-    def open(self, device: torch.device, receiver: int) -> Iterator[Stream]:
+    def open(self, device: torch.device, receiver: int) -> Stream:
         file = Path(self.folder) / WEIGHTS
         try:
             with safe_open(file, "pt") as tensors:
                 known = set(tensors.keys())
-                stream = [(name, info, tensors.get_tensor(name)) for name, info in self.manifest.items() if name in known]
+                return [(name, info, tensors.get_tensor(name)) for name, info in self.manifest.items() if name in known]
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(
                 f"the weights of version {self.version} cannot be read from {file} ({error}): is the folder seen by both sides, and "
                 "its disk not full? It is actor_rollout_ref.rollout.weight_sync_dir"
             ) from error
-        yield stream
 
 
 class DiskSender(WeightSender):
@@ -49,7 +45,6 @@ class DiskSender(WeightSender):
         self._version = version
         self._parent = parent if parent is not None else memory_folder()
         self._folder: str | None = None
-        self._manifest: Manifest | None = None
 
     def send(self, weights: Weights) -> Manifest:
         try:
@@ -63,13 +58,8 @@ class DiskSender(WeightSender):
                 f"the weights of version {self._version} cannot be written to {self._parent} ({error}); set "
                 "actor_rollout_ref.rollout.weight_sync_dir to a folder with room"
             ) from error
-        self._manifest = manifest
+        self._offer = DiskOffer(self._version, manifest, self._folder)
         return manifest
-
-    def offer(self) -> DiskOffer:
-        assert self._folder is not None, "send() comes first"
-        assert self._manifest is not None, "send() failed"
-        return DiskOffer(self._version, self._manifest, self._folder)
 
     def close(self) -> None:
         if self._folder is not None:

@@ -7,11 +7,10 @@ they are, and the sender keeps them until it is closed.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +32,7 @@ class MemoryOffer(WeightOffer):
     path: str
     size: int
 
-    @contextmanager
-    def open(self, device: torch.device, receiver: int) -> Iterator[Stream]:
+    def open(self, device: torch.device, receiver: int) -> Stream:
         try:
             with open(self.path, "rb") as file:
                 found = os.fstat(file.fileno()).st_size
@@ -47,7 +45,7 @@ class MemoryOffer(WeightOffer):
                 f"the shared memory {self.path} of version {self.version} cannot be opened ({error}): its sender is gone, or on another "
                 "machine; there actor_rollout_ref.rollout.weight_sync=broadcast or disk works"
             ) from error
-        yield [(name, info, _slice(memory, self.offsets[name], info)) for name, info in self.manifest.items()]
+        return [(name, info, _slice(memory, self.offsets[name], info)) for name, info in self.manifest.items()]
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ class CudaOffer(WeightOffer):
     manifest: Manifest
     handles: bytes
 
-    @contextmanager
-    def open(self, device: torch.device, receiver: int) -> Iterator[Stream]:
+    def open(self, device: torch.device, receiver: int) -> Stream:
         try:
             rebuilt = {name: rebuild(*arguments) for name, (rebuild, arguments) in pickle.loads(self.handles).items()}
         except RuntimeError as error:
@@ -67,7 +64,7 @@ class CudaOffer(WeightOffer):
                 f"the GPU memory of version {self.version} cannot be opened ({error}): its sender is gone, or on another GPU; there "
                 "actor_rollout_ref.rollout.weight_sync=disk works"
             ) from error
-        yield [(name, info, rebuilt[name]) for name, info in self.manifest.items()]
+        return [(name, info, rebuilt[name]) for name, info in self.manifest.items()]
 
 
 class IPCSender(WeightSender):
@@ -75,16 +72,11 @@ class IPCSender(WeightSender):
 
     def __init__(self, version: int, cuda: bool = False) -> None:
         self._version, self._cuda = version, cuda
-        self._offer: WeightOffer | None = None
         self._descriptor: int | None = None
         self._kept: list[Tensor] = []
 
     def send(self, weights: Weights) -> Manifest:
         return self._send_handles(weights) if self._cuda else self._send_bytes(weights)
-
-    def offer(self) -> WeightOffer:
-        assert self._offer is not None, "send() comes first"
-        return self._offer
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -127,8 +119,5 @@ class IPCSender(WeightSender):
 
 
 def _slice(memory: Tensor, offset: int, info: TensorInfo) -> Tensor:
-    dtype = getattr(torch, info.dtype.removeprefix("torch."))
-    count = 1
-    for size in info.shape:
-        count *= size
-    return memory[offset : offset + count * dtype.itemsize].view(dtype).reshape(info.shape)
+    size = math.prod(info.shape) * info.torch_dtype.itemsize
+    return memory[offset : offset + size].view(info.torch_dtype).reshape(info.shape)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, Weights, WeightSender, WeightSource, check_equal
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, Weights, WeightSender, check_equal
 
 
 def make_sender(
@@ -32,30 +33,35 @@ def make_sender(
     return DiskSender(version, config.weight_sync_dir)
 
 
-class SentWeights(WeightSource):
-    """Keeps one engine up to date.
+class Receiver(Protocol):
+    """What is needed of a RolloutEngine."""
 
-    `export` gives the present weights; `make_sender` takes the number of their version; `receive` makes the engine load an offer, and
-    returns what it has received.
-    """
+    version: int
+
+    def receive(self, offer: WeightOffer, device: torch.device) -> Manifest:
+        """Load an offer; what was received."""
+
+
+class SentWeights:
+    """Keeps an engine up to date with `export`, the present weights. `make_sender` takes their version, which is the engine's."""
 
     def __init__(
-        self, export: Callable[[], Weights], make_sender: Callable[[int], WeightSender], receive: Callable[[WeightOffer], Manifest]
+        self,
+        engine: Receiver,
+        export: Callable[[], Weights],
+        make_sender: Callable[[int], WeightSender],
+        device: torch.device,
     ) -> None:
-        self._export, self._make_sender, self._receive = export, make_sender, receive
-        self._version, self._sent_version = 1, 0
-
-    def changed(self) -> None:
-        """See `WeightSource.changed`."""
-        self._version += 1
+        self._engine, self._export, self._make_sender, self._device = engine, export, make_sender, device
+        self._sent_version: int | None = None
 
     @contextmanager
     def borrowed(self) -> Iterator[int]:
         """Inside, the engine has the trainer's present weights; gives the number of bytes that were sent for it. Raises WeightSyncError."""
-        yield self._send() if self._sent_version != self._version else 0
+        yield self._send() if self._sent_version != self._engine.version else 0
 
     def _send(self) -> int:
-        size = 0
+        size, version = 0, self._engine.version
 
         def counted() -> Weights:
             nonlocal size
@@ -63,8 +69,8 @@ class SentWeights(WeightSource):
                 size += tensor.nbytes
                 yield name, tensor
 
-        with self._make_sender(self._version) as sender:
+        with self._make_sender(version) as sender:
             sent = sender.send(counted())
-            check_equal(sent, self._receive(sender.offer()))
-        self._sent_version = self._version
+            check_equal(sent, self._engine.receive(sender.offer(), self._device))
+        self._sent_version = version
         return size

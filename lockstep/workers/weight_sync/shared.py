@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.workers.weight_sync.base import WeightSource
 from lockstep.workers.weight_sync.module import parameter_slots
 
 
@@ -34,7 +33,7 @@ class Exporter(Protocol):
         """(Hugging Face name, whole tensor)."""
 
 
-class SharedWeights(WeightSource):
+class SharedWeights:
     """The decoder of an engine borrows its weights. Raises ValueError for an engine without a decoder."""
 
     def __init__(self, engine: Exporter, dtype: torch.dtype) -> None:

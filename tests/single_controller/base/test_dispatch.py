@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.decorator import Dispatch
-from lockstep.single_controller.base.dispatch import balanced_partition, plan, register_dispatch_mode, row_cost, share_rows
+from lockstep.single_controller.base.dispatch import balanced_partition, find_mode, register_dispatch_mode, row_cost, share_rows
 
 world_sizes = st.integers(1, 6)
 prompt_lengths = st.lists(st.integers(0, 9), max_size=20)
@@ -18,6 +18,10 @@ def tokens(lengths: list[int]) -> DataProto:
     """A batch whose row i has `lengths[i]` prompt tokens, all of them i."""
     prompts = Ragged.from_rows([[i] * n for i, n in enumerate(lengths)], dtype=torch.int64)
     return DataProto.from_dict({"prompts": prompts, "row": torch.arange(len(lengths))}, {"tag": list(range(len(lengths)))})
+
+
+def plan(mode: Dispatch | str, args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int) -> Any:
+    return find_mode(mode)(args, kwargs, world_size)
 
 
 def run(mode: Dispatch | str, method: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Any:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import WeightSyncError
-from lockstep.workers.rollout.base import ModuleRollout
-from lockstep.workers.weight_sync.base import WeightSender, describe, opened
+from lockstep.workers.rollout.kinds import ModuleRollout
+from lockstep.workers.weight_sync.base import WeightSender, describe, received
 from lockstep.workers.weight_sync.broadcast import BroadcastSender
 from lockstep.workers.weight_sync.disk import WEIGHTS, DiskSender
 from lockstep.workers.weight_sync.ipc import CudaOffer, IPCSender
@@ -51,7 +51,7 @@ def test_every_tensor_has_the_same_checksum_on_both_sides(tmp_path: Path, method
         rank, box = dist.get_rank(), [None]
         if rank == 0:
             sender = make_sender(method, RolloutConfig(weight_sync_dir=str(tmp_path)), 5, 2, CPU)
-            sent = None if sender.streams else sender.send(odd_tensors().items())
+            sent = None if method == "broadcast" else sender.send(odd_tensors().items())
             box = [sender.offer()]
         dist.broadcast_object_list(box)
         if rank == 0:
@@ -61,8 +61,8 @@ def test_every_tensor_has_the_same_checksum_on_both_sides(tmp_path: Path, method
             sender.close()
             return sent, os.listdir(tmp_path)
         assert box[0].version == 5
-        with opened(box[0], CPU, rank - 1) as weights:
-            tensors = {name: tensor.clone() for name, tensor in weights}
+        weights = received(box[0], CPU, rank - 1)
+        tensors = {name: tensor.clone() for name, tensor in weights}
         dist.barrier()
         return weights.manifest, tensors
 
@@ -207,8 +207,8 @@ def test_memory_that_is_gone_is_an_error_with_the_way_out() -> None:
     with IPCSender(3) as sender:
         sender.send(odd_tensors().items())
         offer = sender.offer()
-    with pytest.raises(WeightSyncError, match=re.escape("weight_sync=broadcast or disk")), opened(offer, CPU):
-        pass
+    with pytest.raises(WeightSyncError, match=re.escape("weight_sync=broadcast or disk")):
+        received(offer, CPU)
 
 
 def refused(*arguments: object) -> Tensor:
@@ -217,11 +217,8 @@ def refused(*arguments: object) -> Tensor:
 
 def test_gpu_memory_that_is_gone_is_an_error_with_the_way_out() -> None:
     offer = CudaOffer(3, {"a": describe(torch.ones(2))}, pickle.dumps({"a": (refused, ())}))
-    with (
-        pytest.raises(WeightSyncError, match=r"GPU memory of version 3 .*invalid resource handle.*weight_sync=disk"),
-        opened(offer, CPU),
-    ):
-        pass
+    with pytest.raises(WeightSyncError, match=r"GPU memory of version 3 .*invalid resource handle.*weight_sync=disk"):
+        received(offer, CPU)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_the_key(tmp_path: Path) -> None:
@@ -233,9 +230,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_the_key(tmp_path: Path
 def test_an_engine_in_another_process_is_sent_the_weights_only_when_they_have_changed(tmp_path: Path) -> None:
     rollout, source = engine(tmp_path), tiny_model(seed=3)
     size = sum(parameter.nbytes for parameter in source.parameters())
-    borrowing = SentWeights(source.named_parameters, IPCSender, lambda offer: rollout.receive(offer, CPU))
-    for change, copied, version in ((False, size, 1), (False, 0, 1), (True, size, 2), (False, 0, 2)):
-        if change:
-            borrowing.changed()
+    borrowing = SentWeights(rollout, source.named_parameters, IPCSender, CPU)
+    for change, copied, version in ((False, size, 0), (False, 0, 0), (True, size, 1), (False, 0, 1)):
+        rollout.version += change
         with borrowing.borrowed() as found:
             assert (found, rollout.version) == (copied, version)

@@ -11,9 +11,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, failed
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping, not_finite
+from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.kinds import ModuleRollout
 
 Numbered = tuple[int, Request]
 """A request with its place in the call."""
@@ -31,7 +31,6 @@ class HFRollout(ModuleRollout):
         self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
     ) -> None:
         super().__init__(module, config, pad_token_id, decode_text)
-        self.config: RolloutConfig = config
         # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
         module.generation_config = GenerationConfig()
 
@@ -45,8 +44,7 @@ class HFRollout(ModuleRollout):
 
     def _generate_batch(self, numbered: list[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         device, requests = self.module.device, [request for _, request in numbered]
-        context = getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
-        limits = [Stopping.of(request, sampling, context, self.decode_text) for request in requests]
+        limits = [Stopping.of(request, sampling, self.context, self.decode_text) for request in requests]
         prompts = Ragged.from_rows([request.prompt_ids for request in requests])
         mask = prompts.like(torch.ones_like(prompts.values)).pad(0, side="left").to(device)
         finite = _CheckFinite(len(requests))
@@ -72,18 +70,16 @@ class HFRollout(ModuleRollout):
             length, reason = end
             bad = finite.first_bad[row]
             if bad is not None and bad < length:
-                where = f"the model's logits are not finite at token {bad} of the response"
-                yield failed(index, request, where, self.version)
+                yield not_finite(index, request, bad, self.version)
             else:
                 yield Completion(index, tokens[row, :length].cpu(), log_probs[row, :length].cpu(), reason, self.version)
 
 
 def _options(sampling: SamplingParams) -> dict[str, float | bool | int]:
-    options: dict[str, float | bool | int] = {"repetition_penalty": sampling.repetition_penalty, "do_sample": False}
-    if sampling.temperature:
-        options |= {"do_sample": True, "temperature": sampling.temperature, "top_k": max(sampling.top_k, 0)}
-        options |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
-    return options
+    if not sampling.temperature:
+        return {"repetition_penalty": sampling.repetition_penalty, "do_sample": False}
+    names = ("repetition_penalty", "temperature", "top_p", "min_p")
+    return {"do_sample": True, "top_k": max(sampling.top_k, 0)} | {name: getattr(sampling, name) for name in names}
 
 
 def _ends_all(limits: Sequence[Stopping]) -> list[int] | None:

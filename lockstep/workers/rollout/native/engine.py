@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import CACHED
-from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, failed
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping, failed
+from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.native.backend import Backend
 from lockstep.workers.rollout.native.cpu.backend import PAGE_SIZE, TorchBackend
 from lockstep.workers.rollout.native.cpu.fused import FusedBackend, fused_library
@@ -20,7 +21,6 @@ from lockstep.workers.rollout.native.generation import generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
 from lockstep.workers.rollout.native.scheduler import Scheduler
-from lockstep.workers.rollout.stopping import Stopping
 
 
 class NativeRollout(ModuleRollout):
@@ -52,9 +52,8 @@ class NativeRollout(ModuleRollout):
     def _stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         self._aborts.clear()
         faults = self._faults(requests, sampling)
-        context = getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
         limits = {
-            index: Stopping.of(request, sampling, context, self.decode_text)
+            index: Stopping.of(request, sampling, self.context, self.decode_text)
             for index, request in enumerate(requests)
             if index not in faults
         }

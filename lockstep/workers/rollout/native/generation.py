@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, Request, failed
+from lockstep.workers.rollout.base import Completion, Request, Stopping, not_finite
+from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.backend import Backend, TakeAborts
 from lockstep.workers.rollout.native.scheduler import Prompt, Sample, Scheduler
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
 
 
 def generate(
@@ -30,8 +29,7 @@ def generate(
     scheduler.add(make_samples(requests, limits, sampling.seed))
     for sample, reason in backend.run(scheduler, sampling, take_aborts):
         if reason == "error":
-            text = f"the model's logits are not finite at token {len(sample.tokens) - 1} of the response"
-            yield failed(sample.index, requests[sample.index], text, version)
+            yield not_finite(sample.index, requests[sample.index], len(sample.tokens) - 1, version)
         else:
             ids, log_probs = torch.tensor(sample.tokens, dtype=torch.int64), torch.tensor(sample.log_probs, dtype=torch.float32)
             yield Completion(sample.index, ids, log_probs, reason, version)

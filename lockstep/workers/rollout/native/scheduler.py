@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from lockstep.workers.rollout.native.pages import PagePool
 
 if TYPE_CHECKING:
-    from lockstep.workers.rollout.stopping import Stopping
+    from lockstep.workers.rollout.base import Stopping
 
 
 @dataclass(slots=True, eq=False)

@@ -19,11 +19,11 @@ import torch
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError, WorkerError
-from lockstep.workers.rollout.base import Completion, ProcessRollout, Request, failed
-from lockstep.workers.rollout.sampling import request_keys
+from lockstep.workers.rollout.base import Completion, Request, Stopping, failed
+from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.sglang.server import SGLangServer
-from lockstep.workers.rollout.stopping import Stopping
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.disk import DiskOffer
 
 _SEED_BITS = (1 << 31) - 1
@@ -49,7 +49,7 @@ class SGLangRollout(ProcessRollout):
         arguments += ["--trust-remote-code"] if model.trust_remote_code else []
         arguments += ["--disable-cuda-graph"] if config.enforce_eager else []
         arguments += ["--enable-memory-saver"] if self._can_sleep else []
-        self.server = SGLangServer(arguments, start_s=self.config.start_timeout_s, silence_s=self.config.silence_timeout_s)
+        self.server = SGLangServer(arguments, start_s=config.start_timeout_s, silence_s=config.silence_timeout_s)
 
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         faults = self._faults(requests, sampling)
@@ -59,11 +59,10 @@ class SGLangRollout(ProcessRollout):
             return
         self._wake()
         seeds = request_keys(sampling.seed, [request.key for _, request in served]).tolist()
-        context = getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
         pool = ThreadPoolExecutor(min(self.config.max_num_seqs, len(served)), "sglang")
         asked = {}
         for (index, request), seed in zip(served, seeds, strict=True):
-            limits = Stopping.of(request, sampling, context, self.decode_text)
+            limits = Stopping.of(request, sampling, self.context, self.decode_text)
             body = _body(request, limits, sampling, seed)
             asked[pool.submit(self.server.post, "/generate", body)] = (index, limits)
         try:
@@ -92,8 +91,7 @@ class SGLangRollout(ProcessRollout):
     def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
         if not isinstance(offer, DiskOffer):
             raise WeightSyncError(f"SGLang reads weights from files, it got a {type(offer).__name__}: use weight_sync=disk")
-        with opened(offer, device, receiver) as weights:
-            manifest = {name: offer.manifest[name] for name, _ in weights}
+        manifest = {name: offer.manifest[name] for name, _ in received(offer, device, receiver)}
         for file in Path(self.folder).glob("*.json"):  # beside the weights SGLang looks for the model's config
             if "index" not in file.name:
                 shutil.copy(file, offer.folder)
@@ -130,11 +128,8 @@ def _body(request: Request, limits: Stopping, sampling: SamplingParams, seed: in
         "input_ids": request.prompt_ids.tolist(),
         "return_logprob": True,
         "sampling_params": {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
+            **{name: getattr(sampling, name) for name in ("temperature", "top_k", "min_p", "repetition_penalty")},
             "top_p": max(sampling.top_p, 1e-9),  # SGLang refuses 0, which keeps the likeliest token alone
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
             "max_new_tokens": limits.max_tokens,
             "stop_token_ids": sorted(limits.token_ids),
             "ignore_eos": True,  # the tokens that end a response are those of the request

@@ -52,10 +52,8 @@ class SGLangServer:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:2000]
             raise WorkerError(self.process.label, f"POST {path} was answered with {error.code}: {text}") from error
-        except TimeoutError as error:
-            raise self.process.late(f"POST {path}", self._silence_s) from error
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
+            if isinstance(getattr(error, "reason", error), TimeoutError):
                 raise self.process.late(f"POST {path}", self._silence_s) from error
             raise self.process.died(f"during POST {path}") from error
 

@@ -12,10 +12,9 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Request
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
+from lockstep.workers.rollout.base import Request, Stopping
+from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 
 Finished = tuple[int, list[int], list[float], str]
 """Number of the request, token ids, vLLM's log-probs of them, finish reason."""
@@ -83,8 +82,8 @@ class VLLMChild:
     def load(self, offer: WeightOffer) -> Iterator[Manifest]:
         """Replace the weights, and forget what was computed with the old ones; what was received."""
         self._wake()
-        with opened(offer, self._device) as weights:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        weights = received(offer, self._device)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not drop its prefix cache, which is of the old weights")
         yield weights.manifest

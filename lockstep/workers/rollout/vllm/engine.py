@@ -22,9 +22,10 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.quiet import quiet_transformers
-from lockstep.workers.rollout.base import Completion, ProcessRollout, Request
+from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.process import EngineProcess
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, opened
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.ipc import IPCSender
 
 _COLDEST = 0.01
@@ -39,7 +40,7 @@ class VLLMRollout(ProcessRollout):
 
     def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         """Raises ConfigError for a model whose weights vLLM knows by other names."""
-        config, text_config = self.config, self.hf_config.get_text_config()
+        config = self.config
         self._names = _parameter_names(self.hf_config, self.folder, model.trust_remote_code)
         cuda = device.type == "cuda"
         self.process = EngineProcess(
@@ -50,12 +51,12 @@ class VLLMRollout(ProcessRollout):
                 "model": model,
                 "config": config,
                 "dtype": dtype,
-                "context": getattr(text_config, "max_position_embeddings", None),
-                "cache_bytes": None if cuda else _cache_bytes(text_config, config, getattr(torch, dtype)),
+                "context": self.context,
+                "cache_bytes": None if cuda else _cache_bytes(self.hf_config.get_text_config(), config, getattr(torch, dtype)),
             },
             _environment(config, cuda),
-            start_s=self.config.start_timeout_s,
-            silence_s=self.config.silence_timeout_s,
+            start_s=config.start_timeout_s,
+            silence_s=config.silence_timeout_s,
         )
 
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
@@ -79,8 +80,8 @@ class VLLMRollout(ProcessRollout):
 
     def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
         if offer.manifest is None:  # vLLM's process is not a member of the broadcast: its weights are passed on
-            with opened(offer, device, receiver) as weights, IPCSender(offer.version) as sender:
-                sender.send(weights)
+            with IPCSender(offer.version) as sender:
+                sender.send(received(offer, device, receiver))
                 return self._load(sender.offer(), device, receiver)
         left_out = sorted(self._names - set(offer.manifest))
         if left_out:

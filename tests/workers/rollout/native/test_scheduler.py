@@ -13,12 +13,11 @@ from helpers.rollouts import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.base import Completion, Request, Stopping
+from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.generation import generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.scheduler import Pass, Prompt, Sample, Scheduler
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
 
 STOP = (40,)
 PARAMS = sampling(max_tokens=10_000, stop_token_ids=STOP)

@@ -19,11 +19,10 @@ from helpers.rollouts import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.base import Completion, Request, Stopping
+from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.backend import Backend
 from lockstep.workers.rollout.native.generation import generate
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
 
 
 def letters(ids: list[int]) -> str:

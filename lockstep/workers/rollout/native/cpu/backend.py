@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import available_ram
+from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.backend import Backend, TakeAborts
 from lockstep.workers.rollout.native.cpu.linears import prepacked
 from lockstep.workers.rollout.native.cpu.paged import PagedAttention, StepBatch
 from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 from lockstep.workers.rollout.native.scheduler import Pass, Sample, Scheduler
-from lockstep.workers.rollout.sampling import sample, uniforms
+from lockstep.workers.rollout.sampling import sample
 
 PAGE_SIZE = 16
 """Tokens per page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""

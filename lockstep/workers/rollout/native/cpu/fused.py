@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import Variant
+from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.backend import TorchBackend, draw_one_by_one
 from lockstep.workers.rollout.native.cpu.kernels import (
     Library,
@@ -33,7 +34,6 @@ from lockstep.workers.rollout.native.cpu.linears import PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.native.probe import is_fusable, sliding_window
-from lockstep.workers.rollout.sampling import uniforms
 
 
 def fused_library(module: PreTrainedModel) -> Library | None:

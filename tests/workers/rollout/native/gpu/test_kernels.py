@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start: triton reads it when it is imported", allow_module_level=True)
 
+from lockstep.workers.rollout.counted import request_keys, uniforms
 from lockstep.workers.rollout.native.gpu.attention import paged_attention
 from lockstep.workers.rollout.native.gpu.draw import draw, num_chunks
 from lockstep.workers.rollout.native.gpu.rows import RUNNING, RowState
-from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
+from lockstep.workers.rollout.sampling import sample
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -11,12 +11,11 @@ from helpers.fake_model import VOCABULARY, FakeModel
 from helpers.rollouts import sampling
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, DecodeText, Request
+from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping
+from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.generation import generate as native_generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.scheduler import Scheduler
-from lockstep.workers.rollout.sampling import request_keys
-from lockstep.workers.rollout.stopping import Stopping
 
 MakeGPU = Callable[..., Any]
 
