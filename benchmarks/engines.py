@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def _measure(strategy: str, options: argparse.Namespace, folder: str) -> dict[st
     load_s = time.perf_counter() - started
     rows = _rows(options)
     counts = Denominators(tokens=int(rows.ragged("response_mask").values.sum()), sequences=len(rows))
-    loss_fn = make_policy_loss(ActorConfig(), counts, 1.0)
+    loss_fn = partial(make_policy_loss(ActorConfig(), 1.0), denominators=counts)
     seconds, losses = [], []
     for _ in range(1 + options.updates):
         started = time.perf_counter()

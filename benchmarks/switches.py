@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def _train(options: argparse.Namespace, folder: str, switches: Switches) -> list
             rows = _rows(vocabulary, update % 5)
             counts = Denominators(tokens=int(rows.ragged("response_mask").values.sum()), sequences=len(rows))
             budget = Budget(100_000, None if switches.packed else 1)
-            metrics = engine.forward_backward(rows, make_policy_loss(actor, counts, 1.0), budget)
+            metrics = engine.forward_backward(rows, partial(make_policy_loss(actor, 1.0), denominators=counts), budget)
             curve.append((metrics["actor/loss"].value, engine.optim_step().grad_norm))
         return curve
     finally:

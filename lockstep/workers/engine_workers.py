@@ -112,6 +112,7 @@ class ActorRolloutRefWorker(Worker):
             attention = choice.attention if choice is not None else None
             engine = load(config.actor, optim=config.actor.optim, decoder_attention=attention)
             self.actor = ActorPart(engine, config, self._dtype)
+            self._policy_loss = make_policy_loss(config.actor, config.actor.loss_scale_factor or float(self.max_response_length))
         if config.loads_reference(parts):
             engine = load(config.reference_engine, optim=None, decoder_attention=None)
             self.ref = ReferencePart(engine, reference_budget(config))
@@ -169,7 +170,7 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
         config, engine, budget = self.config.actor, self.actor.engine, self.actor.budget
-        loss_fn = make_policy_loss(config, denominators, config.loss_scale_factor or float(self.max_response_length))
+        loss_fn = functools.partial(self._policy_loss, denominators=denominators)
         temperature, entropy_grad = self.config.rollout.temperature, config.entropy_coeff != 0
         started = time.perf_counter()
         with self.stages.run("update_actor", mini_batch.token_counts().tolist(), budget, _ACTOR_KEY), engine.on_device():

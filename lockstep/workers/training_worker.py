@@ -51,7 +51,7 @@ class TrainingWorker(Worker):
         self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
         if isinstance(config, CriticConfig):
             self.budget = Budget(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
-            self._value_loss = functools.partial(make_value_loss, config)
+            self._value_loss = make_value_loss(config)
         else:
             self.budget = Budget(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
         self.stages = Stages(self.device)
@@ -101,7 +101,7 @@ class TrainingWorker(Worker):
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
         engine, budget = self.engine, self.budget
-        loss_fn = self._value_loss(denominators)
+        loss_fn = functools.partial(self._value_loss, denominators=denominators)
         started = time.perf_counter()
         with self.stages.run("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
             metrics = engine.forward_backward(mini_batch, loss_fn, budget)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,9 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     denominators = Denominators.of(mask.values, Rows(mask.lengths))
     if not denominators.tokens:
         raise DataError("no token of the batch is in the loss: every row was left out or rejected")
-    loss_fn = make_policy_loss(actor, denominators, actor.loss_scale_factor or float(config.data.max_response_length))
+    loss_fn = partial(
+        make_policy_loss(actor, actor.loss_scale_factor or float(config.data.max_response_length)), denominators=denominators
+    )
     pushes, log_probs = (mask.like(torch.zeros(len(mask.values))) for _ in range(2))
 
     num_seen = 0
