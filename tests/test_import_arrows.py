@@ -13,7 +13,8 @@ ARROWS: dict[str, set[str]] = {
     # the path of a step
     "errors": set(),
     "ragged": set(),
-    "protocol": {"ragged"},
+    "padded": {"ragged", "protocol"},  # the latter for types only
+    "protocol": {"ragged", "padded"},
     "algorithms": set(),
     "utils": set(),
     "config": set(),
@@ -31,14 +32,13 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
-    "workers/updates": {"workers/engine", "models", "protocol", "observability"},
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {
-        "workers/engine", "workers/losses", "workers/updates", "single_controller/base", "planner", "models", "algorithms", "protocol",
+        "workers/engine", "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol",
         "config", "observability", "utils",
     },
     "workers/engine_workers": {
-        "workers/policy", "workers/training_worker", "workers/updates", "workers/engine", "workers/rollout", "workers/weight_sync",
+        "workers/policy", "workers/training_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/run": {"config", "checkpoint", "observability"},

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import PackedLayout
-from lockstep.models.chunked_head import VocabularyPart
+from lockstep.models.vocabulary_part import VocabularyPart
 
 Read = Callable[[Tensor, Tensor, Tensor | None, VocabularyPart | None], Any]
 """(hidden states [M, H], weight [V, H] and bias [V] of the output layer or this rank's part of them, which part) -> anything."""

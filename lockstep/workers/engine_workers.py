@@ -28,16 +28,16 @@ from lockstep.planner.needs import Needs, place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.memory import available_ram, free_device_memory
+from lockstep.workers.engine.memory_watch import MemoryWatch
+from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
-from lockstep.workers.engine.stage import Stages
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
 from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part, requests_of, response_columns
 from lockstep.workers.rollout.base import Completion
 from lockstep.workers.training_worker import TrainingWorker
-from lockstep.workers.updates import update_metrics
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
@@ -71,7 +71,7 @@ class ActorRolloutRefWorker(Worker):
         self.config, self.role, self.parts = config, role, POLICY_ROLES[role]
         self.seed, self.pad_token_id = seed, pad_token_id
         self.total_updates, self.max_response_length = total_updates, max_response_length
-        self.stages = Stages(self.device)
+        self.memory = MemoryWatch(self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def memory_needs(self, load: Load) -> Needs | None:
@@ -90,8 +90,8 @@ class ActorRolloutRefWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def take_peaks(self) -> dict[str, Metric]:
-        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
-        return self.stages.take_peaks()
+        """Peaks of GPU memory of this process that no update has reported (see MemoryWatch.take_peaks)."""
+        return self.memory.take_peaks()
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -141,7 +141,7 @@ class ActorRolloutRefWorker(Worker):
         finished: dict[int, Completion] = {}
         counts = [len(request.prompt_ids) for request in requests]
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
-        with self.stages.run("gen", counts, None, key), self.rollout.weights.borrowed():
+        with self.memory.stage("gen", counts, None, key), self.rollout.weights.borrowed():
             for completion in engine.generate_stream(requests, sampling):
                 finished[completion.index] = completion
                 if on_finished is not None:
@@ -154,7 +154,7 @@ class ActorRolloutRefWorker(Worker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
         actor = self.actor
-        with self.stages.run("old_log_prob", data.token_counts().tolist(), actor.budget, _ACTOR_KEY):
+        with self.memory.stage("old_log_prob", data.token_counts().tolist(), actor.budget, _ACTOR_KEY):
             out = actor.engine.forward(data, actor.budget, self.config.rollout.temperature)
         return out.rename(["log_probs"], ["old_log_probs"])
 
@@ -162,7 +162,7 @@ class ActorRolloutRefWorker(Worker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes ref_log_prob under the reference."""
         ref, key = self.ref, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
-        with self.stages.run("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
+        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
             out = ref.engine.forward(data, ref.budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 
@@ -173,12 +173,12 @@ class ActorRolloutRefWorker(Worker):
         loss_fn = functools.partial(self._policy_loss, denominators=denominators)
         temperature, entropy_grad = self.config.rollout.temperature, config.entropy_coeff != 0
         started = time.perf_counter()
-        with self.stages.run("update_actor", mini_batch.token_counts().tolist(), budget, _ACTOR_KEY), engine.on_device():
+        with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, _ACTOR_KEY), engine.on_device():
             metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
             result = engine.optim_step()
         metrics |= update_metrics("actor", engine, mini_batch, result, started)
         self._weights_changed()
-        return metrics | self.stages.take_peaks()
+        return metrics | self.memory.take_peaks()
 
     @register(Dispatch.ONE_TO_ALL)
     def export_weights(self) -> list[tuple[str, Tensor]] | None:

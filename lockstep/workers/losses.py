@@ -39,6 +39,8 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> LossOf:
     mode = config.policy_loss.loss_mode
     policy_loss = bind_policy_loss(load_reference(mode) or get_policy_loss(mode), config.loss_parameters)
 
+    aggregate = partial(agg_loss, mode=config.loss_agg_mode, loss_scale_factor=loss_scale_factor)
+
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
         log_probs, entropy = outputs.log_probs, outputs.entropy
         assert log_probs is not None
@@ -52,28 +54,20 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> LossOf:
         token_loss, token_metrics = policy_loss.function(**policy_loss.arguments(given, rows))
         if "rollout_is_weights" in columns:
             token_loss = token_loss * zero_outside(columns["rollout_is_weights"], mask)
-
-        aggregate = partial(
-            agg_loss,
-            mask=mask,
-            mode=config.loss_agg_mode,
-            denominators=denominators,
-            rows=rows,
-            loss_scale_factor=loss_scale_factor,
-        )
-        loss = aggregate(token_loss)
+        of_tokens = partial(aggregate, mask=mask, denominators=denominators, rows=rows)
+        loss = of_tokens(token_loss)
         metrics: Metrics = {
             "check/log_probs": _finite("log-probs", log_probs, mask, tokens),
             "check/policy_loss": _finite("policy loss", token_loss, mask, tokens),
             "actor/pg_loss": pending_sum(loss),
         }
         if config.entropy_coeff:
-            entropy_loss = aggregate(entropy)
+            entropy_loss = of_tokens(entropy)
             loss = loss - config.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = pending_sum(entropy_loss)
         if config.use_kl_loss:
             own, reference = (zero_outside(x, mask) for x in (log_probs, columns["ref_log_prob"]))
-            kl_loss = aggregate(kl_penalty(own, reference, config.kl_loss_type))
+            kl_loss = of_tokens(kl_penalty(own, reference, config.kl_loss_type))
             loss = loss + config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = pending_sum(kl_loss)
             metrics["actor/kl_coef"] = Mean(config.kl_loss_coef)

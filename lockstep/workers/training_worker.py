@@ -26,11 +26,11 @@ from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.memory import available_ram, free_device_memory
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.engine.memory_watch import MemoryWatch
+from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
-from lockstep.workers.engine.stage import Stages
 from lockstep.workers.losses import make_value_loss
-from lockstep.workers.updates import update_metrics
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
@@ -54,7 +54,7 @@ class TrainingWorker(Worker):
             self._value_loss = make_value_loss(config)
         else:
             self.budget = Budget(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
-        self.stages = Stages(self.device)
+        self.memory = MemoryWatch(self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def memory_needs(self, load: Load) -> Needs | None:
@@ -74,8 +74,8 @@ class TrainingWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def take_peaks(self) -> dict[str, Metric]:
-        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
-        return self.stages.take_peaks()
+        """Peaks of GPU memory of this process that no update has reported (see MemoryWatch.take_peaks)."""
+        return self.memory.take_peaks()
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -94,7 +94,7 @@ class TrainingWorker(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes values."""
-        with self.stages.run("values", data.token_counts().tolist(), self.budget, _CRITIC_KEY):
+        with self.memory.stage("values", data.token_counts().tolist(), self.budget, _CRITIC_KEY):
             return self.engine.forward(data, self.budget)
 
     @register(Dispatch.DP_COMPUTE_METRIC)
@@ -103,10 +103,10 @@ class TrainingWorker(Worker):
         engine, budget = self.engine, self.budget
         loss_fn = functools.partial(self._value_loss, denominators=denominators)
         started = time.perf_counter()
-        with self.stages.run("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
+        with self.memory.stage("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
             metrics = engine.forward_backward(mini_batch, loss_fn, budget)
             result = engine.optim_step()
-        return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.stages.take_peaks()
+        return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.memory.take_peaks()
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -117,7 +117,7 @@ class TrainingWorker(Worker):
         """
         texts = zip(data.non_tensor_batch["raw_prompt"], data.non_tensor_batch["response_text"], strict=True)
         rows = Ragged.from_rows([self.render(prompt, response) for prompt, response in texts], dtype=torch.int64)
-        with self.stages.run("reward_model", rows.lengths.tolist(), self.budget, "reward_model.max_token_len_per_gpu"):
+        with self.memory.stage("reward_model", rows.lengths.tolist(), self.budget, "reward_model.max_token_len_per_gpu"):
             scores = self.engine.score(rows, self.budget, self.tokenizer.pad_token_id)
         return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
 

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.algorithms.rows import Rows
-from lockstep.models.chunked_head import ChunkedLoss, LossPass, TokenOutputs, VocabularyPart, chunked_log_probs
+from lockstep.models.chunked_head import ChunkedLoss, LossPass, TokenOutputs, chunked_log_probs
 from lockstep.models.packing import TokenRows
+from lockstep.models.vocabulary_part import VocabularyPart
 
 
 def plain_log_probs(

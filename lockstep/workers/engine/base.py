@@ -38,8 +38,7 @@ from lockstep.models.packing import (
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.checkpoint import ModelFolder
-from lockstep.workers.engine.lazy import LazySequence
-from lockstep.workers.engine.model_group import join_rows
+from lockstep.workers.engine.micro_batches import LazySequence, join_rows
 from lockstep.workers.engine.pending import Pending, read
 
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]

@@ -10,7 +10,7 @@ from lockstep.models.load import Head, check_packing
 from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.checkpoint import ModelFolder
-from lockstep.workers.engine.fsdp import sharding
+from lockstep.workers.engine.fsdp import sharded_model, sharding
 from lockstep.workers.engine.fsdp.engine import FSDPEngine, pack_score_head
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.spec import EngineSpec
@@ -38,14 +38,14 @@ class VeOmniEngine(FSDPEngine):
         self.folder = ModelFolder.of(plain)
         assert isinstance(self.module, PreTrainedModel)
         check_packing(self.module, self.module, str(spec.model.path), device, self.dtype, self.score_layer)
-        sharding.reshard(self.module)
+        sharded_model.reshard(self.module)
         self.decoder = spec.decoder(plain)
 
     def _shard(
         self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None
     ) -> nn.Module:
         assert source is not None
-        module.register_forward_hook(sharding.own_logits)  # before FSDP's own hook, which looks at the output
+        module.register_forward_hook(sharded_model.own_logits)  # before FSDP's own hook, which looks at the output
         sharded = shard_model(module, self.dtype)
         sharding.fill(sharded, source.read)
         return sharded

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.attention import CACHED
+from lockstep.models.cached_attention import CACHED
 from lockstep.workers.rollout.base import Completion, DecodeText, ModuleRollout, Request, failed
 from lockstep.workers.rollout.native.cpu.fused import FusedRunner, fused_library
 from lockstep.workers.rollout.native.generation import Generation

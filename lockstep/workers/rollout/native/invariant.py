@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.attention import Variant
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.layout import CacheShape, KVCache, StepBatch
 from lockstep.workers.rollout.native.torch_runner import TorchRunner, draw_one_by_one
 

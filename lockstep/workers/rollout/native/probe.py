@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention import Variant
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.layout import CacheShape, StepBatch
 
 _PROMPTS = (7, 3)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lockstep.config import PPOConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.attention import CACHED
+from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.attention import Variant
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, draw, rms_norm, rotate, store
 from lockstep.workers.rollout.native.cpu.library import Library, library
 from lockstep.workers.rollout.native.cpu.packed import PackedLinear

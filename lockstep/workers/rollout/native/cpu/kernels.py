@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.models.attention import Variant
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.cpu.library import Library
 
 _BLOCK_ROWS = 12

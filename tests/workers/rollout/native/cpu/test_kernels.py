@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lockstep.models.attention import Variant, masked_attention
+from lockstep.models.attention import masked_attention
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, draw, rms_norm, rotate, store
 from lockstep.workers.rollout.native.cpu.library import Library
 from lockstep.workers.rollout.sampling import sample
