@@ -32,6 +32,7 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.worker import WorkerEnvironment
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
 
 GROUPS, SAMPLES = 4, 4
@@ -110,10 +111,11 @@ def _train(options: argparse.Namespace, folder: str, switches: Switches) -> list
     try:
         engine = make_engine(
             EngineChoice("fsdp2", fsdp_config=FSDPConfig(dtype=options.dtype, use_torch_compile=switches.compiled)),
-            model=ModelConfig(path=folder, enable_gradient_checkpointing=switches.recompute is not None,
+            EngineSpec(
+model=ModelConfig(path=folder, enable_gradient_checkpointing=switches.recompute is not None,
                               recompute=switches.recompute or "auto"),
             head=Head.LANGUAGE_MODEL, optim=OptimConfig(lr=1e-4), total_updates=options.updates, device=device, seed=0,
-        )  # fmt: skip
+))  # fmt: skip
         vocabulary = engine.folder.hf_config.vocab_size
         curve = []
         for update in range(options.updates):

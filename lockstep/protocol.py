@@ -307,7 +307,7 @@ class DataProto:
 
 def _positions(indices: Indices, rows: int) -> Tensor:
     if isinstance(indices, slice):
-        return torch.arange(rows)[_forward(indices, rows)]
+        return torch.tensor(range(rows)[indices], dtype=torch.int64)
     positions = torch.as_tensor(np.asarray(indices) if not isinstance(indices, Tensor) else indices.cpu())
     if positions.dtype == torch.bool:
         if len(positions) != rows:
@@ -317,10 +317,6 @@ def _positions(indices: Indices, rows: int) -> Tensor:
     if len(positions) and (int(positions.max()) >= rows or int(positions.min()) < -rows):
         raise IndexError(f"row {positions.tolist()} is outside a batch of {rows} rows")
     return positions % rows if rows else positions
-
-
-def _forward(s: slice, rows: int) -> list[int]:
-    return list(range(*s.indices(rows)))
 
 
 def _object_array(values: Any) -> np.ndarray:

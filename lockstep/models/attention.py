@@ -67,7 +67,7 @@ class PackedLayout:
     @property
     def wastes_little(self) -> bool:
         """Whether the segments padded to the longest are at most twice the tokens."""
-        return len(self.lengths) * self.own.longest_query <= 2 * int(self.lengths.sum())
+        return len(self.lengths) * self.own.longest_query <= 2 * self.num_tokens
 
     @cached_property
     def to_padded(self) -> Tensor:
@@ -110,12 +110,12 @@ def packed_attention(
     about the same length and stand alone, padded on the right for this call only: under a causal mask a token never looks right.
     Where the layout divides the tokens among ranks, each attends with a part of the heads (models/ulysses.py).
     """
-    if layout.group is None:
-        return _attend(query, key, value, layout, scaling, sliding_window, softcap, s_aux), None
-    query, key, value = ulysses.heads_for_tokens(query, key, value, int(layout.lengths.sum()), layout.group)
-    sinks = None if s_aux is None else ulysses.own_heads(s_aux, layout.group)
-    out = _attend(query, key, value, layout, scaling, sliding_window, softcap, sinks)
-    return ulysses.tokens_for_heads(out, layout.group), None
+    group = layout.group
+    if group is not None:
+        query, key, value = ulysses.heads_for_tokens(query, key, value, layout.num_tokens, group)
+        s_aux = None if s_aux is None else ulysses.own_heads(s_aux, group)
+    out = _attend(query, key, value, layout, scaling, sliding_window, softcap, s_aux)
+    return out if group is None else ulysses.tokens_for_heads(out, group), None
 
 
 def _attend(

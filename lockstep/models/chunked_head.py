@@ -15,14 +15,14 @@ Legend: M tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.models.packing import TokenRows
+from lockstep.models.packing import PackedRows, TokenRows
 from lockstep.models.vocabulary_part import VocabularyPart
 
 MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
@@ -60,11 +60,20 @@ class LossPass:
     found: list[tuple[Tensor, Mapping[str, Any], TokenRows]] = field(default_factory=list)
     """Of each chunk its loss, its metrics and its rows."""
 
-    def of(self, outputs: TokenOutputs, tokens: TokenRows) -> Tensor:
+    def of(self, packed: PackedRows) -> LossPass:
+        """This pass; for a placeholder one whose loss is 0 and whose findings are dropped."""
+        return replace(self, loss=_no_loss, found=[]) if packed.is_placeholder else self
+
+    def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
         """The loss of a whole micro-batch, to be differentiated."""
-        loss, metrics = self.loss(outputs, tokens)
+        loss, metrics = self.loss(TokenOutputs(columns.get("log_probs"), columns.get("entropys"), columns.get("values")), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
+
+
+def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
+    return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
 
 
 def chunked_log_probs(

@@ -32,6 +32,7 @@ from lockstep.workers.engine.memory_watch import MemoryWatch
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
@@ -99,8 +100,8 @@ class ActorRolloutRefWorker(Worker):
         config, parts, budget = self.config, self.parts, actor_budget(self.config)
         on_gpu = self.device.type == "cuda"
         choice = choose_rollout(config.rollout, hybrid=parts.actor, cuda=on_gpu) if parts.rollout else None
-        load = functools.partial(
-            make_engine,
+        spec = functools.partial(
+            EngineSpec,
             model=config.model,
             head=Head.LANGUAGE_MODEL,
             total_updates=self.total_updates,
@@ -110,11 +111,11 @@ class ActorRolloutRefWorker(Worker):
         )
         if parts.actor:
             attention = choice.attention if choice is not None else None
-            engine = load(config.actor, optim=config.actor.optim, decoder_attention=attention)
+            engine = make_engine(config.actor, spec(optim=config.actor.optim, decoder_attention=attention))
             self.actor = ActorPart(engine, config, self._dtype)
             self._policy_loss = make_policy_loss(config.actor, config.actor.loss_scale_factor or float(self.max_response_length))
         if config.loads_reference(parts):
-            engine = load(config.reference_engine, optim=None, decoder_attention=None)
+            engine = make_engine(config.reference_engine, spec(optim=None))
             self.ref = ReferencePart(engine, reference_budget(config))
         elif parts.reference:
             self.ref = ReferencePart(self.actor.engine, reference_budget(config), self.actor.engine.adapter_off)

@@ -30,6 +30,7 @@ from lockstep.workers.engine.memory_watch import MemoryWatch
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_value_loss
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
@@ -81,15 +82,16 @@ class TrainingWorker(Worker):
     def init_model(self) -> None:
         """Load the value model (token classification, one label) or the reward model (sequence classification) with its tokenizer."""
         config, budget = self.config, self.budget
-        load = functools.partial(
-            make_engine, config, model=config.model, total_updates=self.total_updates, device=self.device, seed=self.seed
+        spec = functools.partial(
+            EngineSpec, model=config.model, total_updates=self.total_updates, device=self.device, seed=self.seed
         )
         if isinstance(config, CriticConfig):
             limit = budget.max_tokens if budget.max_rows is None else None
-            self.engine = load(head=Head.VALUE, optim=config.optim, max_tokens=limit)
+            asked = spec(head=Head.VALUE, optim=config.optim, max_tokens=limit)
         else:
             self.tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
-            self.engine = load(head=Head.SCORE, optim=None, pad_token_id=self.tokenizer.pad_token_id)
+            asked = spec(head=Head.SCORE, optim=None, pad_token_id=self.tokenizer.pad_token_id)
+        self.engine = make_engine(config, asked)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

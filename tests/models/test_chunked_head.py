@@ -91,7 +91,8 @@ def test_a_loss_taken_chunk_by_chunk_is_that_of_the_log_probs(
             assert [metrics["rows"] for _, metrics, _ in asked.found] == [len(chunk.rows) for chunk in chunks]
             assert sum(metrics["rows"] for _, metrics, _ in asked.found) == len(sizes)
         else:
-            loss = asked.of(TokenOutputs(*chunked_log_probs(targets, temperature, entropy_grad, *layer)), rows)
+            columns = chunked_log_probs(targets, temperature, entropy_grad, *layer)
+            loss = asked.loss_of(dict(zip(("log_probs", "entropys"), columns, strict=True)), rows)
         found = sum(part for part, _, _ in asked.found)
         return found, *torch.autograd.grad(loss, leaves, materialize_grads=True)
 

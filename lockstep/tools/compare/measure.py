@@ -45,6 +45,7 @@ from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.fsdp.sharding import own_gradients
 from lockstep.workers.engine.pending import Pending
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
 
 _HOW_TO_RECORD = {
@@ -164,12 +165,14 @@ def loaded_policy(config: PPOConfig, path: Path, lr: float) -> Iterator[TrainEng
     try:
         yield make_engine(
             EngineChoice("fsdp2", fsdp_config=actor_rollout_ref.actor.fsdp_config),
-            model=dataclasses.replace(actor_rollout_ref.model, path=str(path)),
-            head=Head.LANGUAGE_MODEL,
-            optim=optim,
-            total_updates=1,
-            device=environment.device,
-            seed=config.trainer.seed,
+            EngineSpec(
+                model=dataclasses.replace(actor_rollout_ref.model, path=str(path)),
+                head=Head.LANGUAGE_MODEL,
+                optim=optim,
+                total_updates=1,
+                device=environment.device,
+                seed=config.trainer.seed,
+            ),
         )
     finally:
         host.close()

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,19 @@ from lockstep.errors import NumericalError
 from lockstep.models.flops import peak_flops
 from lockstep.observability.metrics import Mean, Metric
 from lockstep.protocol import DataProto
-from lockstep.workers.engine.base import OptimResult, TrainEngine
+
+if TYPE_CHECKING:
+    from lockstep.workers.engine.base import TrainEngine
+
+
+@dataclass(frozen=True, slots=True)
+class OptimResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    """The learning rate it used."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -17,10 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import FSDPConfig, OptimConfig
+from lockstep.config.engine import FSDPConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.attention import PACKED
-from lockstep.models.flops import model_cost
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
@@ -29,13 +27,13 @@ from lockstep.models.outputs import layer_output
 from lockstep.models.packing import PackedRows, pack_sequences
 from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import OptimResult, TrainEngine, logits_at_once, uses_weights
-from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
+from lockstep.workers.engine.checkpoint import read_moments, read_updates, write_moments
 from lockstep.workers.engine.fsdp import sharded_model, sharding
 from lockstep.workers.engine.fsdp.adapters import load_adapter, save_adapter
 from lockstep.workers.engine.offload import Offload
-from lockstep.workers.engine.optim import Updates, make_adamw, move_state, step_adamw
-from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.optim import make_adamw, move_state, step_adamw
 from lockstep.workers.engine.sequence import compute_divided, sequence_group
+from lockstep.workers.engine.spec import EngineSpec
 
 
 class FSDPEngine(TrainEngine):
@@ -51,18 +49,21 @@ class FSDPEngine(TrainEngine):
     def __init__(
         self,
         module: PreTrainedModel,
-        head: Head,
+        spec: EngineSpec,
         *,
         version: int,
         config: FSDPConfig,
-        optim: OptimConfig | None,
-        total_updates: int,
-        device: torch.device,
         source: WeightSource | None = None,
         lora: Lora | None = None,
     ) -> None:
-        self.head, self.device, self._version = head, device, version
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        head, optim, device = spec.head, spec.optim, spec.device
+        specs = {
+            base_name(name): (tensor.dtype, tuple(tensor.shape))
+            for name, tensor in (*module.named_parameters(), *sharded_model.saved_buffers(module))
+            if not is_adapter(name)
+        }
+        super().__init__(spec, module, config.dtype, specs)
+        self._version = version
         meshes = sharding.make_meshes(config, device)
         self.gradient_ranks = meshes.data.size()
         self.token_ranks = config.ulysses_sequence_parallel_size
@@ -74,18 +75,10 @@ class FSDPEngine(TrainEngine):
             module.requires_grad_(False)
         self._lora = lora
         self.exports_copies = lora is not None or config.param_offload is True
-        specs = {
-            base_name(name): (tensor.dtype, tuple(tensor.shape))
-            for name, tensor in (*module.named_parameters(), *sharded_model.saved_buffers(module))
-            if not is_adapter(name)
-        }
-        self.folder = ModelFolder.of(module, specs)
         if lora is not None:
             for name, value in lora.values.items() if source is None else ():
                 module.get_parameter(name).data.copy_(value)
             source = AdaptedSource(source, lora.values) if source is not None else None
-        self.cost = model_cost(module)
-        self.dtype = compute_dtype(config.dtype, device)
         hands_out = head is Head.LANGUAGE_MODEL and hand_out_hidden(module)
         if head is Head.SCORE and self._sequence is not None:
             self.score_layer = pack_score_head(module)
@@ -96,7 +89,6 @@ class FSDPEngine(TrainEngine):
         sharded_model.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._offloads_state = config.optimizer_offload is True  # auto is for a plan to decide; without one it is no
-        self._updates = Updates(optim, total_updates)
         trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         self._optimizer = make_adamw(trained, optim) if optim else None
         self._offload: Offload | None = None

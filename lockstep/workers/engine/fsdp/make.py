@@ -31,12 +31,9 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
         compile_layers(module)
     engine = FSDPEngine(
         module,
-        spec.head,
+        spec,
         version=_version(choice, adapts=lora is not None),
         config=config,
-        optim=spec.optim,
-        total_updates=spec.total_updates,
-        device=device,
         source=source,
         lora=lora,
     )

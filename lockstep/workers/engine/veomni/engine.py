@@ -32,9 +32,7 @@ class VeOmniEngine(FSDPEngine):
         if head is Head.SCORE:  # VeOmni's class gives a score for every token, so rows need not be padded
             self.score_layer = pack_score_head(module)
         fsdp = FSDPConfig(dtype=config.dtype, ulysses_sequence_parallel_size=config.ulysses_parallel_size)
-        super().__init__(
-            module, head, version=2, config=fsdp, optim=spec.optim, total_updates=spec.total_updates, device=device, source=source
-        )
+        super().__init__(module, spec, version=2, config=fsdp, source=source)
         self.folder = ModelFolder.of(plain)
         assert isinstance(self.module, PreTrainedModel)
         check_packing(self.module, self.module, str(spec.model.path), device, self.dtype, self.score_layer)
