@@ -7,7 +7,8 @@ alone. There are two ways:
 - `chunked_log_probs` gives the columns; the logits of a chunk are made again in the backward pass.
 - `ChunkedLoss` calls the loss on each chunk while its logits are there, so that they are made once: a quarter of the work less.
 
-Both take hidden states and the layer's weights from the engine, which runs the model's body first (`models/hidden.py`). Where the
+Both take hidden states and the layer's weights from a model that hands them out (`HandsOutHidden`): they run inside its forward, where
+whatever shards the model has gathered the output layer's weights, so the engine says what is done with them, chunk by chunk. Where the
 vocabulary is divided among ranks (`VocabularyPart`), each has the logits of its own part and they exchange a number or two per token.
 Legend: M tokens, H hidden size, V vocabulary.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.models.packing import PackedRows, TokenRows
 from lockstep.models.vocabulary_part import VocabularyPart
@@ -69,6 +71,25 @@ class LossPass:
         loss, metrics = self.loss(TokenOutputs(columns.get("log_probs"), columns.get("entropys"), columns.get("values")), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
+
+
+Read = Callable[[Tensor, Tensor, Tensor | None, VocabularyPart | None], Any]
+"""(hidden states [M, H], weight [V, H] and bias [V] of the output layer or this rank's part of them, which part) -> anything."""
+
+
+class HandsOutHidden:
+    """Comes before a model's own class; see hidden.py."""
+
+    def forward(self, *args: Any, read: Read | None = None, read_at: Tensor | None = None, **inputs: Any) -> Any:
+        """The model's own forward; with `read`, what that returns for the last hidden states at the places `read_at` [M]."""
+        if read is None:
+            return super().forward(*args, **inputs)  # type: ignore[misc]
+        hidden = self.base_model(**inputs).last_hidden_state[0, read_at]  # type: ignore[attr-defined]
+        layer = self.get_output_embeddings()  # type: ignore[attr-defined]
+        if not isinstance(layer.weight, DTensor):
+            return read(hidden, layer.weight, layer.bias, None)
+        bias = None if layer.bias is None else layer.bias.to_local()
+        return read(hidden, layer.weight.to_local(), bias, VocabularyPart.of(layer.weight, sums_hidden_grad=True))
 
 
 def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,15 @@ from lockstep.workers.engine.base import TokenOutputs, TokenRows
 from lockstep.workers.engine.pending import Pending, all_finite, pending_max, pending_mean, pending_sum
 
 Metrics = dict[str, Metric | Pending]
-LossOf = Callable[[TokenOutputs, TokenRows, Denominators], tuple[Tensor, Metrics]]
-"""An engine's LossFn once the denominators are given: `functools.partial(loss, denominators=...)`."""
 
 
-def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> LossOf:
+class Loss(Protocol):
+    """An engine's LossFn once a mini-batch's denominators are given: `functools.partial(loss, denominators=...)`."""
+
+    def __call__(self, outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]: ...
+
+
+def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
     """pg_loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference; every term aggregated the same way.
 
     pg_loss is weighted by the column rollout_is_weights where the batch has it; the other terms are not.
@@ -83,7 +87,7 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> LossOf:
     return loss_fn
 
 
-def make_value_loss(config: CriticConfig) -> LossOf:
+def make_value_loss(config: CriticConfig) -> Loss:
     """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
 
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
-from lockstep.errors import ConfigError, DataError
-from lockstep.models.attention import PACKED
+from lockstep.errors import DataError
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
-from lockstep.models.load import Head
+from lockstep.models.load import Head, pack_score_head
 from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
 from lockstep.models.meta import WeightSource
 from lockstep.models.outputs import layer_output
@@ -85,7 +84,7 @@ class FSDPEngine(TrainEngine):
         self.module = self._shard(module, config, meshes, source)
         output = module.get_output_embeddings()
         if hands_out and logits_are_the_layers(self.module, output, device):
-            self.tokens_at_once = logits_at_once(output.out_features, device)  # type: ignore[arg-type]
+            self.tokens_at_once = logits_at_once(output.out_features, device)
         sharded_model.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._offloads_state = config.optimizer_offload is True  # auto is for a plan to decide; without one it is no
@@ -184,18 +183,3 @@ class FSDPEngine(TrainEngine):
     def _mark_changed(self) -> None:
         if self._offload is not None:
             self._offload.changed = True
-
-
-def pack_score_head(module: PreTrainedModel) -> nn.Module:
-    """Make a model with a score head attend to packed rows; returns the layer that gives a score for every token.
-
-    Raises ConfigError where the model has none.
-    """
-    layer = getattr(module, "score", None)
-    if not isinstance(layer, nn.Linear):
-        raise ConfigError(
-            f"{type(module).__name__} has no linear layer named score, which dividing its tokens among ranks needs; "
-            "set fsdp_config.ulysses_sequence_parallel_size=1"
-        )
-    module.set_attn_implementation(PACKED)
-    return layer

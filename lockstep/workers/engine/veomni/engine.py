@@ -6,12 +6,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, VeOmniConfig
-from lockstep.models.load import Head, check_packing
+from lockstep.models.load import Head, check_packing, pack_score_head
 from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.checkpoint import ModelFolder
 from lockstep.workers.engine.fsdp import sharded_model, sharding
-from lockstep.workers.engine.fsdp.engine import FSDPEngine, pack_score_head
+from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.veomni.build import build_model, lay_out, shard_model
