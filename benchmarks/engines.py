@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.worker import WorkerEnvironment
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
 
 
@@ -97,15 +99,16 @@ def _measure(strategy: str, options: argparse.Namespace, folder: str) -> dict[st
     started = time.perf_counter()
     engine = make_engine(
         EngineChoice(strategy),
-        model=ModelConfig(path=folder, enable_gradient_checkpointing=options.recompute != "none",
+        EngineSpec(
+model=ModelConfig(path=folder, enable_gradient_checkpointing=options.recompute != "none",
                           recompute="auto" if options.recompute == "none" else options.recompute),
         head=Head.LANGUAGE_MODEL, optim=OptimConfig(lr=1e-6), total_updates=10,
         device=torch.device("cuda", 0) if on_gpu else device, seed=0, max_tokens=options.max_tokens,
-    )  # fmt: skip
+))  # fmt: skip
     load_s = time.perf_counter() - started
     rows = _rows(options)
     counts = Denominators(tokens=int(rows.ragged("response_mask").values.sum()), sequences=len(rows))
-    loss_fn = make_policy_loss(ActorConfig(), counts, 1.0)
+    loss_fn = partial(make_policy_loss(ActorConfig(), 1.0), denominators=counts)
     seconds, losses = [], []
     for _ in range(1 + options.updates):
         started = time.perf_counter()

@@ -38,6 +38,7 @@ from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.model_source import model_folder
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.registry import make_rollout, start_rollout
 
@@ -190,9 +191,8 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
     install_fast_layers(module)
     backend = "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    engine = FSDPEngine(
-        module, Head.LANGUAGE_MODEL, version=2, config=FSDPConfig(dtype=dtype), optim=None, total_updates=0, device=model.device
-    )
+    spec = EngineSpec(model=ModelConfig(), head=Head.LANGUAGE_MODEL, optim=None, total_updates=0, device=model.device, seed=0)
+    engine = FSDPEngine(module, spec, version=2, config=FSDPConfig(dtype=dtype))
     trained = engine.forward(data, Budget(8192)).ragged("log_probs").values
     dist.destroy_process_group()
     difference = (trained - torch.cat([completions[i].log_probs for i in chosen])).abs()

@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.worker import WorkerEnvironment
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
 
 GROUPS, SAMPLES = 4, 4
@@ -109,17 +111,18 @@ def _train(options: argparse.Namespace, folder: str, switches: Switches) -> list
     try:
         engine = make_engine(
             EngineChoice("fsdp2", fsdp_config=FSDPConfig(dtype=options.dtype, use_torch_compile=switches.compiled)),
-            model=ModelConfig(path=folder, enable_gradient_checkpointing=switches.recompute is not None,
+            EngineSpec(
+model=ModelConfig(path=folder, enable_gradient_checkpointing=switches.recompute is not None,
                               recompute=switches.recompute or "auto"),
             head=Head.LANGUAGE_MODEL, optim=OptimConfig(lr=1e-4), total_updates=options.updates, device=device, seed=0,
-        )  # fmt: skip
+))  # fmt: skip
         vocabulary = engine.folder.hf_config.vocab_size
         curve = []
         for update in range(options.updates):
             rows = _rows(vocabulary, update % 5)
             counts = Denominators(tokens=int(rows.ragged("response_mask").values.sum()), sequences=len(rows))
             budget = Budget(100_000, None if switches.packed else 1)
-            metrics = engine.forward_backward(rows, make_policy_loss(actor, counts, 1.0), budget)
+            metrics = engine.forward_backward(rows, partial(make_policy_loss(actor, 1.0), denominators=counts), budget)
             curve.append((metrics["actor/loss"].value, engine.optim_step().grad_norm))
         return curve
     finally:

@@ -61,67 +61,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.ragged import Ragged, padding_mask, tensors_equal
+from lockstep.padded import DERIVED, TOKEN_COLUMNS, BatchView, pad_dataproto_to_divisor, unpad_dataproto
+from lockstep.ragged import Ragged, tensors_equal
 
 Indices = Sequence[int] | np.ndarray | Tensor | slice
 """What selects rows: positions, a boolean mask, or a slice."""
 
-_DERIVED = ("input_ids", "attention_mask", "position_ids")
-_TOKEN_COLUMNS = ("prompts", "responses")
-
-
 Column = Tensor | Ragged
 
-
-class BatchView(Mapping[str, Tensor]):
-    """The tensors of a DataProto as padded tensors: prompts padded on the left, everything else on the right.
-
-    Reading pads a ragged column (ids with `meta_info["pad_token_id"]`, numbers with 0) and derives `input_ids`, `attention_mask` and
-    `position_ids` from prompts and responses where both are ragged. Writing a tensor of the responses' padded shape (for "prompts": of
-    the prompts') stores it ragged, without the padding; any other tensor is stored as it is.
-    """
-
-    def __init__(self, data: DataProto) -> None:
-        self._data = data
-
-    def __getitem__(self, name: str) -> Tensor:
-        data = self._data
-        if name in data.columns:
-            column = data.columns[name]
-            if isinstance(column, Tensor):
-                return column
-            pad = data.meta_info.get("pad_token_id", 0) if name in _TOKEN_COLUMNS else 0
-            return column.pad(pad, side=_side(name))
-        if name in self:
-            return self._derive(name)
-        raise KeyError(f"no tensor column {name!r}; there are {sorted(self)}")
-
-    def _derive(self, name: str) -> Tensor:
-        if name == "input_ids":
-            return torch.cat([self["prompts"], self["responses"]], dim=1)
-        prompts, responses = self._data.ragged("prompts"), self._data.ragged("responses")
-        masks = [padding_mask(column.lengths, column.width, side) for column, side in ((prompts, "left"), (responses, "right"))]
-        attention_mask = torch.cat(masks, dim=1).long().to(responses.values.device)
-        return attention_mask if name == "attention_mask" else (attention_mask.cumsum(1) - 1).clamp(min=0)
-
-    def __setitem__(self, name: str, value: Column) -> None:
-        shaped = self._data.columns.get("prompts" if name == "prompts" else "responses")
-        if isinstance(value, Tensor) and isinstance(shaped, Ragged) and tuple(value.shape) == (len(shaped), shaped.width):
-            value = Ragged.from_padded(value, shaped.lengths, _side(name))
-        self._data.set(name, value)
-
-    def __iter__(self) -> Iterator[str]:
-        columns = self._data.columns
-        yield from columns
-        if self._data.has_token_rows():
-            yield from (name for name in _DERIVED if name not in columns)
-
-    def __contains__(self, name: object) -> bool:
-        # Mapping's own asks __getitem__, which would pad the column.
-        return any(name == other for other in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+__all__ = ["BatchView", "Column", "DataProto", "DataProtoItem", "Indices", "Ragged", "pad_dataproto_to_divisor", "unpad_dataproto"]
 
 
 @dataclass
@@ -201,7 +149,7 @@ class DataProto:
 
     def has_token_rows(self) -> bool:
         """Whether prompts and responses are both there as stored rows: what input_ids and its masks are derived from."""
-        return all(isinstance(self.columns.get(name), Ragged) for name in _TOKEN_COLUMNS)
+        return all(isinstance(self.columns.get(name), Ragged) for name in TOKEN_COLUMNS)
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns or name in self.non_tensor_batch
@@ -214,7 +162,7 @@ class DataProto:
     def token_counts(self) -> Tensor:
         """Prompt plus response tokens of each row [rows]."""
         counts = torch.zeros(len(self), dtype=torch.int64)
-        for name in _TOKEN_COLUMNS:
+        for name in TOKEN_COLUMNS:
             if name in self.columns:
                 counts += self.ragged(name).lengths
         return counts
@@ -230,9 +178,9 @@ class DataProto:
             row = range(len(self))[item]
             tensors = {name: column[row] for name, column in self.columns.items()}
             if self.has_token_rows():
-                ids = torch.cat([tensors[name] for name in _TOKEN_COLUMNS])
+                ids = torch.cat([tensors[name] for name in TOKEN_COLUMNS])
                 derived = (ids, torch.ones_like(ids), torch.arange(len(ids), device=ids.device))
-                tensors = dict(zip(_DERIVED, derived, strict=True)) | tensors
+                tensors = dict(zip(DERIVED, derived, strict=True)) | tensors
             return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
         return self.select_idxs(item)
 
@@ -357,28 +305,9 @@ class DataProto:
         return any(other != name for other in (*self.columns, *self.non_tensor_batch))
 
 
-def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Repeat rows from the start until the number of rows is a multiple of `size_divisor`; also returns how many were added."""
-    pad_size = -len(data) % size_divisor
-    if pad_size and not len(data):
-        raise ValueError("an empty batch cannot be padded")
-    rows = torch.arange(len(data) + pad_size) % max(len(data), 1)
-    return (data.select_idxs(rows) if pad_size else data), pad_size
-
-
-def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Drop the last `pad_size` rows."""
-    return data.slice(0, len(data) - pad_size) if pad_size else data
-
-
-def _side(name: str) -> str:
-    """Where a column is padded."""
-    return "left" if name == "prompts" else "right"
-
-
 def _positions(indices: Indices, rows: int) -> Tensor:
     if isinstance(indices, slice):
-        return torch.arange(rows)[_forward(indices, rows)]
+        return torch.tensor(range(rows)[indices], dtype=torch.int64)
     positions = torch.as_tensor(np.asarray(indices) if not isinstance(indices, Tensor) else indices.cpu())
     if positions.dtype == torch.bool:
         if len(positions) != rows:
@@ -388,10 +317,6 @@ def _positions(indices: Indices, rows: int) -> Tensor:
     if len(positions) and (int(positions.max()) >= rows or int(positions.min()) < -rows):
         raise IndexError(f"row {positions.tolist()} is outside a batch of {rows} rows")
     return positions % rows if rows else positions
-
-
-def _forward(s: slice, rows: int) -> list[int]:
-    return list(range(*s.indices(rows)))
 
 
 def _object_array(values: Any) -> np.ndarray:

@@ -13,7 +13,8 @@ ARROWS: dict[str, set[str]] = {
     # the path of a step
     "errors": set(),
     "ragged": set(),
-    "protocol": {"ragged"},
+    "padded": {"ragged", "protocol"},  # the latter for types only
+    "protocol": {"ragged", "padded"},
     "algorithms": set(),
     "utils": set(),
     "config": set(),

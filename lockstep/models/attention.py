@@ -1,10 +1,9 @@
-"""Attention functions that plug into transformers' attention interface.
+"""Attention for training and scoring, as a function that plugs into transformers' attention interface.
 
-`PACKED` is for training and scoring: the rows of a micro-batch lie end to end in one sequence, and no row sees another. Rows of the same
-prompt may share it: the prompt is one segment, and each response a segment that continues it.
-`CACHED` is for decoding: new tokens read and extend a key-value cache that the native rollout engine owns.
+The rows of a micro-batch lie end to end in one sequence, and no row sees another. Rows of the same prompt may share it: the prompt is one
+segment, and each response a segment that continues it. (Attention for decoding is in cached_attention.py.)
 
-Both receive query, key, value as [batch, heads, tokens, head_dim] (rotary embedding already applied) and return
+It gets query, key, value as [batch, heads, tokens, head_dim] (rotary embedding already applied) and returns
 ([batch, tokens, heads, head_dim], None). transformers builds no mask for a name it does not know, so the layout travels as a keyword
 argument of the model's forward. Legend: R rows, S segments, L longest of them, N tokens, H query heads, D head size.
 """
@@ -13,9 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,6 @@ from lockstep.models import flash, ulysses
 from lockstep.models.flash import Bounds
 
 PACKED = "lockstep_packed"
-CACHED = "lockstep_cached"
 
 
 class PackedLayout:
@@ -70,7 +67,7 @@ class PackedLayout:
     @property
     def wastes_little(self) -> bool:
         """Whether the segments padded to the longest are at most twice the tokens."""
-        return len(self.lengths) * self.own.longest_query <= 2 * int(self.lengths.sum())
+        return len(self.lengths) * self.own.longest_query <= 2 * self.num_tokens
 
     @cached_property
     def to_padded(self) -> Tensor:
@@ -113,12 +110,12 @@ def packed_attention(
     about the same length and stand alone, padded on the right for this call only: under a causal mask a token never looks right.
     Where the layout divides the tokens among ranks, each attends with a part of the heads (models/ulysses.py).
     """
-    if layout.group is None:
-        return _attend(query, key, value, layout, scaling, sliding_window, softcap, s_aux), None
-    query, key, value = ulysses.heads_for_tokens(query, key, value, int(layout.lengths.sum()), layout.group)
-    sinks = None if s_aux is None else ulysses.own_heads(s_aux, layout.group)
-    out = _attend(query, key, value, layout, scaling, sliding_window, softcap, sinks)
-    return ulysses.tokens_for_heads(out, layout.group), None
+    group = layout.group
+    if group is not None:
+        query, key, value = ulysses.heads_for_tokens(query, key, value, layout.num_tokens, group)
+        s_aux = None if s_aux is None else ulysses.own_heads(s_aux, group)
+    out = _attend(query, key, value, layout, scaling, sliding_window, softcap, s_aux)
+    return out if group is None else ulysses.tokens_for_heads(out, group), None
 
 
 def _attend(
@@ -157,52 +154,6 @@ def _one_segment_at_a_time(query: Tensor, key: Tensor, value: Tensor, layout: Pa
         k, v = (torch.cat([parts[i] for i in seen], dim=2) for parts in (keys, values))
         outputs.append(causal_attention(queries[segment], k, v, *options))
     return torch.cat(outputs, dim=2)
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How one layer attends, beside its queries, keys and values."""
-
-    scaling: float | None = None
-    """Multiplies the scores; None means 1 / sqrt(D)."""
-    sliding_window: int | None = None
-    """A token sees itself and the `sliding_window` - 1 tokens before it; None sees all."""
-    softcap: float | None = None
-    """Scores become softcap * tanh(score / softcap)."""
-    sinks: Tensor | None = None
-    """[H]: a score of each head that takes part in the softmax and has no value."""
-
-
-class KeyValueCache(Protocol):
-    """What `cached_attention` asks of the cache: remember these keys and values, and attend with these queries."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        """Store key and value of the new tokens, then return the attention output [batch, tokens, H, D]. All have one head size D."""
-        ...
-
-
-def cached_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    kv_cache: KeyValueCache,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of new tokens over what `kv_cache` holds of their sequences."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    # A cache has one head size. Zeros at the end of a key change no score; at the end of a value they are cut off again.
-    value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
-    out = kv_cache.attend(layer, query, key, value, Variant(scaling, sliding_window, softcap, s_aux))
-    return out[..., :value_dim], None
 
 
 def causal_attention(
@@ -252,4 +203,3 @@ def masked_attention(
 
 
 AttentionInterface.register(PACKED, packed_attention)
-AttentionInterface.register(CACHED, cached_attention)

@@ -7,7 +7,8 @@ alone. There are two ways:
 - `chunked_log_probs` gives the columns; the logits of a chunk are made again in the backward pass.
 - `ChunkedLoss` calls the loss on each chunk while its logits are there, so that they are made once: a quarter of the work less.
 
-Both take hidden states and the layer's weights from the engine, which runs the model's body first (`models/hidden.py`). Where the
+Both take hidden states and the layer's weights from a model that hands them out (`HandsOutHidden`): they run inside its forward, where
+whatever shards the model has gathered the output layer's weights, so the engine says what is done with them, chunk by chunk. Where the
 vocabulary is divided among ranks (`VocabularyPart`), each has the logits of its own part and they exchange a number or two per token.
 Legend: M tokens, H hidden size, V vocabulary.
 """
@@ -15,53 +16,19 @@ Legend: M tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lockstep.models.packing import TokenRows
+from lockstep.models.packing import PackedRows, TokenRows
+from lockstep.models.vocabulary_part import VocabularyPart
 
 MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 """Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyPart:
-    """The rows of an output layer that one rank of `group` has."""
-
-    group: dist.ProcessGroup
-    start: int
-    """The token of the first row."""
-    size: int
-    """How many of the rows are tokens; those after them are padding."""
-    most: int
-    """The most rows that a rank of the group has: all of them cut the tokens into the same chunks."""
-    sums_hidden_grad: bool = False
-    """Whether every rank gets the whole gradient of the hidden states, as against what its part adds to it."""
-
-    @classmethod
-    def of(cls, weight: DTensor, *, sums_hidden_grad: bool = False) -> VocabularyPart:
-        """This rank's part of an output layer that is split by rows over the ranks of a mesh."""
-        mesh = weight.device_mesh
-        _, (start, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-        return cls(mesh.get_group(), start, len(weight.to_local()), -(-weight.shape[0] // mesh.size()), sums_hidden_grad)
-
-    def log_normaliser(self, logits: Tensor) -> Tensor:
-        """logsumexp [M] over the logits of all ranks."""
-        own = torch.logsumexp(logits, dim=-1)
-        parts = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(parts, own, group=self.group)
-        return torch.logsumexp(torch.stack(parts), dim=0)
-
-    def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each target [M] here (0 where another rank has it), and whether it is here."""
-        here = (targets >= self.start) & (targets < self.start + self.size)
-        return torch.where(here, targets - self.start, 0), here
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +62,39 @@ class LossPass:
     found: list[tuple[Tensor, Mapping[str, Any], TokenRows]] = field(default_factory=list)
     """Of each chunk its loss, its metrics and its rows."""
 
-    def of(self, outputs: TokenOutputs, tokens: TokenRows) -> Tensor:
+    def of(self, packed: PackedRows) -> LossPass:
+        """This pass; for a placeholder one whose loss is 0 and whose findings are dropped."""
+        return replace(self, loss=_no_loss, found=[]) if packed.is_placeholder else self
+
+    def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
         """The loss of a whole micro-batch, to be differentiated."""
-        loss, metrics = self.loss(outputs, tokens)
+        loss, metrics = self.loss(TokenOutputs(columns.get("log_probs"), columns.get("entropys"), columns.get("values")), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
+
+
+Read = Callable[[Tensor, Tensor, Tensor | None, VocabularyPart | None], Any]
+"""(hidden states [M, H], weight [V, H] and bias [V] of the output layer or this rank's part of them, which part) -> anything."""
+
+
+class HandsOutHidden:
+    """Comes before a model's own class; see hidden.py."""
+
+    def forward(self, *args: Any, read: Read | None = None, read_at: Tensor | None = None, **inputs: Any) -> Any:
+        """The model's own forward; with `read`, what that returns for the last hidden states at the places `read_at` [M]."""
+        if read is None:
+            return super().forward(*args, **inputs)  # type: ignore[misc]
+        hidden = self.base_model(**inputs).last_hidden_state[0, read_at]  # type: ignore[attr-defined]
+        layer = self.get_output_embeddings()  # type: ignore[attr-defined]
+        if not isinstance(layer.weight, DTensor):
+            return read(hidden, layer.weight, layer.bias, None)
+        bias = None if layer.bias is None else layer.bias.to_local()
+        return read(hidden, layer.weight.to_local(), bias, VocabularyPart.of(layer.weight, sums_hidden_grad=True))
+
+
+def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
+    return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
 
 
 def chunked_log_probs(

@@ -1,39 +1,13 @@
-"""A causal language model that hands its last hidden states to a function, in place of making logits.
-
-The function runs inside the model's forward, where whatever shards the model (FSDP, FSDP2) has gathered the output layer's weights, and
-gets both. So the engine says what is done with them, chunk by chunk, and the model need not know.
-"""
+"""Make a causal language model hand out its last hidden states (chunked_head.py), where that gives the same as its logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import PackedLayout
-from lockstep.models.chunked_head import VocabularyPart
-
-Read = Callable[[Tensor, Tensor, Tensor | None, VocabularyPart | None], Any]
-"""(hidden states [M, H], weight [V, H] and bias [V] of the output layer or this rank's part of them, which part) -> anything."""
-
-
-class HandsOutHidden:
-    """Comes before a model's own class; see `hand_out_hidden`."""
-
-    def forward(self, *args: Any, read: Read | None = None, read_at: Tensor | None = None, **inputs: Any) -> Any:
-        """The model's own forward; with `read`, what that returns for the last hidden states at the places `read_at` [M]."""
-        if read is None:
-            return super().forward(*args, **inputs)  # type: ignore[misc]
-        hidden = self.base_model(**inputs).last_hidden_state[0, read_at]  # type: ignore[attr-defined]
-        layer = self.get_output_embeddings()  # type: ignore[attr-defined]
-        if not isinstance(layer.weight, DTensor):
-            return read(hidden, layer.weight, layer.bias, None)
-        bias = None if layer.bias is None else layer.bias.to_local()
-        return read(hidden, layer.weight.to_local(), bias, VocabularyPart.of(layer.weight, sums_hidden_grad=True))
+from lockstep.models.chunked_head import HandsOutHidden
 
 
 def hand_out_hidden(model: PreTrainedModel) -> bool:

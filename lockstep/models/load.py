@@ -133,6 +133,21 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return twin.eval()
 
 
+def pack_score_head(module: PreTrainedModel) -> nn.Module:
+    """Make a model with a score head attend to packed rows; returns the layer that gives a score for every token.
+
+    Raises ConfigError where the model has none.
+    """
+    layer = getattr(module, "score", None)
+    if not isinstance(layer, nn.Linear):
+        raise ConfigError(
+            f"{type(module).__name__} has no linear layer named score, which dividing its tokens among ranks needs; "
+            "set fsdp_config.ulysses_sequence_parallel_size=1"
+        )
+    module.set_attn_implementation(PACKED)
+    return layer
+
+
 @torch.no_grad()
 def check_packing(
     module: nn.Module, model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype, score: nn.Module | None = None

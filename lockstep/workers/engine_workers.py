@@ -27,10 +27,11 @@ from lockstep.planner.memory import MemoryPlan, Model, Rollout
 from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
+from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.losses import make_policy_loss
-from lockstep.workers.model_worker import ModelWorker, update_metrics
+from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
 from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part
@@ -85,8 +86,8 @@ class ActorRolloutRefWorker(ModelWorker):
         config, parts, budget = self.config, self.parts, actor_budget(self.config)
         on_gpu = self.device.type == "cuda"
         choice = choose_rollout(config.rollout, hybrid=parts.actor, cuda=on_gpu) if parts.rollout else None
-        load = functools.partial(
-            make_engine,
+        spec = functools.partial(
+            EngineSpec,
             model=config.model,
             head=Head.LANGUAGE_MODEL,
             total_updates=self.total_updates,
@@ -96,10 +97,11 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         if parts.actor:
             attention = choice.attention if choice is not None else None
-            engine = load(config.actor, optim=config.actor.optim, decoder_attention=attention)
+            engine = make_engine(config.actor, spec(optim=config.actor.optim, decoder_attention=attention))
             self.actor = ActorPart(engine, config, self._dtype)
+            self._policy_loss = make_policy_loss(config.actor, config.actor.loss_scale_factor or float(self.max_response_length))
         if config.loads_reference(parts):
-            engine = load(config.reference_engine, optim=None, decoder_attention=None)
+            engine = make_engine(config.reference_engine, spec(optim=None))
             self.ref = ReferencePart(engine, reference_budget(config))
         elif parts.reference:
             self.ref = ReferencePart(self.actor.engine, reference_budget(config), self.actor.engine.adapter_off)
@@ -126,7 +128,7 @@ class ActorRolloutRefWorker(ModelWorker):
         finished: dict[int, Completion] = {}
         counts = [len(request.prompt_ids) for request in requests]
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
-        with self.stages.run("gen", counts, None, key), self.rollout.borrowed():
+        with self.memory.stage("gen", counts, None, key), self.rollout.borrowed():
             for completion in engine.generate_stream(requests, sampling):
                 finished[completion.index] = completion
                 if on_finished is not None:
@@ -139,7 +141,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
         actor = self.actor
-        with self.stages.run("old_log_prob", data.token_counts().tolist(), actor.budget, _ACTOR_KEY):
+        with self.memory.stage("old_log_prob", data.token_counts().tolist(), actor.budget, _ACTOR_KEY):
             out = actor.engine.forward(data, actor.budget, self.config.rollout.temperature)
         return out.rename(["log_probs"], ["old_log_probs"])
 
@@ -147,7 +149,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes ref_log_prob under the reference."""
         ref, key = self.ref, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
-        with self.stages.run("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
+        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
             out = ref.engine.forward(data, ref.budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 
@@ -155,15 +157,15 @@ class ActorRolloutRefWorker(ModelWorker):
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
         config, engine, budget = self.config.actor, self.actor.engine, self.actor.budget
-        loss_fn = make_policy_loss(config, denominators, config.loss_scale_factor or float(self.max_response_length))
+        loss_fn = functools.partial(self._policy_loss, denominators=denominators)
         temperature, entropy_grad = self.config.rollout.temperature, config.entropy_coeff != 0
         started = time.perf_counter()
-        with self.stages.run("update_actor", mini_batch.token_counts().tolist(), budget, _ACTOR_KEY), engine.on_device():
+        with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, _ACTOR_KEY), engine.on_device():
             metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
             result = engine.optim_step()
         metrics |= update_metrics("actor", engine, mini_batch, result, started)
         self._weights_changed()
-        return metrics | self.stages.take_peaks()
+        return metrics | self.memory.take_peaks()
 
     @register(Dispatch.ONE_TO_ALL)
     def export_weights(self) -> list[tuple[str, Tensor]] | None:

@@ -1,8 +1,9 @@
-"""Losses as the engines call them: an algorithm, the config's values, and the mini-batch's denominators bound together."""
+"""Losses as the engines call them: an algorithm with the config's values, bound once; each mini-batch has denominators of its own."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +17,19 @@ from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.observability.metrics import Mean, Metric
 from lockstep.utils.files import load_reference
-from lockstep.workers.engine.base import LossFn, TokenOutputs, TokenRows
+from lockstep.workers.engine.base import TokenOutputs, TokenRows
 from lockstep.workers.engine.pending import Pending, all_finite, pending_max, pending_mean, pending_sum
 
+Metrics = dict[str, Metric | Pending]
 
-def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale_factor: float) -> LossFn:
+
+class Loss(Protocol):
+    """An engine's LossFn once a mini-batch's denominators are given: `functools.partial(loss, denominators=...)`."""
+
+    def __call__(self, outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]: ...
+
+
+def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
     """pg_loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference; every term aggregated the same way.
 
     pg_loss is weighted by the column rollout_is_weights where the batch has it; the other terms are not.
@@ -34,7 +43,9 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
     mode = config.policy_loss.loss_mode
     policy_loss = bind_policy_loss(load_reference(mode) or get_policy_loss(mode), config.loss_parameters)
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Metric | Pending]]:
+    aggregate = partial(agg_loss, mode=config.loss_agg_mode, loss_scale_factor=loss_scale_factor)
+
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
         log_probs, entropy = outputs.log_probs, outputs.entropy
         assert log_probs is not None
         assert entropy is not None
@@ -47,28 +58,20 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
         token_loss, token_metrics = policy_loss.function(**policy_loss.arguments(given, rows))
         if "rollout_is_weights" in columns:
             token_loss = token_loss * zero_outside(columns["rollout_is_weights"], mask)
-
-        aggregate = partial(
-            agg_loss,
-            mask=mask,
-            mode=config.loss_agg_mode,
-            denominators=denominators,
-            rows=rows,
-            loss_scale_factor=loss_scale_factor,
-        )
-        loss = aggregate(token_loss)
-        metrics: dict[str, Metric | Pending] = {
+        of_tokens = partial(aggregate, mask=mask, denominators=denominators, rows=rows)
+        loss = of_tokens(token_loss)
+        metrics: Metrics = {
             "check/log_probs": _finite("log-probs", log_probs, mask, tokens),
             "check/policy_loss": _finite("policy loss", token_loss, mask, tokens),
             "actor/pg_loss": pending_sum(loss),
         }
         if config.entropy_coeff:
-            entropy_loss = aggregate(entropy)
+            entropy_loss = of_tokens(entropy)
             loss = loss - config.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = pending_sum(entropy_loss)
         if config.use_kl_loss:
             own, reference = (zero_outside(x, mask) for x in (log_probs, columns["ref_log_prob"]))
-            kl_loss = aggregate(kl_penalty(own, reference, config.kl_loss_type))
+            kl_loss = of_tokens(kl_penalty(own, reference, config.kl_loss_type))
             loss = loss + config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = pending_sum(kl_loss)
             metrics["actor/kl_coef"] = Mean(config.kl_loss_coef)
@@ -84,13 +87,13 @@ def make_policy_loss(config: ActorConfig, denominators: Denominators, loss_scale
     return loss_fn
 
 
-def make_value_loss(config: CriticConfig, denominators: Denominators) -> LossFn:
+def make_value_loss(config: CriticConfig) -> Loss:
     """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Metric | Pending]]:
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.values is not None
         columns, mask = tokens.columns, tokens.columns["response_mask"].bool()
-        metrics: dict[str, Metric | Pending] = {"check/values": _finite("values", outputs.values, mask, tokens)}
+        metrics: Metrics = {"check/values": _finite("values", outputs.values, mask, tokens)}
         token_loss, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
             values=columns["values"],
@@ -112,7 +115,7 @@ def token_mean(values: Tensor, mask: Tensor) -> Pending:
     return pending_mean(masked_sum(values.detach(), mask), mask.sum())
 
 
-def _against_sampler(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric | Pending]:
+def _against_sampler(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
     """What stages.update_actor makes training/rollout_* of: ratios and differences of the two probabilities of each token."""
     ratio, difference = torch.exp(log_probs - rollout_log_probs), (log_probs.exp() - rollout_log_probs.exp()).abs()
     return {

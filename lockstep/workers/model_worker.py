@@ -1,22 +1,16 @@
-"""What the two worker classes share: memory that is counted before models are loaded, peaks of stages, and the report of an update."""
+"""What the two worker classes share: memory that is counted before models are loaded, and peaks of stages."""
 
 from __future__ import annotations
 
 import socket
-import time
 
-import torch
-
-from lockstep.models.flops import peak_flops
-from lockstep.observability.metrics import Mean, Metric
+from lockstep.observability.metrics import Metric
 from lockstep.planner.count import Load
 from lockstep.planner.memory import Model, Rollout
 from lockstep.planner.needs import Needs
-from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.memory import available_ram, free_device_memory
-from lockstep.workers.engine.base import OptimResult, TrainEngine
-from lockstep.workers.engine.stage import Stages
+from lockstep.workers.engine.memory_watch import MemoryWatch
 
 
 class ModelWorker(Worker):
@@ -24,7 +18,7 @@ class ModelWorker(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = Stages(self.device)
+        self.memory = MemoryWatch(self.device)
 
     def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
         """The models that `init_model` loads, and the rollout."""
@@ -38,27 +32,5 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def take_peaks(self) -> dict[str, Metric]:
-        """Peaks of GPU memory of this process that no update has reported (see Stages.take_peaks)."""
-        return self.stages.take_peaks()
-
-
-def update_metrics(
-    prefix: str, engine: TrainEngine, mini_batch: DataProto, result: OptimResult, started: float
-) -> dict[str, Metric]:
-    """Norm of the gradient, learning rate, tokens per second of one device since `started` (time.perf_counter), and on a GPU whose peak is
-    known the share of it that was used (MFU). Waits for the GPU."""
-    on_gpu = engine.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(engine.device)
-    seconds = time.perf_counter() - started
-    counts = mini_batch.token_counts()
-    metrics: dict[str, Metric] = {
-        f"{prefix}/grad_norm": Mean(result.grad_norm),
-        f"{prefix}/lr": Mean(result.lr),
-        f"perf/tokens_per_s/{prefix}": Mean(float(counts.sum()), seconds),
-    }
-    peak = peak_flops(torch.cuda.get_device_name(engine.device)) if on_gpu and engine.dtype == torch.bfloat16 else None
-    if peak is not None:
-        flops = engine.cost.training(counts.tolist(), len(mini_batch.ragged("responses").values))
-        metrics[f"perf/mfu/{prefix}"] = Mean(flops, seconds * peak)
-    return metrics
+        """Peaks of GPU memory of this process that no update has reported (see MemoryWatch.take_peaks)."""
+        return self.memory.take_peaks()

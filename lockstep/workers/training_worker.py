@@ -24,10 +24,11 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.losses import make_value_loss
-from lockstep.workers.model_worker import ModelWorker, update_metrics
+from lockstep.workers.model_worker import ModelWorker
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
@@ -48,7 +49,7 @@ class TrainingWorker(ModelWorker):
         self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
         if isinstance(config, CriticConfig):
             self.budget = Budget(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
-            self._value_loss = functools.partial(make_value_loss, config)
+            self._value_loss = make_value_loss(config)
         else:
             self.budget = Budget(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
 
@@ -67,32 +68,33 @@ class TrainingWorker(ModelWorker):
     def init_model(self) -> None:
         """Load the value model (token classification, one label) or the reward model (sequence classification) with its tokenizer."""
         config, budget = self.config, self.budget
-        load = functools.partial(
-            make_engine, config, model=config.model, total_updates=self.total_updates, device=self.device, seed=self.seed
+        spec = functools.partial(
+            EngineSpec, model=config.model, total_updates=self.total_updates, device=self.device, seed=self.seed
         )
         if isinstance(config, CriticConfig):
             limit = budget.max_tokens if budget.max_rows is None else None
-            self.engine = load(head=Head.VALUE, optim=config.optim, max_tokens=limit)
+            asked = spec(head=Head.VALUE, optim=config.optim, max_tokens=limit)
         else:
             self.tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
-            self.engine = load(head=Head.SCORE, optim=None, pad_token_id=self.tokenizer.pad_token_id)
+            asked = spec(head=Head.SCORE, optim=None, pad_token_id=self.tokenizer.pad_token_id)
+        self.engine = make_engine(config, asked)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes values."""
-        with self.stages.run("values", data.token_counts().tolist(), self.budget, _CRITIC_KEY):
+        with self.memory.stage("values", data.token_counts().tolist(), self.budget, _CRITIC_KEY):
             return self.engine.forward(data, self.budget)
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
         engine, budget = self.engine, self.budget
-        loss_fn = self._value_loss(denominators)
+        loss_fn = functools.partial(self._value_loss, denominators=denominators)
         started = time.perf_counter()
-        with self.stages.run("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
+        with self.memory.stage("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
             metrics = engine.forward_backward(mini_batch, loss_fn, budget)
             result = engine.optim_step()
-        return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.stages.take_peaks()
+        return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.memory.take_peaks()
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -103,7 +105,7 @@ class TrainingWorker(ModelWorker):
         """
         texts = zip(data.non_tensor_batch["raw_prompt"], data.non_tensor_batch["response_text"], strict=True)
         rows = Ragged.from_rows([self.render(prompt, response) for prompt, response in texts], dtype=torch.int64)
-        with self.stages.run("reward_model", rows.lengths.tolist(), self.budget, "reward_model.max_token_len_per_gpu"):
+        with self.memory.stage("reward_model", rows.lengths.tolist(), self.budget, "reward_model.max_token_len_per_gpu"):
             scores = self.engine.score(rows, self.budget, self.tokenizer.pad_token_id)
         return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
 

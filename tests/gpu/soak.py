@@ -29,7 +29,7 @@ from helpers.tiny import tiny_model
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.attention import CACHED
+from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.counted import request_keys, uniforms

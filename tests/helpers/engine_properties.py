@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,9 @@ def assert_a_loss_that_is_not_finite_names_its_rows(layout: Layout, path: str) -
         data = batch_of(rows).union(DataProto.from_dict(non_tensors={"index": list(range(100, 106))}))
         mine = data if engine.rank == 0 else data.select_idxs([])
         with pytest.raises(NumericalError) as error:
-            engine.forward_backward(mine, make_policy_loss(ACTOR, denominators_of(rows), 1.0), Budget(10_000, 2))
+            engine.forward_backward(
+                mine, partial(make_policy_loss(ACTOR, 1.0), denominators=denominators_of(rows)), Budget(10_000, 2)
+            )
         after = weights_of(engine)
         return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
 

@@ -10,6 +10,7 @@ from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
 from lockstep.models.load import Head
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 
 OPTIM = OptimConfig(lr=1e-3, clip_grad=0.5, lr_scheduler_type="cosine", lr_warmup_steps=1, min_lr_ratio=0.1)
 """Every setting differs from what does nothing, so that one that is ignored shows."""
@@ -38,16 +39,18 @@ def make_tiny_engine(
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> TrainEngine:
-    """An engine on this rank's CPU. `section` and `model` are keys of the strategy's and the model's; `options` go to make_engine."""
+    """An engine on this rank's CPU. `section` and `model` are keys of the strategy's and the model's; `options` go to EngineSpec."""
     return make_engine(
         engine_choice(strategy, **{"dtype": dtype, **(section or {})}),
-        model=ModelConfig(
-            path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto", **(model or {})
+        EngineSpec(
+            model=ModelConfig(
+                path=path, enable_gradient_checkpointing=recompute is not None, recompute=recompute or "auto", **(model or {})
+            ),
+            head=head,
+            optim=optim,
+            total_updates=TOTAL_UPDATES,
+            device=torch.device("cpu"),
+            seed=7,
+            **options,
         ),
-        head=head,
-        optim=optim,
-        total_updates=TOTAL_UPDATES,
-        device=torch.device("cpu"),
-        seed=7,
-        **options,
     )

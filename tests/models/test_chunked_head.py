@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.algorithms.rows import Rows
-from lockstep.models.chunked_head import ChunkedLoss, LossPass, TokenOutputs, VocabularyPart, chunked_log_probs
+from lockstep.models.chunked_head import ChunkedLoss, LossPass, TokenOutputs, chunked_log_probs
 from lockstep.models.packing import TokenRows
+from lockstep.models.vocabulary_part import VocabularyPart
 
 
 def plain_log_probs(
@@ -90,7 +91,8 @@ def test_a_loss_taken_chunk_by_chunk_is_that_of_the_log_probs(
             assert [metrics["rows"] for _, metrics, _ in asked.found] == [len(chunk.rows) for chunk in chunks]
             assert sum(metrics["rows"] for _, metrics, _ in asked.found) == len(sizes)
         else:
-            loss = asked.of(TokenOutputs(*chunked_log_probs(targets, temperature, entropy_grad, *layer)), rows)
+            columns = chunked_log_probs(targets, temperature, entropy_grad, *layer)
+            loss = asked.loss_of(dict(zip(("log_probs", "entropys"), columns, strict=True)), rows)
         found = sum(part for part, _, _ in asked.found)
         return found, *torch.autograd.grad(loss, leaves, materialize_grads=True)
 

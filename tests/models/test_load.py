@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.attention import CACHED, PackedLayout
+from lockstep.models.attention import PackedLayout
+from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 
 

@@ -20,7 +20,7 @@ from lockstep.config.actor_rollout_ref import POLICY_ROLES, ActorConfig, ActorRo
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, MegatronConfig, ModelConfig
 from lockstep.errors import DataError
-from lockstep.models.attention import CACHED
+from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
 from lockstep.planner.count import LEAST_SEQUENCES, Load, count_model, count_rollout
 from lockstep.planner.memory import Keys, Model, Rollout, describe_plan, plan_memory, stage_bytes

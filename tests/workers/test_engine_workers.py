@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig, OptimConfig
@@ -83,6 +84,11 @@ def generate(role: Any, step: int = 3) -> DataProto:
     return batch.union(role.generate_sequences(batch, sampling(temperature=TEMPERATURE), step))
 
 
+def denominators_of(batch: DataProto) -> Denominators:
+    mask = batch.ragged("response_mask")
+    return Denominators.of(mask.values, Rows(mask.lengths))
+
+
 def learn(role: Any, batch: DataProto) -> dict[str, float]:
     """One update that makes the batch's responses likelier or less likely by turns."""
     responses = batch.ragged("responses")
@@ -90,7 +96,7 @@ def learn(role: Any, batch: DataProto) -> dict[str, float]:
     rows = batch.select(["prompts", "responses", "response_mask"], [])
     rows.set("advantages", responses.like(signs))
     rows.set("old_log_probs", batch.ragged("rollout_log_probs"))
-    return values(merge_metrics(role.update_actor(rows, Denominators.of(batch.batch["response_mask"]))))
+    return values(merge_metrics(role.update_actor(rows, denominators_of(batch))))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_a_critic_computes_values_and_learns_them(tmp_path: Path) -> None:
             assert set(values_now.columns) == {"values"}
             batch.set("values", values_now.ragged("values"))
             expected = 0.5 * (batch.ragged("values").values - batch.ragged("returns").values).square().mean().item()
-            metrics = values(merge_metrics(roles["critic"].update_critic(batch, Denominators.of(batch.batch["response_mask"]))))
+            metrics = values(merge_metrics(roles["critic"].update_critic(batch, denominators_of(batch))))
             assert metrics["critic/vf_loss"] == pytest.approx(expected, rel=1e-4)
             losses.append(expected)
     assert losses[-1] < 0.5 * losses[0]

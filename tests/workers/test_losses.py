@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,10 @@ def make_batch(lengths: list[int], seed: int) -> tuple[DataProto, list[Tensor]]:
 def denominators_of(data: DataProto) -> Denominators:
     mask = data.ragged("response_mask")
     return Denominators.of(mask.values, Rows(mask.lengths))
+
+
+def policy_loss_of(config, data):
+    return partial(make_policy_loss(config, SCALE), denominators=denominators_of(data))
 
 
 def evaluate(
@@ -133,7 +138,7 @@ def test_the_policy_loss_equals_a_loop_however_the_rows_are_cut(
     """Value, gradient and every metric; numbers under the mask, NaN here, reach none of them."""
     lengths, parts = cut
     data, outputs = make_batch(lengths, seed)
-    loss_fn = make_policy_loss(actor_config(mode), denominators_of(data), SCALE)
+    loss_fn = policy_loss_of(actor_config(mode), data)
     whole = evaluate(loss_fn, data, outputs, [list(range(len(lengths)))])
     split = evaluate(loss_fn, data, outputs, parts)
     expected_loss, expected_gradient = by_hand(policy_token, data, outputs, mode)
@@ -152,7 +157,9 @@ def test_the_value_loss_equals_a_loop_however_the_rows_are_cut(
 ) -> None:
     lengths, parts = cut
     data, outputs = make_batch(lengths, seed)
-    loss_fn = make_value_loss(CriticConfig(loss_agg_mode=mode, cliprange_value=VALUE_CLIP), denominators_of(data))
+    loss_fn = partial(
+        make_value_loss(CriticConfig(loss_agg_mode=mode, cliprange_value=VALUE_CLIP)), denominators=denominators_of(data)
+    )
     expected_loss, expected_gradient = by_hand(value_token, data, outputs, mode)
     for part in ([list(range(len(lengths)))], parts):
         loss, gradient, metrics = evaluate(loss_fn, data, outputs, part)
@@ -173,7 +180,7 @@ def test_every_policy_loss_with_importance_weights_is_the_same_however_the_rows_
     data.set("rollout_is_weights", data.ragged("advantages").like(torch.rand(sum(lengths), generator=generator) * 2))
     data.set("cov_selected", data.ragged("advantages").like((torch.rand(sum(lengths), generator=generator) < 0.3).float()))
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
-    loss_fn = make_policy_loss(config, denominators_of(data), SCALE)
+    loss_fn = policy_loss_of(config, data)
     whole = evaluate(loss_fn, data, outputs, [list(range(len(lengths)))])
     split = evaluate(loss_fn, data, outputs, parts)
     assert split[0] == pytest.approx(whole[0], rel=1e-4, abs=1e-5)
@@ -191,7 +198,7 @@ def test_without_old_log_probs_they_are_the_ones_that_the_update_computes(
     lengths, parts = cut
     data, outputs = make_batch(lengths, seed)
     data.set("cov_selected", data.ragged("advantages").like(torch.zeros(sum(lengths))))
-    loss_fn = make_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode)), denominators_of(data), SCALE)
+    loss_fn = policy_loss_of(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode)), data)
     data.set("old_log_probs", Ragged.from_rows([output[0] for output in outputs]))
     after_a_pass = evaluate(loss_fn, data, outputs, parts)
     alone = evaluate(loss_fn, data.select([name for name in data.columns if name != "old_log_probs"]), outputs, parts)
@@ -207,7 +214,7 @@ def test_the_sampler_is_compared_with_the_update_token_by_token() -> None:
     mask = data.ragged("response_mask").values.bool().numpy()
     sampled = data.ragged("old_log_probs")
     data.set("rollout_log_probs", sampled)
-    loss_fn = make_policy_loss(actor_config("token-mean"), denominators_of(data), SCALE)
+    loss_fn = policy_loss_of(actor_config("token-mean"), data)
     new, old = (x.double().numpy()[mask] for x in (torch.cat([output[0] for output in outputs]), sampled.values))
     ratio, difference = np.exp(new - old), np.abs(np.exp(new) - np.exp(old))
     want = {
@@ -230,15 +237,15 @@ def test_no_loss_sees_the_samplers_log_probs(tmp_path: Path) -> None:
     data, outputs = make_batch([3, 2], 0)
     data.set("rollout_log_probs", data.ragged("old_log_probs"))
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{file}:mine"))
-    assert "sampler/ratio" in evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])[2]
+    assert "sampler/ratio" in evaluate(policy_loss_of(config, data), data, outputs, [[0, 1]])[2]
 
 
 def test_importance_weights_multiply_the_policy_loss_and_no_other_term() -> None:
     data, outputs = make_batch([3, 2], 0)
     config = actor_config("token-mean")
-    plain = evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])[2]
+    plain = evaluate(policy_loss_of(config, data), data, outputs, [[0, 1]])[2]
     data.set("rollout_is_weights", data.ragged("advantages").like(torch.full((5,), 2.0)))
-    doubled = evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])[2]
+    doubled = evaluate(policy_loss_of(config, data), data, outputs, [[0, 1]])[2]
     assert doubled["actor/pg_loss"] == pytest.approx(2 * plain["actor/pg_loss"], rel=1e-5)
     assert doubled["actor/kl_loss"] == plain["actor/kl_loss"]
     assert doubled["actor/entropy_loss"] == plain["actor/entropy_loss"]
@@ -254,7 +261,7 @@ def test_log_probs_that_are_not_finite_stop_the_update_with_their_dataset_rows(l
     outputs[1][0, data.ragged("response_mask")[1].nonzero()[0]] = bad
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
     with pytest.raises(NumericalError, match=r"log-probs: not finite in the update for 1 rows; dataset rows \[71\]"):
-        evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1, 2]])
+        evaluate(policy_loss_of(config, data), data, outputs, [[0, 1, 2]])
 
 
 def test_a_loss_from_a_file_gets_its_own_arguments_and_is_stopped_when_it_is_not_finite(tmp_path: Path) -> None:
@@ -262,18 +269,18 @@ def test_a_loss_from_a_file_gets_its_own_arguments_and_is_stopped_when_it_is_not
     file.write_text("def mine(*, log_prob, response_mask, power):\n    return (log_prob * response_mask) ** power, {}\n")
     data, outputs = make_batch([3, 2], 0)
     own = PolicyLossConfig(loss_mode=f"{file}:mine", loss_kwargs={"power": 2})
-    loss, _, _ = evaluate(make_policy_loss(ActorConfig(policy_loss=own), denominators_of(data), SCALE), data, outputs, [[0, 1]])
+    loss, _, _ = evaluate(policy_loss_of(ActorConfig(policy_loss=own), data), data, outputs, [[0, 1]])
     mask = data.ragged("response_mask").values.bool()
     assert loss == pytest.approx(torch.cat([o[0] for o in outputs])[mask].square().mean().item(), rel=1e-5)
     own = PolicyLossConfig(loss_mode=f"{file}:mine", loss_kwargs={"power": 0.5})
     with pytest.raises(NumericalError, match="policy loss: not finite in the update"):
-        evaluate(make_policy_loss(ActorConfig(policy_loss=own), denominators_of(data), SCALE), data, outputs, [[0, 1]])
+        evaluate(policy_loss_of(ActorConfig(policy_loss=own), data), data, outputs, [[0, 1]])
 
 
 def test_terms_that_are_off_are_neither_computed_nor_reported() -> None:
     data, outputs = make_batch([3, 2], 0)
     data.pop(["ref_log_prob"])
-    _, gradient, metrics = evaluate(make_policy_loss(ActorConfig(), denominators_of(data), SCALE), data, outputs, [[0, 1]])
+    _, gradient, metrics = evaluate(policy_loss_of(ActorConfig(), data), data, outputs, [[0, 1]])
     assert not {"actor/kl_loss", "actor/kl_coef", "actor/entropy_loss"} & set(metrics)
     assert metrics["actor/loss"] == metrics["actor/pg_loss"]
     assert gradient[1].abs().sum() == 0
@@ -284,6 +291,6 @@ def test_numbers_under_the_mask_do_not_reach_the_gradient_of_any_kl(kind: str) -
     data, outputs = make_batch([4, 5], 1)
     assert torch.isnan(data.ragged("ref_log_prob").values).any()
     config = ActorConfig(use_kl_loss=True, kl_loss_type=kind)
-    loss, gradient, _ = evaluate(make_policy_loss(config, denominators_of(data), SCALE), data, outputs, [[0, 1]])
+    loss, gradient, _ = evaluate(policy_loss_of(config, data), data, outputs, [[0, 1]])
     assert math.isfinite(loss)
     assert torch.isfinite(gradient).all()

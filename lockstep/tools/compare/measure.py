@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.fsdp.sharding import own_gradients
 from lockstep.workers.engine.pending import Pending
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
 
 _HOW_TO_RECORD = {
@@ -159,12 +161,14 @@ def loaded_policy(config: PPOConfig, path: Path, lr: float) -> Iterator[TrainEng
     try:
         yield make_engine(
             EngineChoice("fsdp2", fsdp_config=actor_rollout_ref.actor.fsdp_config),
-            model=dataclasses.replace(actor_rollout_ref.model, path=str(path)),
-            head=Head.LANGUAGE_MODEL,
-            optim=optim,
-            total_updates=1,
-            device=environment.device,
-            seed=config.trainer.seed,
+            EngineSpec(
+                model=dataclasses.replace(actor_rollout_ref.model, path=str(path)),
+                head=Head.LANGUAGE_MODEL,
+                optim=optim,
+                total_updates=1,
+                device=environment.device,
+                seed=config.trainer.seed,
+            ),
         )
     finally:
         host.close()
@@ -186,7 +190,9 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     denominators = Denominators.of(mask.values, Rows(mask.lengths))
     if not denominators.tokens:
         raise DataError("no token of the batch is in the loss: every row was left out or rejected")
-    loss_fn = make_policy_loss(actor, denominators, actor.loss_scale_factor or float(config.data.max_response_length))
+    loss_fn = partial(
+        make_policy_loss(actor, actor.loss_scale_factor or float(config.data.max_response_length)), denominators=denominators
+    )
     pushes, log_probs = (mask.like(torch.zeros(len(mask.values))) for _ in range(2))
 
     num_seen = 0

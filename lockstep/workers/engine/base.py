@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import NumericalError
 from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, TokenOutputs, chunked_log_probs, most_logits
-from lockstep.models.flops import ModelCost
+from lockstep.models.flops import ModelCost, model_cost
 from lockstep.models.load import Head
 from lockstep.models.outputs import logits_log_probs, sequence_scores
 from lockstep.models.packing import (
@@ -35,24 +34,17 @@ from lockstep.models.packing import (
     pad_rows,
     shared_prompt_tokens,
 )
+from lockstep.models.weight_file import TensorSpec
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.checkpoint import ModelFolder
-from lockstep.workers.engine.lazy import LazySequence
-from lockstep.workers.engine.model_group import join_rows
+from lockstep.workers.engine.micro_batches import LazySequence, join_rows
+from lockstep.workers.engine.optim import OptimResult, Updates
 from lockstep.workers.engine.pending import Pending, read
+from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.spec import EngineSpec
 
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
-
-
-@dataclass(frozen=True, slots=True)
-class OptimResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Norm of the whole gradient before clipping."""
-    lr: float
-    """The learning rate it used."""
 
 
 P = ParamSpec("P")
@@ -104,6 +96,15 @@ class TrainEngine(ABC):
     """Whether export_weights makes new tensors even on one rank."""
     reports: bool = True
     """Whether this rank reports the metrics of the rows: one rank of each model group does."""
+
+    def __init__(
+        self, spec: EngineSpec, module: PreTrainedModel, dtype: str, specs: Mapping[str, TensorSpec] | None = None
+    ) -> None:
+        """`module` is the model as transformers builds it; `specs` are for ModelFolder."""
+        self.head, self.device, self.dtype = spec.head, spec.device, compute_dtype(dtype, spec.device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.folder, self.cost = ModelFolder.of(module, specs), model_cost(module)
+        self._updates = Updates(spec.optim, spec.total_updates)
 
     # -- what a backend provides -------------------------------------------------------------------------------------------
 
@@ -184,14 +185,13 @@ class TrainEngine(ABC):
         packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
         with self.on_device():
             for number, packed in enumerate(packs):
-                asked = silent(loss_pass) if packed.is_placeholder else loss_pass
                 chunks = packed.tokens.chunks(self.tokens_at_once) if self.tokens_at_once and self.token_ranks == 1 else None
                 with self.gradient_sync(number == len(packs) - 1):
                     if chunks is not None:
-                        read_loss = partial(ChunkedLoss.apply, asked, chunks, packed.targets)
+                        read_loss = partial(ChunkedLoss.apply, loss_pass.of(packed), chunks, packed.targets)
                         value = self.module(**packed.inputs, read=read_loss, read_at=packed.predict_at)
                     else:  # a row has more logits than may exist at once, or its tokens are divided among ranks
-                        value = asked.of(token_outputs(self._run(packed, temperature, entropy_grad)), packed.tokens)
+                        value = loss_pass.of(packed).loss_of(self._run(packed, temperature, entropy_grad), packed.tokens)
                     value.backward()
         return self._metrics(loss_pass)
 
@@ -218,7 +218,13 @@ class TrainEngine(ABC):
         else:
             logits = self.module(**packed.inputs, logits_to_keep=packed.predict_at).logits[0]
             log_probs, entropy = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
-        return {"log_probs": log_probs, "entropys": entropy if entropy_grad else entropy.detach()}
+        return {"log_probs": log_probs, "entropys": entropy}
+
+    def _named(self, stacked: Tensor) -> dict[str, Tensor]:
+        """The columns [M] of one micro-batch from what an output layer gives: [M, 2] log-prob and entropy, or [M] or [M, 1] values."""
+        if self.head is Head.VALUE:
+            return {"values": stacked.flatten()}
+        return dict(zip(("log_probs", "entropys"), stacked.unbind(-1), strict=True))
 
     def _begin(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float, entropy_grad: bool
@@ -251,24 +257,9 @@ class TrainEngine(ABC):
         return batches + [[]] * (int(count) - len(batches))
 
 
-def token_outputs(columns: dict[str, Tensor]) -> TokenOutputs:
-    """Columns of a micro-batch as a loss reads them."""
-    return TokenOutputs(columns.get("log_probs"), columns.get("entropys"), columns.get("values"))
-
-
 def logits_at_once(vocabulary: int, device: torch.device) -> int:
     """Tokens whose logits over `vocabulary` may exist at a time."""
     return max(1, most_logits(device) // vocabulary)
-
-
-def silent(loss_pass: LossPass) -> LossPass:
-    """A pass whose loss is 0 and whose findings are dropped."""
-
-    def nothing(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Metric]]:
-        read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
-        return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
-
-    return replace(loss_pass, loss=nothing, found=[])
 
 
 def _finite_loss(loss: Tensor, tokens: TokenRows) -> Pending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -53,21 +54,12 @@ def all_finite(name: str, values: Tensor, rows: Rows, indices: Sequence[int]) ->
 def read(parts: Sequence[Mapping[str, Metric | Pending]]) -> list[dict[str, Metric]]:
     """The metrics with their numbers, which come in one copy. Raises what a check raises, the first part's first."""
     pending = [metric for part in parts for metric in part.values() if isinstance(metric, Pending)]
-    if not pending:
-        numbers: list[float] = []
-    else:
-        numbers = torch.cat([metric.numbers.flatten().double() for metric in pending]).tolist()
-    found: list[dict[str, Metric]] = []
-    start = 0
+    numbers = iter(torch.cat([metric.numbers.flatten().double() for metric in pending]).tolist() if pending else ())
+    found = []
     for part in parts:
-        found.append({})
-        for name, metric in part.items():
-            made: Metric | None
-            if isinstance(metric, Pending):
-                stop = start + metric.numbers.numel()
-                made, start = metric.make(numbers[start:stop]), stop
-            else:
-                made = metric
-            if made is not None:
-                found[-1][name] = made
+        made = {
+            name: metric.make(list(islice(numbers, metric.numbers.numel()))) if isinstance(metric, Pending) else metric
+            for name, metric in part.items()
+        }
+        found.append({name: metric for name, metric in made.items() if metric is not None})
     return found

@@ -5,12 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.engine import STRATEGIES, EngineChoice, check_lora
 from lockstep.errors import ConfigError
-from lockstep.models.load import Head
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -25,31 +23,11 @@ _BACKENDS = {
 which imports no package that may be missing."""
 
 
-def make_engine(
-    choice: EngineChoice,
-    *,
-    model: ModelConfig,
-    head: Head,
-    optim: OptimConfig | None,
-    total_updates: int,
-    device: torch.device,
-    seed: int,
-    pad_token_id: int | None = None,
-    decoder_attention: str | None = None,
-    max_tokens: int | None = None,
-) -> TrainEngine:
-    """An engine with its model loaded. `optim` None makes a frozen one, which cannot learn.
-
-    `decoder_attention` also makes `engine.decoder`, a module for generation with that attention function. `max_tokens`, the tokens of
-    the largest micro-batch where that is known, decides how much model.recompute=auto recomputes. Raises ConfigError, before the model
-    is loaded, for a model or a layout that the backend cannot do.
-    """
-    spec = EngineSpec(
-        model=model, head=head, optim=optim, total_updates=total_updates, device=device, seed=seed, pad_token_id=pad_token_id,
-        decoder_attention=decoder_attention, max_tokens=max_tokens,
-    )  # fmt: skip
-    check_lora(model, choice, "actor", "model")
-    check_engine(choice, spec.hf_config(), dist.get_world_size(), device.type)
+def make_engine(choice: EngineChoice, spec: EngineSpec) -> TrainEngine:
+    """An engine with its model loaded. Raises ConfigError, before the model is loaded, for a model or a layout that the backend cannot
+    do."""
+    check_lora(spec.model, choice, "actor", "model")
+    check_engine(choice, spec.hf_config(), dist.get_world_size(), spec.device.type)
     engine: TrainEngine = import_module(f"{__package__}.{_backend(choice)[0]}.make").make(choice, spec)
     return engine
 

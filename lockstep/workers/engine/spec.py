@@ -29,9 +29,9 @@ class EngineSpec:
     """Draws a value head that the model's folder does not have, and adapters."""
     pad_token_id: int | None = None
     decoder_attention: str | None = None
-    """The attention function of the module for generation; None where nothing generates."""
+    """The attention function of `engine.decoder`, a module for generation; None where nothing generates."""
     max_tokens: int | None = None
-    """Tokens of the largest micro-batch, where that is known."""
+    """Tokens of the largest micro-batch, where that is known: it decides how much model.recompute=auto recomputes."""
 
     def hf_config(self) -> PretrainedConfig:
         """What the model's folder says of itself. Raises DataError and ConfigError; see read_model_config."""

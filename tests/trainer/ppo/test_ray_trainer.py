@@ -18,7 +18,7 @@ from lockstep.rewards.manager import RewardManager
 from lockstep.trainer.ppo.drift import Drift
 from lockstep.trainer.ppo.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.engine.stage import Stages
+from lockstep.workers.engine.memory_watch import MemoryWatch
 
 POOL = {"global_pool": [1]}
 HYBRID = roles("ActorRollout", "Critic", "RefPolicy")
@@ -104,14 +104,14 @@ def plain(embedded_config_in, tmp_path_factory):
 
 def test_peaks_of_memory_are_told_of_every_stage_also_where_a_worker_learns_nothing(embedded_config, monkeypatch):
     """As if each worker had a process and a GPU of its own."""
-    run, seen = Stages.run, {}
+    run, seen = MemoryWatch.stage, {}
 
     def remembered(self, name, *args):
         seen.setdefault(self, {})[f"perf/max_memory_allocated_gb/{name}"] = Max(1.0)
         return run(self, name, *args)
 
-    monkeypatch.setattr(Stages, "run", remembered)
-    monkeypatch.setattr(Stages, "take_peaks", lambda self: seen.pop(self, {}))
+    monkeypatch.setattr(MemoryWatch, "stage", remembered)
+    monkeypatch.setattr(MemoryWatch, "take_peaks", lambda self: seen.pop(self, {}))
     (row,) = train(embedded_config("trainer.total_training_steps=1", "trainer.val_before_train=false"), POOL, HYBRID)
     assert {f"perf/max_memory_allocated_gb/{name}" for name in ("gen", "ref", "values", "update_critic", "update_actor")} <= set(
         row

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import NumericalError
 from lockstep.observability.metrics import Max, Mean, Sum
 from lockstep.workers.engine.pending import all_finite, pending_max, pending_mean, pending_sum, read
@@ -13,7 +14,7 @@ from lockstep.workers.engine.pending import all_finite, pending_max, pending_mea
 def test_every_number_comes_to_its_own_metric_and_checks_leave_none() -> None:
     half, mask = torch.tensor(0.1, requires_grad=True), torch.tensor([True, True, False])
     parts = [
-        {"a": pending_sum(half), "b": Mean(3.0, 2.0), "fine": all_finite("x", torch.ones(2, 3), [7, 8])},
+        {"a": pending_sum(half), "b": Mean(3.0, 2.0), "fine": all_finite("x", torch.ones(6), Rows(torch.tensor([3, 3])), [7, 8])},
         {},
         {"c": pending_mean(torch.tensor(5.0), mask.sum()), "d": pending_max(torch.tensor(-math.inf)), "a": Sum(2.0)},
     ]
@@ -26,8 +27,8 @@ def test_every_number_comes_to_its_own_metric_and_checks_leave_none() -> None:
 
 
 def test_the_first_check_that_fails_names_its_dataset_rows() -> None:
-    values = torch.ones(3, 2)
-    values[1, 0], values[2, 1] = math.nan, math.inf
-    later = all_finite("later", torch.full((1, 1), math.nan), [1])
+    values, rows = torch.ones(6), Rows(torch.tensor([2, 1, 3]))
+    values[2], values[4] = math.nan, math.inf
+    later = all_finite("later", torch.full((1,), math.nan), Rows(torch.tensor([1])), [1])
     with pytest.raises(NumericalError, match=r"log-probs: not finite in the update for 2 rows; dataset rows \[41, 42\]"):
-        read([{"a": pending_sum(torch.tensor(1.0)), "x": all_finite("log-probs", values, [40, 41, 42])}, {"y": later}])
+        read([{"a": pending_sum(torch.tensor(1.0)), "x": all_finite("log-probs", values, rows, [40, 41, 42])}, {"y": later}])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -17,25 +16,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import FSDPConfig, OptimConfig
-from lockstep.errors import ConfigError, DataError
-from lockstep.models.attention import PACKED
-from lockstep.models.flops import model_cost
+from lockstep.config.engine import FSDPConfig
+from lockstep.errors import DataError
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
-from lockstep.models.load import Head
-from lockstep.models.lora import ADAPTER, ADAPTER_WEIGHTS, AdaptedSource, Lora, adapter_name, base_name, is_adapter
-from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.models.load import Head, pack_score_head
+from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
+from lockstep.models.meta import WeightSource
 from lockstep.models.outputs import layer_output
 from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.models.weight_file import write_weights
 from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import OptimResult, TrainEngine, logits_at_once, uses_weights
-from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
-from lockstep.workers.engine.fsdp import sharding
+from lockstep.workers.engine.checkpoint import read_moments, read_updates, write_moments
+from lockstep.workers.engine.fsdp import sharded_model, sharding
+from lockstep.workers.engine.fsdp.adapters import load_adapter, save_adapter
 from lockstep.workers.engine.offload import Offload
-from lockstep.workers.engine.optim import Updates, make_adamw, move_state, step_adamw
-from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.optim import make_adamw, move_state, step_adamw
 from lockstep.workers.engine.sequence import compute_divided, sequence_group
+from lockstep.workers.engine.spec import EngineSpec
 
 
 class FSDPEngine(TrainEngine):
@@ -51,18 +48,21 @@ class FSDPEngine(TrainEngine):
     def __init__(
         self,
         module: PreTrainedModel,
-        head: Head,
+        spec: EngineSpec,
         *,
         version: int,
         config: FSDPConfig,
-        optim: OptimConfig | None,
-        total_updates: int,
-        device: torch.device,
         source: WeightSource | None = None,
         lora: Lora | None = None,
     ) -> None:
-        self.head, self.device, self._version = head, device, version
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        head, optim, device = spec.head, spec.optim, spec.device
+        specs = {
+            base_name(name): (tensor.dtype, tuple(tensor.shape))
+            for name, tensor in (*module.named_parameters(), *sharded_model.saved_buffers(module))
+            if not is_adapter(name)
+        }
+        super().__init__(spec, module, config.dtype, specs)
+        self._version = version
         meshes = sharding.make_meshes(config, device)
         self.gradient_ranks = meshes.data.size()
         self.token_ranks = config.ulysses_sequence_parallel_size
@@ -74,29 +74,20 @@ class FSDPEngine(TrainEngine):
             module.requires_grad_(False)
         self._lora = lora
         self.exports_copies = lora is not None or config.param_offload is True
-        specs = {
-            base_name(name): (tensor.dtype, tuple(tensor.shape))
-            for name, tensor in (*module.named_parameters(), *sharding.saved_buffers(module))
-            if not is_adapter(name)
-        }
-        self.folder = ModelFolder.of(module, specs)
         if lora is not None:
             for name, value in lora.values.items() if source is None else ():
                 module.get_parameter(name).data.copy_(value)
             source = AdaptedSource(source, lora.values) if source is not None else None
-        self.cost = model_cost(module)
-        self.dtype = compute_dtype(config.dtype, device)
         hands_out = head is Head.LANGUAGE_MODEL and hand_out_hidden(module)
         if head is Head.SCORE and self._sequence is not None:
             self.score_layer = pack_score_head(module)
         self.module = self._shard(module, config, meshes, source)
         output = module.get_output_embeddings()
         if hands_out and logits_are_the_layers(self.module, output, device):
-            self.tokens_at_once = logits_at_once(output.out_features, device)  # type: ignore[arg-type]
-        sharding.reshard(self.module)  # AdamW has to get the shards
+            self.tokens_at_once = logits_at_once(output.out_features, device)
+        sharded_model.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._offloads_state = config.optimizer_offload is True  # auto is for a plan to decide; without one it is no
-        self._updates = Updates(optim, total_updates)
         trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         self._optimizer = make_adamw(trained, optim) if optim else None
         self._offload: Offload | None = None
@@ -114,7 +105,7 @@ class FSDPEngine(TrainEngine):
 
     def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
         yield from super().columns(packs, temperature)
-        sharding.reshard(self.module)
+        sharded_model.reshard(self.module)
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
         return self._divided(packed, functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad))
@@ -125,7 +116,7 @@ class FSDPEngine(TrainEngine):
         else:
             packed = pack_sequences(rows, pad_token_id, self.device)
             scores = self._divided(packed, functools.partial(self._packed_scores, self.score_layer))["scores"]
-        sharding.reshard(self.module)
+        sharded_model.reshard(self.module)
         return scores
 
     def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
@@ -136,12 +127,12 @@ class FSDPEngine(TrainEngine):
         return compute(packed) if self._sequence is None else compute_divided(packed, self._sequence, compute)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        return sharding.gradient_sync(self.module, enabled, self._keep_gathered)
+        return sharded_model.gradient_sync(self.module, enabled, self._keep_gathered)
 
     @uses_weights
     def optim_step(self) -> OptimResult:
         assert self._optimizer is not None, "a frozen engine cannot learn"
-        norm = sharding.clip_grad_norm(self.module, self._updates.max_norm)
+        norm = sharded_model.clip_grad_norm(self.module, self._updates.max_norm)
         result = self._updates.make(norm, functools.partial(self._step, self._optimizer), self._optimizer.zero_grad)
         self._mark_changed()
         return result
@@ -155,7 +146,7 @@ class FSDPEngine(TrainEngine):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.on_device():
-            tensors = sharding.whole_tensors(self.module)
+            tensors = sharded_model.whole_tensors(self.module)
             for name, tensor in tensors if self._lora is None else self._lora.merged(tensors):
                 # The memory of an offloaded weight is gone by the time it is used.
                 yield name, tensor if self._offload is None else tensor.clone()
@@ -167,7 +158,7 @@ class FSDPEngine(TrainEngine):
     def save(self, path: Path) -> None:
         self.folder.write(path, self.export_weights(), self._updates.done, writes=self.rank == 0)
         if self._lora is not None:
-            self._save_adapter(self._lora, path / ADAPTER)
+            save_adapter(self.module, self._lora, path / ADAPTER, writes=self.rank == 0)
         if self._optimizer is not None:
             state: dict[str, Any] = get_optimizer_state_dict(self.module, self._optimizer)
             write_moments(path, state["state"])
@@ -181,7 +172,7 @@ class FSDPEngine(TrainEngine):
                 raise DataError(f"{path} was trained with adapters ({ADAPTER}); resume it with the model.lora_rank it had")
             sharding.fill(self.module, files.read)
         else:
-            self._load_adapter(self._lora, path, files)
+            load_adapter(self.module, self._lora, path, files)
         if self._optimizer is None:
             return
         state: dict[str, Any] = get_optimizer_state_dict(self.module, self._optimizer)
@@ -192,49 +183,3 @@ class FSDPEngine(TrainEngine):
     def _mark_changed(self) -> None:
         if self._offload is not None:
             self._offload.changed = True
-
-    def _save_adapter(self, lora: Lora, folder: Path) -> None:
-        """A folder that peft loads beside the model that training started from. Adapters are small: the first rank holds them all."""
-        trained = set(lora.trained)
-        tensors = {adapter_name(name): tensor for name, tensor in sharding.whole_tensors(self.module, trained.__contains__)}
-        if self.rank == 0:
-            folder.mkdir(exist_ok=True)
-            lora.save_config(folder)
-            specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-            write_weights(folder / ADAPTER_WEIGHTS, specs, tensors.items())
-
-    def _load_adapter(self, lora: Lora, path: Path, merged: WeightFiles) -> None:
-        """The adapters. The model itself stays as it was loaded; that it is the one they were trained beside shows in its norms."""
-        if not (path / ADAPTER / ADAPTER_WEIGHTS).is_file():
-            raise DataError(f"{path} has no adapter: it was trained with model.lora_rank=0; resume it with that")
-        files = WeightFiles(path / ADAPTER, ADAPTER_WEIGHTS)
-        for name, value in lora.values.items():
-            found = files.shapes.get(adapter_name(name))
-            if found != tuple(value.shape):
-                raise DataError(
-                    f"{path} has other adapters: {name} has shape {found or 'none'} instead of {tuple(value.shape)}; resume with the "
-                    "model.lora_rank and model.target_modules that wrote it"
-                )
-        vectors = {name for name, shape in self.folder.shapes.items() if len(shape) == 1} - set(lora.trained)
-        for name, tensor in sharding.whole_tensors(self.module, lambda name: base_name(name) in vectors):
-            if not torch.equal(tensor.cpu(), merged.read(base_name(name), 0, len(tensor))):
-                raise DataError(
-                    f"{path} was trained beside another model: {base_name(name)} differs; set model.path to the one it started from"
-                )
-        trained = set(lora.trained)
-        sharding.fill(self.module, lambda name, start, stop: files.read(adapter_name(name), start, stop), trained.__contains__)
-
-
-def pack_score_head(module: PreTrainedModel) -> nn.Module:
-    """Make a model with a score head attend to packed rows; returns the layer that gives a score for every token.
-
-    Raises ConfigError where the model has none.
-    """
-    layer = getattr(module, "score", None)
-    if not isinstance(layer, nn.Linear):
-        raise ConfigError(
-            f"{type(module).__name__} has no linear layer named score, which dividing its tokens among ranks needs; "
-            "set fsdp_config.ulysses_sequence_parallel_size=1"
-        )
-    module.set_attn_implementation(PACKED)
-    return layer

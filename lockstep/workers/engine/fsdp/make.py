@@ -11,7 +11,7 @@ from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, check_packing
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
-from lockstep.workers.engine.fsdp import sharding
+from lockstep.workers.engine.fsdp import sharded_model
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.spec import EngineSpec
@@ -31,12 +31,9 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
         compile_layers(module)
     engine = FSDPEngine(
         module,
-        spec.head,
+        spec,
         version=_version(choice, adapts=lora is not None),
         config=config,
-        optim=spec.optim,
-        total_updates=spec.total_updates,
-        device=device,
         source=source,
         lora=lora,
     )
@@ -44,7 +41,7 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     if engine.score_layer is not None or (source is not None and spec.head is not Head.SCORE):
         with engine.on_device():
             check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
-            sharding.reshard(engine.module)
+            sharded_model.reshard(engine.module)
     engine.decoder = decoder
     return engine
 

@@ -1,11 +1,7 @@
-"""The two versions of FSDP, as the few operations in which they differ.
+"""Sharding a model with one of the two versions of FSDP, filling it, and what a rank has of it.
 
-FSDP1 is FullyShardedDataParallel, for ranks that share a model; FSDP2 is fully_shard, for any number of ranks.
-
-Traps that are handled here, all seen on CPU with torch 2.13: FSDP1's `sync_module_states` raises (every rank reads the same weights
-instead); a full state dict with CPU offload of a CPU model is a segmentation fault (weights are gathered one unit at a time instead).
-FSDP2 hangs its pre-backward hook on the model's outputs and warns about one that is a view, which a head with a bias returns
-(`own_logits` makes it a tensor of its own).
+FSDP1 is FullyShardedDataParallel, for ranks that share a model; FSDP2 is fully_shard, for any number of ranks. (FSDP1's
+`sync_module_states` raises on a CPU with torch 2.13: every rank reads the same weights instead.)
 """
 
 from __future__ import annotations
@@ -13,16 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -36,9 +29,9 @@ from transformers import PreTrainedModel
 from lockstep.config.engine import FSDPConfig
 from lockstep.models.fast_layers import takes_float_residual
 from lockstep.models.meta import WeightSource
-from lockstep.workers.engine import sharded
+from lockstep.workers.engine.fsdp.sharded_model import all_names, hf_name, own_logits, reshard, saved_buffers, whole_units
 from lockstep.workers.engine.fsdp.tensor_parallel import split_layers
-from lockstep.workers.engine.sharded import ReadRows, local_part, read_shards, whole_tensor
+from lockstep.workers.engine.sharded import ReadRows, local_part, read_shards
 
 _STRATEGIES = {
     (1, True): ShardingStrategy.FULL_SHARD,
@@ -101,7 +94,7 @@ def shard(
             use_orig_params=True,
             param_init_fn=_materialise(device),
         )
-        _fill_parameters(wrapped, source.read, _all)
+        _fill_parameters(wrapped, source.read, all_names)
         return wrapped
     if source is None:
         model = model.to(device)  # type: ignore[arg-type]
@@ -117,7 +110,7 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if source is not None:
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-        _fill_parameters(model, source.read, _all)
+        _fill_parameters(model, source.read, all_names)
     return model
 
 
@@ -136,67 +129,8 @@ def _materialise(device: torch.device) -> Callable[[nn.Module], None]:
     return materialise
 
 
-def own_logits(module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook that makes the model's logits a tensor of their own where they are a view."""
-    logits = getattr(output, "logits", None)  # none where hidden states were handed out
-    if logits is not None and logits.requires_grad and logits._is_view():
-        output.logits = logits.clone()
-
-
-def reshard(module: nn.Module) -> None:
-    """Free what forward passes without a backward pass have gathered: it would not follow the next update."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-@contextmanager
-def gradient_sync(module: nn.Module, enabled: bool, keep_gathered: bool) -> Iterator[None]:
-    """Reduce gradients over the ranks in backward passes inside, or only add them up locally.
-
-    With `keep_gathered` whole parameters stay until the pass that reduces (FSDP2): the passes before it gather nothing again.
-    """
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(enabled)
-        module.set_reshard_after_backward(enabled or not keep_gathered)
-        yield
-    elif enabled:
-        yield
-    else:
-        assert isinstance(module, FullyShardedDataParallel)
-        with module.no_sync():
-            yield
-
-
-def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
-    """Scale the whole gradient down to `max_norm`; returns its norm before."""
-    if isinstance(module, FullyShardedDataParallel):
-        return float(module.clip_grad_norm_(max_norm))
-    return sharded.clip_grad_norm((p.grad for p in module.parameters() if p.grad is not None), max_norm)
-
-
-def _all(name: str) -> bool:
-    return True
-
-
-def whole_tensors(module: nn.Module, chosen: Callable[[str], bool] = _all) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the `chosen` parameters and saved buffers. A collective: every rank takes all of them.
-
-    What is sharded is gathered one parameter (FSDP2) or one layer (FSDP1) at a time. A parameter that this rank has whole is given as
-    it is, not as a copy.
-    """
-    if isinstance(module, FullyShardedDataParallel):
-        for name, parameter in _whole_units(module, writeback=False):
-            if chosen(name):
-                yield name, parameter.detach().clone()
-    else:
-        reshard(module)
-        yield from ((name, whole_tensor(p)) for name, p in module.named_parameters() if chosen(name))
-    yield from ((name, buffer) for name, buffer in saved_buffers(module) if chosen(name))
-
-
 @torch.no_grad()
-def fill(module: nn.Module, read: ReadRows, chosen: Callable[[str], bool] = _all) -> None:
+def fill(module: nn.Module, read: ReadRows, chosen: Callable[[str], bool] = all_names) -> None:
     """Overwrite the `chosen` parameters and saved buffers with the rows that `read(name, start, stop)` gives, part by part."""
     _fill_parameters(module, read, chosen)
     for name, buffer in saved_buffers(module):
@@ -207,29 +141,12 @@ def fill(module: nn.Module, read: ReadRows, chosen: Callable[[str], bool] = _all
 @torch.no_grad()
 def _fill_parameters(module: nn.Module, read: ReadRows, chosen: Callable[[str], bool]) -> None:
     if isinstance(module, FullyShardedDataParallel):
-        for name, parameter in _whole_units(module, writeback=True):
+        for name, parameter in whole_units(module, writeback=True):
             if chosen(name):
                 parameter.copy_(read(name, 0, len(parameter)))
     else:
         reshard(module)
         read_shards(((name, p) for name, p in module.named_parameters() if chosen(name)), read)
-
-
-def _whole_units(module: FullyShardedDataParallel, writeback: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, whole parameter) of what FSDP1 gathers at once, one unit after the other, the root first; a tied one comes
-    once. With `writeback` what is written to it is kept."""
-    for prefix, unit in module.named_modules():
-        if isinstance(unit, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=writeback):
-                inner = [m for m in unit.modules() if m is not unit and isinstance(m, FullyShardedDataParallel)]
-                inside = {id(parameter) for m in inner for parameter in m.parameters()}
-                for name, parameter in unit.named_parameters(prefix=prefix):
-                    if id(parameter) not in inside:
-                        yield _hf_name(name), parameter
-
-
-def _hf_name(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def shards(module: nn.Module) -> Iterator[Tensor]:
@@ -246,17 +163,9 @@ def gradient_shards(module: nn.Module) -> Iterator[Tensor]:
     yield from (local_part(parameter.grad) for parameter in module.parameters() if parameter.grad is not None)
 
 
-def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of the buffers that belong to a checkpoint."""
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield _hf_name(f"{prefix}.{name}".removeprefix(".")), buffer
-
-
 def own_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, gradient) of every trained parameter on ONE rank; zeros where the last backward passes left none."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            yield _hf_name(name), local_part(gradient).detach()
+            yield hf_name(name), local_part(gradient).detach()

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
 from lockstep.errors import DataError
-from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget, PackedRows, pack_sequences
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine, silent, token_outputs
-from lockstep.workers.engine.checkpoint import OPTIMIZER, ModelFolder, read_updates, write_gathered
+from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.checkpoint import OPTIMIZER, read_updates, write_gathered
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
 from lockstep.workers.engine.megatron.layout import join_layout
 from lockstep.workers.engine.megatron.library import (
@@ -34,8 +33,6 @@ from lockstep.workers.engine.megatron.model import Stage
 from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
 from lockstep.workers.engine.megatron.spec import head_size, transformer_config
 from lockstep.workers.engine.megatron.weights import MegatronWeights
-from lockstep.workers.engine.optim import Updates
-from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.spec import EngineSpec
 
 Consume = Callable[[int, Tensor], Tensor]
@@ -50,14 +47,10 @@ class MegatronEngine(TrainEngine):
     def __init__(self, config: MegatronConfig, spec: EngineSpec) -> None:
         module, source = spec.load()
         head, optim, device = spec.head, spec.optim, spec.device
-        self.head, self.device = head, device
+        super().__init__(spec, module, config.dtype)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # megatron-core makes its buffers on the current device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.folder = ModelFolder.of(module)
         hf_config, shapes = self.folder.hf_config, self.folder.shapes
-        self.cost = model_cost(module)
-        self.dtype = compute_dtype(config.dtype, device)
         self._layout = layout = join_layout(config, spec.seed)
         self.model_group = layout.model if layout.model.size() > 1 else None
         self.gradient_ranks = layout.data.size()
@@ -74,7 +67,6 @@ class MegatronEngine(TrainEngine):
         ).to(device)
         placed = place_parameters(shapes, hf_config.num_hidden_layers, head_size(hf_config), layout.pipeline.size())
         self._weights = MegatronWeights(stage, placed, shapes, layout, device)
-        self._updates = Updates(optim, spec.total_updates)
         self._optimizer: AdamW | None = None
         self.module: nn.Module = stage.requires_grad_(False) if optim is None else self._trained(stage, optim, config)
         self._read_weights(source.read)
@@ -95,7 +87,7 @@ class MegatronEngine(TrainEngine):
     def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
         """See TrainEngine. The ranks of the last stage have the columns and give them to the others."""
         for packed, stacked in zip(packs, self._forward(packs, temperature), strict=True):
-            yield self._unstack(self._from_last_stage(stacked, len(packed.predict_at)), entropy_grad=False)
+            yield self._named(self._from_last_stage(stacked, len(packed.predict_at)))
 
     def forward_backward(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
@@ -104,9 +96,9 @@ class MegatronEngine(TrainEngine):
         packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
 
         def loss_of(number: int, stacked: Tensor) -> Tensor:
-            asked = silent(loss_pass) if packs[number].is_placeholder else loss_pass
             # The schedule divides by the number of micro-batches, but a loss here is a part of a sum and not of a mean.
-            return asked.of(token_outputs(self._unstack(stacked, entropy_grad)), packs[number].tokens) * len(packs)
+            packed = packs[number]
+            return loss_pass.of(packed).loss_of(self._named(stacked), packed.tokens) * len(packs)
 
         self._schedule(packs, loss_of, temperature, entropy_grad, forward_only=False)
         return self._metrics(loss_pass)
@@ -151,12 +143,6 @@ class MegatronEngine(TrainEngine):
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-    def _unstack(self, stacked: Tensor, entropy_grad: bool) -> dict[str, Tensor]:
-        if self.head is Head.VALUE:
-            return {"values": stacked[:, 0]}
-        log_probs, entropy = stacked.unbind(-1)
-        return {"log_probs": log_probs, "entropys": entropy if entropy_grad else entropy.detach()}
 
     def _from_last_stage(self, stacked: Tensor | None, rows: int) -> Tensor:
         group = self._layout.pipeline

@@ -7,9 +7,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.chunked_head import VocabularyPart, chunked_log_probs
+from lockstep.models.chunked_head import chunked_log_probs
 from lockstep.models.load import Head
 from lockstep.models.packing import PackedRows
+from lockstep.models.vocabulary_part import VocabularyPart
 from lockstep.workers.engine.megatron.convert import padded_vocabulary
 from lockstep.workers.engine.megatron.layout import MegatronLayout
 from lockstep.workers.engine.megatron.library import (

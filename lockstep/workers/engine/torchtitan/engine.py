@@ -15,15 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine import TorchtitanConfig
-from lockstep.models.flops import model_cost
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget, PackedRows, pack_sequences
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine, silent, token_outputs
-from lockstep.workers.engine.checkpoint import ModelFolder, read_moments, read_updates, write_moments
-from lockstep.workers.engine.optim import Updates, make_adamw, step_adamw
-from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.checkpoint import read_moments, read_updates, write_moments
+from lockstep.workers.engine.optim import make_adamw, step_adamw
 from lockstep.workers.engine.sharded import clip_grad_norm, read_shards
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.torchtitan.model import Question, decoder_config
@@ -42,11 +40,7 @@ class TorchtitanEngine(TrainEngine):
     def __init__(self, config: TorchtitanConfig, spec: EngineSpec) -> None:
         model, source = spec.load()
         head, optim, device = spec.head, spec.optim, spec.device
-        self.head, self.device = head, device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.folder = ModelFolder.of(model)
-        self.cost = model_cost(model)
-        self.dtype = compute_dtype(config.dtype, device)
+        super().__init__(spec, model, config.dtype)
         self._layout = make_layout(config.tensor_parallel_size, config.pipeline_parallel_size)
         self.model_group, self.reports = self._layout.model_group, self._layout.reports
         tied = head is Head.LANGUAGE_MODEL and bool(model.config.tie_word_embeddings)
@@ -66,7 +60,6 @@ class TorchtitanEngine(TrainEngine):
             if self._layout.stages is not None
             else None
         )
-        self._updates = Updates(optim, spec.total_updates)
         self._optimizer = make_adamw(self._parameters.values(), optim) if optim else None
         self.decoder = spec.decoder(model)
 
@@ -82,7 +75,7 @@ class TorchtitanEngine(TrainEngine):
 
     def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
         for answer in self._answers([self._inputs(packed, temperature) for packed in packs]):
-            yield self._columns(answer)
+            yield self._named(answer)
 
     def forward_backward(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
@@ -91,8 +84,8 @@ class TorchtitanEngine(TrainEngine):
         batches = [self._inputs(packed, temperature, entropy_grad) for packed in packs]
 
         def loss_of(number: int, answer: Tensor) -> Tensor:
-            asked = silent(loss_pass) if packs[number].is_placeholder else loss_pass
-            return asked.of(token_outputs(self._columns(answer, entropy_grad)), packs[number].tokens)
+            packed = packs[number]
+            return loss_pass.of(packed).loss_of(self._named(answer), packed.tokens)
 
         if self._pipeline is not None:
             self._pipeline.backward(batches, loss_of, self.gradient_sync)
@@ -123,12 +116,6 @@ class TorchtitanEngine(TrainEngine):
     def _inputs(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> Inputs:
         question = Question(packed.predict_at, packed.targets, temperature, entropy_grad)
         return packed.input_ids, packed.position_ids, packed.layout, question
-
-    def _columns(self, answer: Tensor, entropy_grad: bool = False) -> dict[str, Tensor]:
-        if self.head is Head.VALUE:
-            return {"values": answer}
-        log_probs, entropy = answer.unbind(-1)
-        return {"log_probs": log_probs, "entropys": entropy if entropy_grad else entropy.detach()}
 
     # -- updates ---------------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from torchtitan.protocols.sharding import ShardingConfig
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import packed_attention
-from lockstep.models.chunked_head import VocabularyPart, chunked_log_probs
+from lockstep.models.chunked_head import chunked_log_probs
+from lockstep.models.vocabulary_part import VocabularyPart
 from lockstep.workers.engine.sharded import local_part
 
 

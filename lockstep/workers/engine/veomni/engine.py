@@ -6,12 +6,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, VeOmniConfig
-from lockstep.models.load import Head, check_packing
+from lockstep.models.load import Head, check_packing, pack_score_head
 from lockstep.models.meta import WeightSource
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.checkpoint import ModelFolder
-from lockstep.workers.engine.fsdp import sharding
-from lockstep.workers.engine.fsdp.engine import FSDPEngine, pack_score_head
+from lockstep.workers.engine.fsdp import sharded_model, sharding
+from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.veomni.build import build_model, lay_out, shard_model
@@ -32,20 +32,18 @@ class VeOmniEngine(FSDPEngine):
         if head is Head.SCORE:  # VeOmni's class gives a score for every token, so rows need not be padded
             self.score_layer = pack_score_head(module)
         fsdp = FSDPConfig(dtype=config.dtype, ulysses_sequence_parallel_size=config.ulysses_parallel_size)
-        super().__init__(
-            module, head, version=2, config=fsdp, optim=spec.optim, total_updates=spec.total_updates, device=device, source=source
-        )
+        super().__init__(module, spec, version=2, config=fsdp, source=source)
         self.folder = ModelFolder.of(plain)
         assert isinstance(self.module, PreTrainedModel)
         check_packing(self.module, self.module, str(spec.model.path), device, self.dtype, self.score_layer)
-        sharding.reshard(self.module)
+        sharded_model.reshard(self.module)
         self.decoder = spec.decoder(plain)
 
     def _shard(
         self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None
     ) -> nn.Module:
         assert source is not None
-        module.register_forward_hook(sharding.own_logits)  # before FSDP's own hook, which looks at the output
+        module.register_forward_hook(sharded_model.own_logits)  # before FSDP's own hook, which looks at the output
         sharded = shard_model(module, self.dtype)
         sharding.fill(sharded, source.read)
         return sharded

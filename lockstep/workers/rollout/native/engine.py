@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.attention import CACHED
+from lockstep.models.cached_attention import CACHED
 from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping, failed
 from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.native.backend import Backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from lockstep.config import PPOConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.attention import CACHED
+from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget
@@ -118,7 +119,7 @@ def test_a_gradient_may_come_in_several_parts(tmp_path: Path) -> None:
 
     def train() -> tuple[float, dict[str, Tensor]]:
         engine = LAYOUTS["dp2"].engine(path)
-        loss = make_policy_loss(ACTOR, denominators_of(STEPS[0]), 1.0)
+        loss = partial(make_policy_loss(ACTOR, 1.0), denominators=denominators_of(STEPS[0]))
         for half in (STEPS[0][:3], STEPS[0][3:]):
             mine = batch_of(share(half, 0, engine.rank, engine.world_size))
             engine.forward_backward(mine, loss, TWO_MICRO_BATCHES, TEMPERATURE, entropy_grad=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.models.attention import CACHED, Variant
+from lockstep.models.cached_attention import CACHED, Variant
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.native.cpu.paged import PagedAttention
 from lockstep.workers.rollout.native.probe import cache_shape

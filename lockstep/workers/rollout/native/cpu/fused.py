@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.attention import Variant
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.backend import TorchBackend, draw_one_by_one
 from lockstep.workers.rollout.native.cpu.kernels import (

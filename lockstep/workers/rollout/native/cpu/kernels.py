@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.models.attention import Variant
+from lockstep.models.cached_attention import Variant
 from lockstep.utils.model_source import cache_folder
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "layer.c", "linear.c"))

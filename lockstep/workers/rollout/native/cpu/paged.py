@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.models.attention import Variant, causal_attention, masked_attention
+from lockstep.models.attention import causal_attention, masked_attention
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, library, store
 from lockstep.workers.rollout.native.pages import KVCache
 
@@ -65,7 +66,7 @@ class _Block:
 
 
 class PagedAttention:
-    """Reads and writes one KVCache; see models.attention.KeyValueCache. `begin` says what the next pass computes."""
+    """Reads and writes one KVCache; see models.cached_attention.KeyValueCache. `begin` says what the next pass computes."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

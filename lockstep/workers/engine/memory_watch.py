@@ -1,4 +1,4 @@
-"""One stage of a step on one device: its peak of memory, and what it means that the memory was not enough."""
+"""The memory of a stage of a step on one device: its peak, and what to do when it was not enough."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _peaks: dict[torch.device, dict[str, Metric]] = {}
 """Peaks of this process that nobody has taken. All its workers share them: some (a reference, a reward model) return no metrics."""
 
 
-class Stages:
-    """Runs stages on `device` and remembers the peaks of GPU memory until a worker of this process takes them."""
+class MemoryWatch:
+    """Watches the stages of a step on `device`, and remembers the peaks of GPU memory until a worker of this process takes them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @contextmanager
-    def run(self, name: str, token_counts: Sequence[int], budget: Budget | None, key: str) -> Iterator[None]:
+    def stage(self, name: str, token_counts: Sequence[int], budget: Budget | None, key: str) -> Iterator[None]:
         """A stage over rows of these token counts, cut by `budget`; `key` is the config key that lowers its memory first.
 
         Raises ResourceError, with the stage, the sizes and the key, in the place of an out-of-memory error.

@@ -1,13 +1,31 @@
-"""Ranks that compute the same rows: each brings its own, all get all of them."""
+"""Which rows a rank computes, and when: it joins those of its model group, and packs the next micro-batch while the device works."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from lockstep.protocol import DataProto
+
+T = TypeVar("T")
+
+
+class LazySequence(Sequence[T], Generic[T]):
+    """`make(i)` for i in 0...length - 1, each called at most once."""
+
+    def __init__(self, length: int, make: Callable[[int], T]) -> None:
+        self._numbers, self._make = range(length), cache(make)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = self._numbers[index]
+        return self._make(number) if isinstance(number, int) else [self._make(i) for i in number]
 
 
 def join_rows(data: DataProto, group: dist.ProcessGroup | None) -> tuple[DataProto, Sequence[int]]:

@@ -1,0 +1,62 @@
+"""Attention for decoding, as a function that plugs into transformers' attention interface (see attention.py): new tokens read and extend
+a key-value cache that the native rollout engine owns. Legend: H query heads, D head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+CACHED = "lockstep_cached"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How one layer attends, beside its queries, keys and values."""
+
+    scaling: float | None = None
+    """Multiplies the scores; None means 1 / sqrt(D)."""
+    sliding_window: int | None = None
+    """A token sees itself and the `sliding_window` - 1 tokens before it; None sees all."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """[H]: a score of each head that takes part in the softmax and has no value."""
+
+
+class KeyValueCache(Protocol):
+    """What `cached_attention` asks of the cache: remember these keys and values, and attend with these queries."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        """Store key and value of the new tokens, then return the attention output [batch, tokens, H, D]. All have one head size D."""
+        ...
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kv_cache: KeyValueCache,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of new tokens over what `kv_cache` holds of their sequences."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    # A cache has one head size. Zeros at the end of a key change no score; at the end of a value they are cut off again.
+    value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
+    out = kv_cache.attend(layer, query, key, value, Variant(scaling, sliding_window, softcap, s_aux))
+    return out[..., :value_dim], None
+
+
+AttentionInterface.register(CACHED, cached_attention)
