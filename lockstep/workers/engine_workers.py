@@ -30,6 +30,7 @@ from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.policy.actor import ActorPart, actor_budget
