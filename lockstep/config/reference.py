@@ -20,7 +20,7 @@ def keys() -> Iterator[tuple[str, Any, str]]:
     config = PPOConfig()
     for key in valid_keys():
         *path, name = key.split(".")
-        section = functools.reduce(getattr, path, config)
+        section: Any = functools.reduce(getattr, path, config)
         yield key, getattr(section, name), _meanings(type(section))[name]
 
 
