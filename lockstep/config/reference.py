@@ -20,8 +20,8 @@ def keys() -> Iterator[tuple[str, Any, str]]:
     config = PPOConfig()
     for key in valid_keys():
         *path, name = key.split(".")
-        section: Any = functools.reduce(getattr, path, config)
-        yield key, getattr(section, name), _meanings(type(section))[name]
+        section = functools.reduce(getattr, path, config)
+        yield key, getattr(section, name), _meanings(type(section))[name]  # type: ignore[arg-type]  # a class is hashable
 
 
 def command_line_help() -> str:
