@@ -21,7 +21,7 @@ def keys() -> Iterator[tuple[str, Any, str]]:
     for key in valid_keys():
         *path, name = key.split(".")
         section = functools.reduce(getattr, path, config)
-        yield key, getattr(section, name), _meanings(type(section))[name]
+        yield key, getattr(section, name), _meanings(type(section))[name]  # type: ignore[arg-type]  # a class is hashable
 
 
 def command_line_help() -> str:

@@ -30,6 +30,7 @@ _EXTRA_COLUMNS = 2
 _SCALE_FACTOR = 5.0
 
 C = TypeVar("C", bound="Case")
+C_contra = TypeVar("C_contra", bound="Case", contravariant=True)
 Results = dict[str, Tensor]
 """What a subject makes of a case, by name: a number of the whole batch [], or one number per token [B, T]."""
 
@@ -81,10 +82,10 @@ class LossCase(Case):
     """Rows before this one are the first micro-batch (or rank), the others the second."""
 
 
-class Subject(Protocol[C]):
+class Subject(Protocol[C_contra]):
     """A loss or an estimator with the numbers it is called with."""
 
-    def evaluate(self, case: C) -> Results:
+    def evaluate(self, case: C_contra) -> Results:
         """What it makes of the whole batch. Raises Violation when that is not one number per token."""
 
 
