@@ -15,7 +15,7 @@ import struct
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Machine -> AUDIT_ARCH_*, column in the tables below."""
 
-_REFUSED = """
+_TABLE = """
     memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180,
     ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438, kcmp 312 272, keyctl 250 219,
     add_key 248 217, request_key 249 218, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425,
@@ -24,6 +24,7 @@ _REFUSED = """
     init_module 175 105, finit_module 313 273, kexec_load 246 104, syslog 103 116, quotactl 179 60
 """
 """System call, and its number in each column."""
+_REFUSED = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, _TABLE.split(","))}
 _SOCKET = (41, 198)
 _FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6: all three end at the network namespace
 _X32 = 0x40000000  # the second table of system calls on x86_64
@@ -41,7 +42,7 @@ def machines() -> list[str]:
 def filter_program(machine: str) -> bytes:
     """The filter, as an array of `struct sock_filter` {u16 code; u8 jump_true; u8 jump_false; u32 k}."""
     arch, column = _ARCHITECTURES[machine]
-    refused = [int(call.split()[1 + column]) for call in _REFUSED.split(",")]
+    refused = [numbers[column] for numbers in _REFUSED.values()]
     # (code, k, target if true, target if false); a target is None for the next line, or the action to end with.
     lines: list[tuple[int, int, int | None, int | None]] = [
         (_LOAD, _ARCH, None, None),
