@@ -274,7 +274,7 @@ def test_two_hundred_switches_between_generating_and_updating_take_no_memory(
         for switch in range(switches):
             batch = prompts().slice(0, 2)
             batch = batch.union(roles["policy"].generate_sequences(batch, params, switch))
-            assert (worker.rollout.engine._runner.num_pages > 0) is keep
+            assert (worker.rollout.engine.backend.num_pages > 0) is keep
             assert all(parameter.is_meta for parameter in worker.rollout.engine.module.parameters())
             learn(roles["policy"], batch)
             if switch in (2, switches - 1):
@@ -309,7 +309,7 @@ def test_sharded_ranks_generate_their_shares_and_give_the_gathered_weights_back(
             found += [row.tolist() for row in out.ragged("responses").rows()]
             del out
             released.append(living_tensors()[1] <= before + 4096)
-            released.append(worker.rollout.engine._runner.num_pages == 0)
+            released.append(worker.rollout.engine.backend.num_pages == 0)
         return found, released
 
     ((whole, fine),) = run_distributed(rank, 1)

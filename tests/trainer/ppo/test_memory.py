@@ -41,7 +41,7 @@ def placed(trainer: RayPPOTrainer) -> dict[str, tuple[bool, bool]]:
         "ref": workers["ref"].ref.engine,
         **({"reward_model": workers["rm"].engine} if "rm" in workers else {}),
     }
-    return {name: (engine._rest is not None, engine._offload) for name, engine in engines.items()}
+    return {name: (engine._offload is not None, engine._offloads_state) for name, engine in engines.items()}
 
 
 def run(config: PPOConfig) -> tuple[list[dict[str, Any]], dict[str, tuple[bool, bool]], dict[str, torch.Tensor]]:
