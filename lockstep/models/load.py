@@ -20,6 +20,7 @@ from transformers import (
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
+from lockstep.models import cached_attention  # noqa: F401  (its name can be chosen below)
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, draw_weights, missing_weights
 from lockstep.models.outputs import layer_output
