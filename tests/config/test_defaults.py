@@ -30,24 +30,13 @@ ALLOWED = {
     "algorithms/advantages/returns.py rewards_to_go.gamma": "a sum without discount",
     "workers/engine/base.py TrainEngine.forward.temperature": "a value model has none",
     "workers/engine/base.py TrainEngine.forward_backward.temperature": "a value model has none",
+    "workers/engine/megatron/engine.py MegatronEngine.forward_backward.temperature": "a value model has none",
+    "workers/engine/torchtitan/engine.py TorchtitanEngine.forward_backward.temperature": "a value model has none",
     "workers/engine/torchtitan/model.py Question.temperature": "a value model has none",
     "rewards/graders/math.py compute_score.timeout_s": "of one comparison inside a call that reward.timeout_s bounds",
     # Users write these calls without the argument.
     "utils/tokenizer.py hf_tokenizer.trust_remote_code": "the tutorial's call; code from a model's folder never runs unasked",
     "utils/hf_config.py read_model_config.trust_remote_code": "code from a model's folder never runs unasked",
-    # Still to become required arguments.
-    "algorithms/advantages/returns.py gdpo.norm_adv_by_std_in_grpo": "to go",
-    "trainer/ppo/rewards.py score.max_failure_rate": "to go",
-    "workers/rollout/native/cpu/fused.py FusedRunner.__init__.batch_invariant": "to go",
-    "workers/rollout/native/cpu/fused.py FusedRunner.__init__.gpu_memory_utilization": "to go",
-    "workers/rollout/native/gpu/backend.py GPUBackend.__init__.batch_invariant": "to go",
-    "workers/rollout/native/gpu/loop.py GenerationLoop.__init__.batch_invariant": "to go",
-    "workers/rollout/native/invariant.py InvariantRunner.__init__.gpu_memory_utilization": "to go",
-    "workers/rollout/native/torch_runner.py TorchRunner.__init__.gpu_memory_utilization": "to go",
-    "workers/rollout/sampling.py sample.repetition_penalty": "to go",
-    "workers/rollout/sampling.py sample.min_p": "to go",
-    "workers/rollout/sampling.py sample.top_p": "to go",
-    "workers/rollout/sampling.py sample.top_k": "to go",
 }
 """Place -> why it is not a second source."""
 ROOMS = {

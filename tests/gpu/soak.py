@@ -93,7 +93,7 @@ class Plain(NativeRollout):
     @property
     def backend(self) -> Any:  # type: ignore[override]
         if "_plain" not in vars(self):
-            self._plain = TorchBackend(self.module, cache_shape(self.module, PAGE_SIZE))
+            self._plain = TorchBackend(self.module, cache_shape(self.module, PAGE_SIZE), 0.5)
         return self._plain
 
 

@@ -27,7 +27,7 @@ def big_tiny(family: str, **changes):
 def make_backend(model, num_pages=200, **options):
     kv_heads = 4 if model.config.model_type == "gpt_neox" else 2
     shape = CacheShape(2, kv_heads, 64, GPUBackend.page_size, model.dtype)
-    backend = GPUBackend(model, shape, 0.5, **{"own_weights": True} | options)
+    backend = GPUBackend(model, shape, 0.5, **{"own_weights": True, "batch_invariant": False} | options)
     backend.open(num_pages)
     return backend
 

@@ -71,7 +71,7 @@ def gdpo(
     group: Tensor,
     reward_parts: Tensor,
     reward_part_weights: Tensor | None = None,
-    norm_adv_by_std_in_grpo: bool = True,
+    norm_adv_by_std_in_grpo: bool,
     epsilon: float = STD_FLOOR,
 ) -> tuple[Tensor, Tensor]:
     """Every part of the reward has the same voice, whatever its spread (GDPO, arXiv 2601.05242).

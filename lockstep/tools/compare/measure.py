@@ -125,19 +125,9 @@ def compare(
         raise ConfigError(f"{len(measured)} of {len(algorithms)} algorithms could be computed, and a comparison needs two{listed}")
     tokenizer = hf_tokenizer(str(recording.model), shared.actor_rollout_ref.model.trust_remote_code)
     dots = arithmetic.dots([m.gradient for _, m in measured])
-    source = {
-        "recording": str(recording.folder),
-        "model": str(policy),
-        "step": batch.meta_info.get("global_step"),
-        "rows": len(batch),
-        "prompts": len(set(batch.non_tensor_batch["uid"])),
-        "tokens": int(batch.ragged("responses").lengths.sum()),
-        "drift": drift,
-        "drift_algorithm": drifted,
-        "largest_log_ratio": max(m.metrics["actor/log_ratio_max"].value for _, m in measured),
-    }
+    largest = max(m.metrics["actor/log_ratio_max"].value for _, m in measured)
     return Comparison(
-        source=source,
+        source=_source(recording, policy) | {"drift": drift, "drift_algorithm": drifted, "largest_log_ratio": largest},
         results=[_result(*each, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, each in enumerate(measured)],
         cosines=arithmetic.cosines(dots),
         row_prompts=[str(uid) for uid in batch.non_tensor_batch["uid"]],
@@ -145,6 +135,19 @@ def compare(
         excerpts=tokens.excerpts(batch, [m.pushes for _, m in measured], tokenizer, num_excerpts),
         not_comparable=not_comparable,
     )
+
+
+def _source(recording: Recording, policy: Path) -> dict[str, Any]:
+    """Where the numbers come from."""
+    batch = recording.batch
+    return {
+        "recording": str(recording.folder),
+        "model": str(policy),
+        "step": batch.meta_info.get("global_step"),
+        "rows": len(batch),
+        "prompts": len(set(batch.non_tensor_batch["uid"])),
+        "tokens": int(batch.ragged("responses").lengths.sum()),
+    }
 
 
 @contextmanager

@@ -106,20 +106,18 @@ class RayPPOTrainer(Run):
         self.worker_groups = self.workers.by_role
 
     def init_workers(self) -> None:
-        """Check the resources, start one process for each slot of the pools, and load every role's model.
-
-        No process is left when this fails.
-        """
+        """Check the resources, start a process per slot of the pools, load every role's model. No process is left when this fails."""
         workers = self.workers
         workers.start(self.total_steps, self.tokenizer.pad_token_id)
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
-        self.rollout_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Rollout")
         self.actor_rollout_wg = self.actor_wg
+        self.rollout_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Rollout")
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
         self.weight_exchange, self.num_gpus = workers.weight_exchange(), self.resource_pool_manager.get_n_gpus()
         self.scorer = Scorer(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
+        self.val_scorer = Scorer(self.val_reward_fn, None, self.tokenizer, self.config)
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 
     def close(self) -> None:
@@ -194,8 +192,8 @@ class RayPPOTrainer(Run):
 
     def _record(self, step: int, batch: DataProto, scored: Scored) -> dict[str, float]:
         """Numbers about the batch and the time it took. Writes its samples where trainer.rollout_data_dir says."""
-        data = self.config.data
-        if (folder := self.config.trainer.rollout_data_dir) is not None:
+        data, folder = self.config.data, self.config.trainer.rollout_data_dir
+        if folder is not None:
             write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
@@ -221,8 +219,7 @@ class RayPPOTrainer(Run):
 
     def _validate(self) -> dict[str, float]:
         """Generate on the validation prompts with rollout.val_kwargs and score them with the function reward."""
-        scorer = Scorer(self.val_reward_fn, None, self.tokenizer, self.config)
-        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, scorer, self.config, self.global_steps)
+        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, self.val_scorer, self.config, self.global_steps)
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,10 @@ class Estimation:
     """How advantages are made of scores."""
 
     estimator: Bound
-    config: AlgorithmConfig
+    kl_kind: str | None
+    """Which estimate of the KL to the reference is taken off the scores; None takes nothing off."""
+    reward_keys: Sequence[str] | None
+    """The parts of the reward that the estimator reads."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> Estimation:
@@ -33,7 +37,8 @@ class Estimation:
             "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
             "reward_part_weights": torch.tensor(weights, dtype=torch.float64) if weights else None,
         }
-        return cls(bind_estimator(load_reference(config.adv_estimator) or config.adv_estimator, parameters), config)
+        estimator = bind_estimator(load_reference(config.adv_estimator) or config.adv_estimator, parameters)
+        return cls(estimator, config.kl_penalty if config.use_kl_in_reward else None, config.gdpo_reward_keys)
 
 
 @dataclass(frozen=True, slots=True)

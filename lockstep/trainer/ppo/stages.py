@@ -18,7 +18,6 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
 from lockstep.algorithms.rows import Rows
-from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Mean, Metric, average_updates, merge_metrics
@@ -142,12 +141,12 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
 
     Writes token_level_rewards, advantages, returns. With KL in the reward, `kl_control` is updated.
     """
-    config, (rows, mask) = estimation.config, _rows_and_mask(batch)
+    rows, mask = _rows_and_mask(batch)
     rewards = batch.ragged("token_level_scores").values
     metrics = {}
-    if config.use_kl_in_reward:
+    if estimation.kl_kind is not None:
         old, reference = (batch.ragged(name).values for name in ("old_log_probs", "ref_log_prob"))
-        penalty = kl_penalty(old, reference, config.kl_penalty)
+        penalty = kl_penalty(old, reference, estimation.kl_kind)
         kl = masked_mean(rows.mean(penalty, mask), rows.sum(mask)).item()
         rewards = rewards - kl_control.value * torch.where(mask, penalty, 0.0)
         metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_control.value}
@@ -157,7 +156,7 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "token_level_rewards": rewards,
         "response_mask": mask,
         **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
-        "reward_parts": _reward_parts(batch, config),
+        "reward_parts": _reward_parts(batch, estimation.reward_keys),
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
     }
@@ -287,18 +286,18 @@ def _group(batch: DataProto) -> Tensor:
     return torch.from_numpy(np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1])
 
 
-def _reward_parts(batch: DataProto, config: AlgorithmConfig) -> Tensor | None:
+def _reward_parts(batch: DataProto, keys: Sequence[str] | None) -> Tensor | None:
     """The columns of reward_parts that algorithm.gdpo_reward_keys names [rows, K], or None where it names none."""
-    if config.gdpo_reward_keys is None:
+    if keys is None:
         return None
     names = list(batch.meta_info.get("reward_part_names", ()))
-    missing = [key for key in config.gdpo_reward_keys if key not in names]
+    missing = [key for key in keys if key not in names]
     if missing or "reward_parts" not in batch:
         raise ConfigError(
-            f"algorithm.gdpo_reward_keys names {config.gdpo_reward_keys}, but the reward function gave the parts {names}: make it "
-            f"return a dict with {missing or config.gdpo_reward_keys}, or change the keys"
+            f"algorithm.gdpo_reward_keys names {keys}, but the reward function gave the parts {names}: make it "
+            f"return a dict with {missing or keys}, or change the keys"
         )
-    return batch.batch["reward_parts"][:, [names.index(key) for key in config.gdpo_reward_keys]]
+    return batch.batch["reward_parts"][:, [names.index(key) for key in keys]]
 
 
 def _share_lost(before: Tensor, after: Tensor) -> float:

@@ -16,10 +16,10 @@ def sample(
     logits: Tensor,
     uniform: Tensor,
     temperature: float,
-    top_k: int = -1,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
     history: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token [rows] and its log-prob [rows] (float32) from `logits` [rows, vocabulary].

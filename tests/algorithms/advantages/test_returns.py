@@ -146,7 +146,12 @@ def test_gdpo_gives_a_narrow_part_the_same_voice_as_a_wide_one():
     parts = torch.tensor([[100.0, 0.0], [0.0, 0.01], [0.0, 0.0], [100.0, 0.01]], dtype=torch.float64)
     mask = torch.ones(4, 1)
     advantages, _ = estimate(
-        gdpo, token_level_rewards=parts.sum(1, keepdim=True), response_mask=mask, group=torch.zeros(4), reward_parts=parts
+        gdpo,
+        token_level_rewards=parts.sum(1, keepdim=True),
+        response_mask=mask,
+        group=torch.zeros(4),
+        reward_parts=parts,
+        norm_adv_by_std_in_grpo=True,
     )
     first, second, worst, best = advantages.flatten().tolist()
     assert first == pytest.approx(second, abs=1e-3)
@@ -156,6 +161,7 @@ def test_gdpo_gives_a_narrow_part_the_same_voice_as_a_wide_one():
 @pytest.mark.parametrize("wrong", [{"reward_parts": torch.ones(3, 2)}, {"reward_part_weights": torch.ones(3)}])
 def test_parts_that_do_not_fit_are_refused(wrong):
     inputs = {"token_level_rewards": torch.ones(2, 1), "response_mask": torch.ones(2, 1), "group": torch.zeros(2)}
+    inputs["norm_adv_by_std_in_grpo"] = True
     with pytest.raises(ValueError, match="part"):
         estimate(gdpo, **inputs, **({"reward_parts": torch.ones(2, 2)} | wrong))
 

@@ -15,7 +15,7 @@ from helpers.tiny import save_tiny_model, tiny_config
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
-from lockstep.workers.engine import order
+from lockstep.workers.engine import spec
 from lockstep.workers.engine.registry import check_engine
 from lockstep.workers.engine.sequence import check_sequence_ranks
 
@@ -85,7 +85,7 @@ def test_a_layout_that_cannot_be_is_refused_before_the_model_is_loaded(tmp_path:
     with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2 does not go with fsdp_config\.tensor_parallel_size=2"):
         check_engine(both, tiny_config(), 4, "cpu")
     path = save_tiny_model(tmp_path, num_attention_heads=1, num_key_value_heads=1)
-    monkeypatch.setattr(order, "load_on_meta", None)
+    monkeypatch.setattr(spec, "load_on_meta", None)
 
     def make() -> None:
         with pytest.raises(ConfigError, match=r"fsdp_config.ulysses_sequence_parallel_size=2 must divide the model's 1 attention"):

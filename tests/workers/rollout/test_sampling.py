@@ -6,11 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.workers.rollout import sampling
 from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.sampling import sample
 
 LAST_UNIFORM = 1.0 - 2.0**-24
 """The largest number that `uniforms` returns."""
+
+
+def sample(
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: float,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    history: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sampling.sample`, without filters unless they are given."""
+    return sampling.sample(logits, uniform, temperature, top_k, top_p, min_p, repetition_penalty, history)
 
 
 def draw(logits: Tensor, count: int, **options: float) -> Tensor:

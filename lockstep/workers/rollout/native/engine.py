@@ -78,8 +78,7 @@ class NativeRollout(ModuleRollout):
         self._aborts.add(index)
 
     def check(self) -> None:
-        shape, library = cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
-        check_equivalence(self.module, FusedBackend(self.module, shape, library) if library else TorchBackend(self.module, shape))
+        check_equivalence(self.module, self._cpu_backend(invariant=False))
 
     def sleep(self) -> None:
         if "backend" in vars(self):
@@ -104,14 +103,18 @@ class NativeRollout(ModuleRollout):
     @cached_property
     def backend(self) -> Backend:
         """What generates on the module's device; made when it is first needed."""
-        utilization, invariant = self.config.gpu_memory_utilization, self.config.batch_invariant
+        invariant = self.config.batch_invariant
         if self.module.device.type == "cuda":
             from lockstep.workers.rollout.native.gpu.backend import GPUBackend  # needs Triton
 
             shape = cache_shape(self.module, GPUBackend.page_size)
-            return GPUBackend(self.module, shape, utilization, own_weights=self.own_weights, batch_invariant=invariant)
+            utilization, own = self.config.gpu_memory_utilization, self.own_weights
+            return GPUBackend(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
+        return self._cpu_backend(invariant)
+
+    def _cpu_backend(self, invariant: bool) -> TorchBackend:
         shape, library = cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
+        utilization = self.config.gpu_memory_utilization
         if library is not None:
             return FusedBackend(self.module, shape, library, utilization, invariant)
-        kind = InvariantBackend if invariant else TorchBackend
-        return kind(self.module, shape, utilization)
+        return (InvariantBackend if invariant else TorchBackend)(self.module, shape, utilization)

@@ -101,7 +101,7 @@ def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch
 class TorchBackend(CPUBackend):
     """See Backend. `shape` is what `probe.cache_shape` found in the module."""
 
-    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float = 0.5) -> None:
+    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float) -> None:
         self.module, self.shape, self.page_size = module, shape, shape.page_size
         self.most_tokens = MOST_TOKENS if module.device.type == "cpu" else None
         self._gpu_memory_utilization = gpu_memory_utilization

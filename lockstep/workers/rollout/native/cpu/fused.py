@@ -102,8 +102,8 @@ class FusedBackend(TorchBackend):
         module: PreTrainedModel,
         shape: CacheShape,
         library: Library,
-        gpu_memory_utilization: float = 0.5,
-        batch_invariant: bool = False,
+        gpu_memory_utilization: float,
+        batch_invariant: bool,
     ) -> None:
         super().__init__(module, shape, gpu_memory_utilization)
         assert shape.page_size == library.page_size

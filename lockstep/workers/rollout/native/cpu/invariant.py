@@ -29,7 +29,7 @@ _KEYS = 64
 class InvariantBackend(TorchBackend):
     """See Backend and the module's docstring."""
 
-    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float = 0.5) -> None:
+    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float) -> None:
         super().__init__(module, shape, gpu_memory_utilization)
         config = module.config.get_text_config()
         experts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -44,7 +44,7 @@ class GPUBackend(Backend):
         gpu_memory_utilization: float,
         *,
         own_weights: bool,
-        batch_invariant: bool = False,
+        batch_invariant: bool,
         fused: bool = True,
     ) -> None:
         assert shape.page_size == self.page_size

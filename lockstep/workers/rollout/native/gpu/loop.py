@@ -83,7 +83,7 @@ class GenerationLoop:
         runner: DecodeRunner,
         rows: RowState,
         cache: KVCache,
-        batch_invariant: bool = False,
+        batch_invariant: bool,
     ) -> None:
         assert 0 < scheduler.lookahead < RING, f"the steps of an interval and a first token must fit into {RING} places"
         assert not scheduler.mixed
