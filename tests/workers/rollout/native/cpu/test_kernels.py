@@ -96,7 +96,7 @@ def test_the_draw_is_that_of_sample(compiled: Library, temperature: float) -> No
     uniform = torch.rand(200, generator=generator)
     uniform[0], uniform[1] = 0.0, 1.0 - 2.0**-24
     tokens, log_probs = draw(compiled, logits, uniform, temperature)
-    expected, expected_log_probs = sample(logits, uniform, temperature)
+    expected, expected_log_probs = sample(logits, uniform, temperature, -1, 1.0, 0.0, 1.0)
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(log_probs, expected_log_probs, atol=1e-5, rtol=0)
     for bad in (torch.nan, torch.inf):
