@@ -42,7 +42,7 @@ def test_tokens_are_the_cpus_and_log_probs_are_exact(temperature, vocabulary):
     draw(logits.cuda(), rows, 0)
     tokens, log_probs = (x.cpu() for x in drawn(rows, count))
     uniform = uniforms(rows.key[:count].cpu(), torch.zeros(count, dtype=torch.int64))
-    expected, _ = sample(logits, uniform, temperature)
+    expected, _ = sample(logits, uniform, temperature, -1, 1.0, 0.0, 1.0)
     assert (tokens == expected).float().mean() > (0.99 if temperature else 0.9999)
     want = torch.log_softmax(logits.double() / (temperature or 1.0), -1).gather(1, tokens[:, None])[:, 0]
     assert (log_probs - want).abs().max() < 1e-5

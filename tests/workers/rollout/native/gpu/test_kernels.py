@@ -46,7 +46,8 @@ def test_the_sampler_draws_the_cpus_tokens(temperature):
     rows.greedy.fill_(temperature == 0)
     logits = 2 * torch.randn(count, vocabulary)
     draw(logits, rows, 0)
-    want, log_probs = sample(logits, uniforms(rows.key[:count], torch.zeros(count, dtype=torch.int64)), temperature)
+    uniform = uniforms(rows.key[:count], torch.zeros(count, dtype=torch.int64))
+    want, log_probs = sample(logits, uniform, temperature, -1, 1.0, 0.0, 1.0)
     assert rows.token[:count].tolist() == want.tolist()
     torch.testing.assert_close(rows.out_log_probs[:count, 0], log_probs, atol=1e-5, rtol=0)
     assert rows.context[:count].tolist() == [1] * count
