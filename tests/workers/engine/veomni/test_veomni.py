@@ -21,7 +21,7 @@ from helpers.tiny import save_tiny_model, tiny_config
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
 from lockstep.protocol import DataProto
-from lockstep.workers.engine import order
+from lockstep.workers.engine import spec
 from lockstep.workers.engine.registry import check_engine
 from lockstep.workers.engine.veomni import check as veomni_check
 from lockstep.workers.engine.veomni.build import quiet_veomni
@@ -147,7 +147,7 @@ def test_a_missing_package_is_named_with_its_command_before_the_model_is_loaded(
 ) -> None:
     path = save_tiny_model(tmp_path)
     monkeypatch.setattr(veomni_check, "find_spec", lambda name: None)
-    monkeypatch.setattr(order, "load_on_meta", None)
+    monkeypatch.setattr(spec, "load_on_meta", None)
 
     def make() -> None:
         with pytest.raises(ConfigError, match=r"needs the package veomni.*pip install --no-deps veomni"):
