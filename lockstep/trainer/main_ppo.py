@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, Stopped
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config_file, overrides = _split_arguments(arguments)
         config = load_config(overrides, config_file)
         run(config)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.signum
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -45,6 +48,7 @@ def run(config: PPOConfig) -> None:
     """Train, and say what came of it."""
     # After the configuration has been checked: these imports bring torch.
     from lockstep.single_controller.ray.cluster import connect, disconnect
+    from lockstep.trainer.stop import end_on_sigterm
     from lockstep.trainer.summary import summarise
     from lockstep.utils.device import resolve_device
     from lockstep.workers.rollout.registry import check_installed
@@ -56,6 +60,7 @@ def run(config: PPOConfig) -> None:
         check_engines(config)
     uses_ray = config.trainer.worker_group == "ray" or (config.trainer.worker_group == "auto" and config.needs_ray)
     started_ray = uses_ray and connect(**config.ray_kwargs.ray_init)
+    end_on_sigterm()
     try:
         if embedded:
             config = with_embedded_task(config)
