@@ -134,9 +134,9 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(embedded_config, tm
     with (tmp_path / "log").open("w") as log:
         driver = subprocess.Popen([*command, "trainer.total_training_steps=100000"], stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 1, 120)
+            wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 1, 240)
             driver.send_signal(number)
-            status = driver.wait(timeout=60)
+            status = driver.wait(timeout=120)
         finally:
             driver.kill()
     output = (tmp_path / "log").read_text()
