@@ -45,8 +45,12 @@ ARROWS: dict[str, set[str]] = {
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/run": {"config", "checkpoint", "observability"},
+    "trainer/role": set(),
+    "trainer/resources": {"single_controller"},
+    "trainer/memory": {"single_controller", "planner"},
+    "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
     "trainer/ppo": {
-        "trainer/run", "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "observability", "utils",
+        "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "observability", "utils",
     },
     "trainer/summary": {"trainer/run"},
     # backends

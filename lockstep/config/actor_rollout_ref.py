@@ -1,7 +1,7 @@
 """`actor_rollout_ref.*`: the policy that is trained, how it generates, and its frozen reference."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config.check import absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
@@ -150,6 +150,8 @@ class RefConfig:
 class SamplingConfig:
     """How tokens are drawn in validation."""
 
+    prefix: ClassVar[str] = "actor_rollout_ref.rollout.val_kwargs"
+
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_k: int = -1
@@ -164,7 +166,7 @@ class SamplingConfig:
     """Samples a prompt."""
 
     def __post_init__(self) -> None:
-        check_sampling("actor_rollout_ref.rollout.val_kwargs", self, "n")
+        check_sampling(self.prefix, self, "n")
 
 
 @dataclass
