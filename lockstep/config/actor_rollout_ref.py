@@ -29,6 +29,19 @@ POLICY_ROLES = {
 }
 """Role of an ActorRolloutRefWorker -> its parts."""
 
+
+@dataclass(frozen=True, slots=True)
+class PolicyKeys:
+    """What messages and metrics call a policy and its keys."""
+
+    name: str = "actor"
+    engine: str = "actor_rollout_ref.actor"
+    tokens: str = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    model: str = "actor_rollout_ref.model"
+
+
+PPO_KEYS = PolicyKeys()
+
 ROLLOUTS = ("native", "hf", "vllm", "sglang")
 """Generation engines that can be named in rollout.name."""
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RolloutConfig, SamplingConfig
+from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.check import at_least, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
 from lockstep.config.trainer import RayConfig, RunConfig
@@ -21,6 +21,10 @@ class LearnerConfig(EngineChoice):
     def __post_init__(self) -> None:
         one_of("engine.strategy", self.strategy, STRATEGIES)
         at_least(self, "engine", 1, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+
+
+STAGE_KEYS = PolicyKeys("train", "engine", "engine.max_token_len_per_gpu", "model")
+"""What the workers' messages call these sections."""
 
 
 def stage_optim(lr: float) -> OptimConfig:

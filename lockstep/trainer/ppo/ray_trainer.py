@@ -117,8 +117,7 @@ class RayPPOTrainer(Run):
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
         self.weight_exchange, self.num_gpus = weight_exchange(workers, self.config), self.resource_pool_manager.get_n_gpus()
-        self.scorer = Scorer(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
-        self.val_scorer = Scorer(self.val_reward_fn, None, self.tokenizer, self.config)
+        self.scorer = Scorer.of(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 
     def close(self) -> None:
@@ -220,7 +219,10 @@ class RayPPOTrainer(Run):
 
     def _validate(self) -> dict[str, float]:
         """Generate on the validation prompts with rollout.val_kwargs and score them with the function reward."""
-        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, self.val_scorer, self.config, self.global_steps)
+        judge, config = Scorer.of(self.val_reward_fn, None, self.tokenizer, self.config), self.config
+        n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
+        options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir}
+        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -174,6 +174,17 @@ class TrainEngine(ABC):
                 scores += [part_scores.cpu()] if index else []
         return torch.cat(scores)[list(own)] if scores else torch.empty(0)
 
+    @torch.no_grad()
+    def evaluate(self, data: DataProto, loss: LossFn, budget: Budget) -> dict[str, Metric]:
+        """The loss's metrics over these rows, merged, without a gradient."""
+        self.module.eval()
+        data, _ = join_rows(data, self.model_group)
+        packs, loss_pass = self._packs(data, budget), LossPass(loss, temperature=1.0, entropy_grad=False)
+        with self.on_device():
+            for packed, out in zip(packs, self.columns(packs, 1.0), strict=True):
+                loss_pass.of(packed).loss_of(out, packed.tokens)
+        return self._metrics(loss_pass)
+
     def forward_backward(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
     ) -> dict[str, Metric]:
