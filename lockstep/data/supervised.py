@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import one_of
 from lockstep.data.conversations import TRAIN_ON, MarkedText, choose_messages, read_messages
-from lockstep.data.token_rows import TokenRow, columns, fit
+from lockstep.data.token_rows import TokenRow, columns, fit, up_to_last_trained
 from lockstep.data.training_rows import Row, TrainingRows
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
@@ -51,12 +51,11 @@ class SupervisedDataset(TrainingRows):
 
         Raises DataError for a row that cannot be used.
         """
-        rows = [row for (row,) in self.token_rows(positions)]
-        objects = {
-            "num_bytes": [row.num_bytes(self._tokenize.special_ids) for row in rows],
-            "index": [int(self._rows[position]) for position in positions],
-        }
-        return DataProto.from_dict(columns(rows), objects, {"pad_token_id": self._tokenizer.pad_token_id})
+        read = self.read(positions)
+        rows = [row for part in read for row in part.tokens]
+        objects = {"num_bytes": [row.num_bytes(self.special_ids) for row in rows], "index": [part.index for part in read]}
+        cuts = [row.num_prompt for row in rows]
+        return DataProto.from_dict(columns(rows, cuts), objects, {"pad_token_id": self._tokenizer.pad_token_id})
 
     def mark(self, row: Row) -> list[MarkedText]:
         answer = row.get("completion") if row.get("completion") is not None else row.get("response")
@@ -88,4 +87,4 @@ class SupervisedDataset(TrainingRows):
         return MarkedText(text, ((0 if self._train_on == "all" else len(prompt), len(text)),), False)
 
     def finish(self, rows: list[TokenRow]) -> list[TokenRow]:
-        return [fit(row, self._max_length, self._truncation) for row in rows]
+        return [fit(up_to_last_trained(row), self._max_length, self._truncation) for row in rows]

@@ -110,44 +110,53 @@ class SpanTokenizer:
         if bos is not None and len(row) > 1 and row.ids[0] == row.ids[1] == bos:
             row = row.select(slice(1, None))
         if not len(row) or row.ids[-1] != eos:
-            end = len(row.text)
-            added = (eos, True, end, end)
-            arrays = (row.ids, row.trained, row.starts, row.ends)
-            row = TokenRow(row.text, *(np.append(array, value) for array, value in zip(arrays, added, strict=True)))
+            return self._append_end(row)
         row.trained[-1] = True
         return row
 
+    def ended(self, row: TokenRow) -> TokenRow:
+        """The row with the end token, trained, unless it ends with a special token already, such as a template's end of turn."""
+        return row if row.ids[-1] in self.special_ids else self._append_end(row)
 
-def fit(row: TokenRow, max_length: int, truncation: str) -> TokenRow:
-    """The row up to its last trained token, in at most `max_length` tokens. Raises DataError when it is longer and `truncation` is
-    "error", and when no token is trained.
-    """
+    def _append_end(self, row: TokenRow) -> TokenRow:
+        end = len(row.text)
+        added = (self._tokenizer.eos_token_id, True, end, end)
+        arrays = (row.ids, row.trained, row.starts, row.ends)
+        return TokenRow(row.text, *(np.append(array, value) for array, value in zip(arrays, added, strict=True)))
+
+
+def up_to_last_trained(row: TokenRow) -> TokenRow:
+    """Without the tokens after the last trained one, which change nothing. Raises DataError when no token is trained."""
     if not row.trained[1:].any():
         raise DataError("nothing of the row is trained: it has no assistant message, no flag that is true, or no text")
-    row = row.select(slice(0, int(np.flatnonzero(row.trained)[-1]) + 1))
+    return row.select(slice(0, int(np.flatnonzero(row.trained)[-1]) + 1))
+
+
+def fit(row: TokenRow, max_length: int, truncation: str) -> TokenRow:
+    """The row in at most `max_length` tokens. Raises DataError when it is longer and `truncation` is "error", or leaves nothing trained."""
     if len(row) <= max_length:
         return row
     if truncation == "error":
-        raise DataError(
-            f"the row has {len(row)} tokens up to its last trained one, more than data.max_length={max_length}; raise it, or set "
-            "data.truncation to left, right or middle"
-        )
+        raise too_long(len(row), max_length)
     cut = row.select(truncate(list(range(len(row))), max_length, truncation))
     if not cut.trained[1:].any():
-        raise DataError(
-            f"data.truncation={truncation} to {max_length} of {len(row)} tokens leaves nothing that is trained; left keeps the end"
-        )
-    return cut.select(slice(0, int(np.flatnonzero(cut.trained)[-1]) + 1))
+        raise DataError(f"data.truncation={truncation} to {max_length} of {len(row)} tokens leaves nothing that is trained")
+    return up_to_last_trained(cut)
 
 
-def columns(rows: Sequence[TokenRow]) -> dict[str, Column]:
-    """`prompts`, `responses` (from the first trained token to the last) and `response_mask`, as `lockstep.protocol` lists them."""
-    cuts = [row.num_prompt for row in rows]
-    return {
-        "prompts": _ragged([row.ids[:cut] for row, cut in zip(rows, cuts, strict=True)]),
-        "responses": _ragged([row.ids[cut:] for row, cut in zip(rows, cuts, strict=True)]),
-        "response_mask": _ragged([row.trained[cut:] for row, cut in zip(rows, cuts, strict=True)]),
-    }
+def too_long(length: int, max_length: int) -> DataError:
+    """The error about a row of so many tokens."""
+    return DataError(
+        f"the row has {length} tokens up to its last trained one, more than data.max_length={max_length}; raise it, or set "
+        "data.truncation to left, right or middle"
+    )
+
+
+def columns(rows: Sequence[TokenRow], cuts: Sequence[int]) -> dict[str, Column]:
+    """`prompts` (the tokens before the cut), `responses` and `response_mask`, as `lockstep.protocol` lists them."""
+    parts = [(row.ids[:cut], row.ids[cut:], row.trained[cut:]) for row, cut in zip(rows, cuts, strict=True)]
+    names = ("prompts", "responses", "response_mask")
+    return {name: _ragged(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
 
 
 def _ragged(rows: Sequence[np.ndarray]) -> Ragged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,15 @@ Result = TypeVar("Result")
 
 _NUM_CHECKED = 32
 """How many of the longest rows, and of rows spread over the files, are tried before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """A row of the files, its number in them, and the tokens of each text that it became."""
+
+    index: int
+    row: Row
+    tokens: list[TokenRow]
 
 
 class TrainingRows:
@@ -67,22 +77,32 @@ class TrainingRows:
         self._files = RowFiles(paths)
         if not len(self._files):
             raise DataError(f"no rows in {[str(path) for path in paths]}")
-        self._rows = choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed)
+        self._rows = self._usable(choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed))
         sizes = self._files.sizes(self.columns_read)[self._rows]
         spread = np.linspace(0, len(self) - 1, _NUM_CHECKED).astype(int)
-        self.token_rows(list(dict.fromkeys([0, *np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist(), *spread.tolist()])))
+        self.read(list(dict.fromkeys([0, *np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist(), *spread.tolist()])))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def token_rows(self, positions: Sequence[int]) -> list[list[TokenRow]]:
-        """The tokens of what each row became. Raises DataError for a row that cannot be used."""
+    @property
+    def special_ids(self) -> np.ndarray:
+        """The ids of special tokens."""
+        return self._tokenize.special_ids
+
+    def read(self, positions: Sequence[int]) -> list[ReadRow]:
+        """The rows at these positions and the tokens of what each became. Raises DataError for a row that cannot be used."""
         indices = [int(self._rows[position]) for position in positions]
         rows = [self._named(index, lambda index=index: self._files.rows([index])[0]) for index in indices]
         marked = [self._named(index, self.mark, row) for index, row in zip(indices, rows, strict=True)]
         tokens = iter(self._tokenize([text for texts in marked for text in texts]))
         apart = [[next(tokens) for _ in texts] for texts in marked]
-        return [self._named(index, self.finish, row_tokens) for index, row_tokens in zip(indices, apart, strict=True)]
+        finished = [self._named(index, self.finish, row_tokens) for index, row_tokens in zip(indices, apart, strict=True)]
+        return [ReadRow(*parts) for parts in zip(indices, rows, finished, strict=True)]
+
+    def _usable(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the row numbers that are used."""
+        return rows
 
     def mark(self, row: Row) -> list[MarkedText]:
         """The texts that a row of the files becomes. Raises DataError for a row that cannot be used."""
