@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "observability": set(),
     "checkpoint": set(),
-    "data": {"utils"},
+    "data": {"protocol", "config", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
     "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
