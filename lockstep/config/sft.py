@@ -27,7 +27,7 @@ class ExamplesConfig:
     max_length: int = 2048
     """The longest row, in tokens."""
     truncation: str = "error"
-    """What happens to a longer row: error, right (keep the start), or left (keep the end)."""
+    """What happens to a longer row: error, left (keep the end), right (keep the start), middle (keep both ends)."""
     train_batch_size: int = 64
     """Rows a step, which is one update."""
     shuffle: bool = True
@@ -43,7 +43,7 @@ class ExamplesConfig:
 
     def __post_init__(self) -> None:
         one_of("data.train_on", self.train_on, TRAIN_ON)
-        one_of("data.truncation", self.truncation, ("error", "left", "right"))
+        one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
         at_least(self, "data", 2, "max_length")
         at_least(self, "data", 1, "train_batch_size")
 
