@@ -7,7 +7,7 @@ arithmetic  cosines, effective sample sizes, the strongest pushes
 tokens      tokens as text
 ```
 
-The tables and the picture are drawn by `observability.comparison` and `comparison_svg`; docs/compare.md explains the numbers.
+The tables and the picture are drawn by `report` and `svg`; docs/compare.md explains the numbers.
 """
 
 from __future__ import annotations
