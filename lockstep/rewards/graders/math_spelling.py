@@ -4,8 +4,6 @@ r"""One spelling for the many ways to write the same LaTeX: no layout, one name 
 `spell` changes how an answer is written, never what it says: units, percent signs, texts and brackets stay, for `math_structure` to read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

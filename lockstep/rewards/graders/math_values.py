@@ -4,8 +4,6 @@ r"""Values of answers: what is left when lists, brackets and relations are taken
 `math_symbolic` has the judge that does it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ NAME is `path.py:function`, or a registered name. Each property of `properties` 
 hold, the smallest batch that breaks it is shown.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import textwrap

@@ -6,8 +6,6 @@ registered, `lockstep check` on a function of yours. Properties compare padded b
 tokens end to end, and its results are put into blocks again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ tokens      tokens as text
 The tables and the picture are drawn by `report` and `svg`; docs/compare.md explains the numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """What several algorithms would do with one batch: the record, and its tables for a terminal. The picture is in `svg`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Three parts, in which every row is an algorithm: the cosines with the norms and 
 token by token. Blue is agreement, or more likely; red is the opposite.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is wrong with a reward, from what its judges said: problems with examples, counts, times."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import defaultdict
