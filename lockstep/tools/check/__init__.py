@@ -116,7 +116,7 @@ def _describe(case: Any, names: Collection[str]) -> str:
         rows = (" ".join(f"{v:g}" if m else "." for v, m in zip(*pair, strict=True)) for pair in pairs)
         lines.append(f"{name:20} " + "  ".join(f"[{row}]" for row in rows))
     lines += [f"{name:20} {x.tolist()}" for name, x in case.of_rows.items() if name in names]
-    return "\n".join([*lines, *([f"{'loss_agg_mode':20} {case.mode}"] if hasattr(case, "mode") else [])])
+    return "\n".join([*lines, *([f"{'loss_agg_mode':20} {case.mode}"] if case.mode else [])])
 
 
 def _split_examples(arguments: list[str]) -> tuple[int, list[str]]:
