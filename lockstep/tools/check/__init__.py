@@ -5,14 +5,13 @@ hold, the smallest batch that breaks it is shown.
 """
 
 import functools
-import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, as_command
 
 USAGE = """usage: lockstep check loss NAME [argument=number ...]
        lockstep check advantage NAME [argument=number ...]
@@ -23,21 +22,17 @@ NAME is path.py:function, or the name of a registered loss or estimator. Argumen
 _EXAMPLES = 100
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Run the properties; 0 when all hold, 1 when one does not or the command cannot be run."""
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE)
         return 0
-    try:
-        if len(arguments) < 2 or arguments[0] not in ("loss", "advantage"):
-            raise ConfigError(f"expected 'loss' or 'advantage' and a name, got {' '.join(arguments)!r}\n{USAGE}")
-        max_examples, others = _split_examples(list(arguments[2:]))
-        given = dict(_argument(text) for text in others)
-        check = check_loss if arguments[0] == "loss" else check_advantage
-        return 0 if check(arguments[1], given, max_examples) else 1
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if len(arguments) < 2 or arguments[0] not in ("loss", "advantage"):
+        raise ConfigError(f"expected 'loss' or 'advantage' and a name, got {' '.join(arguments)!r}\n{USAGE}")
+    max_examples, others = _split_examples(list(arguments[2:]))
+    check = check_loss if arguments[0] == "loss" else check_advantage
+    return 0 if check(arguments[1], dict(map(_argument, others)), max_examples) else 1
 
 
 def check_loss(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
