@@ -1,7 +1,5 @@
 """The list of keys, with defaults and meanings, read from the dataclasses themselves."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ no shortcut. The examples of the warm-up are careless: three in five copy the wo
 behaviours, the wrong one more often, and the reward has to sort them out.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

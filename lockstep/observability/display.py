@@ -6,8 +6,6 @@ validation at step 10: val-core/x/acc/mean@1 0.731
 ```
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

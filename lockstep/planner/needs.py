@@ -1,7 +1,5 @@
 """The models of a worker as a plan counts them, and what a plan decided as the configuration that the worker loads them with."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
