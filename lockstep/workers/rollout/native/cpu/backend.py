@@ -53,7 +53,8 @@ class CPUBackend(Backend):
                 if not planned.rows:
                     continue
                 self.copy_pages(planned.copies)
-                tokens, log_probs = self.step(_batch(planned, self.page_size, sampling), sampling)
+                batch = batch_of(planned, self.page_size, sampling.repetition_penalty != 1.0)
+                tokens, log_probs = self.step(batch, sampling)
                 drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
                 for row, samples in [(row, row.draws) for row in planned.rows]:
                     if not samples:
@@ -67,7 +68,8 @@ class CPUBackend(Backend):
                             yield sample, reason
 
 
-def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch:
+def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatch:
+    """The tensors of a pass; `penalised` adds what a repetition penalty acts on."""
     input_ids: list[int] = []
     positions: list[int] = []
     sample_from: list[int] = []
@@ -83,7 +85,6 @@ def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch
     page_table = torch.tensor([row.sample.pages + [0] * (most - len(row.sample.pages)) for row in planned.rows], dtype=torch.int32)
     places = torch.tensor(positions)
     rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
-    penalised = sampling.repetition_penalty != 1.0
     return StepBatch(
         input_ids=torch.tensor(input_ids),
         positions=places,
