@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,45 +26,6 @@ RAM_SHARE = 0.5
 """Of the free memory of a CPU machine, how much the pages may take."""
 MOST_TOKENS = 512
 """Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next."""
-
-
-class CPUBackend(Backend):
-    """Runs a scheduler one pass after the other; each draws one token for a row that is complete."""
-
-    @abstractmethod
-    def ready(self) -> AbstractContextManager[None]:
-        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
-
-    @abstractmethod
-    def copy_pages(self, copies: dict[int, int]) -> None:
-        """Copy pages, all at once: target -> source."""
-
-    @abstractmethod
-    def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
-
-    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
-        with self.ready():
-            while not scheduler.is_idle:
-                for sample in scheduler.abort(take_aborts()):
-                    yield sample, "abort"
-                planned = scheduler.plan()
-                if not planned.rows:
-                    continue
-                self.copy_pages(planned.copies)
-                batch = batch_of(planned, self.page_size, sampling.repetition_penalty != 1.0)
-                tokens, log_probs = self.step(batch, sampling)
-                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
-                for row, samples in [(row, row.draws) for row in planned.rows]:
-                    if not samples:
-                        scheduler.advance(row)
-                    for sample in samples:
-                        token, log_prob = next(drawn)
-                        scheduler.append(sample, [token], [log_prob])
-                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
-                        if reason is not None:
-                            scheduler.finish(sample)
-                            yield sample, reason
 
 
 def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatch:
@@ -99,8 +59,11 @@ def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatc
     )
 
 
-class TorchBackend(CPUBackend):
-    """See Backend. `shape` is what `probe.cache_shape` found in the module."""
+class TorchBackend(Backend):
+    """See Backend. Runs one pass after the other; each draws one token for a row that is complete.
+
+    `shape` is what `probe.cache_shape` found in the module.
+    """
 
     def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float) -> None:
         self.module, self.shape, self.page_size = module, shape, shape.page_size
@@ -110,8 +73,32 @@ class TorchBackend(CPUBackend):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
+        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
         with prepacked(self.module):
             yield
+
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
+        with self.ready():
+            while not scheduler.is_idle:
+                for sample in scheduler.abort(take_aborts()):
+                    yield sample, "abort"
+                planned = scheduler.plan()
+                if not planned.rows:
+                    continue
+                self.copy_pages(planned.copies)
+                batch = batch_of(planned, self.page_size, sampling.repetition_penalty != 1.0)
+                tokens, log_probs = self.step(batch, sampling)
+                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
+                for row, samples in [(row, row.draws) for row in planned.rows]:
+                    if not samples:
+                        scheduler.advance(row)
+                    for sample in samples:
+                        token, log_prob = next(drawn)
+                        scheduler.append(sample, [token], [log_prob])
+                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
+                        if reason is not None:
+                            scheduler.finish(sample)
+                            yield sample, reason
 
     def most_pages(self) -> int:
         device = self.module.device
@@ -133,10 +120,12 @@ class TorchBackend(CPUBackend):
         self._cache, self.num_pages = None, 0
 
     def copy_pages(self, copies: dict[int, int]) -> None:
+        """Copy pages, all at once: target -> source."""
         assert self._cache is not None, "the backend is closed"
         self._cache.copy_pages(copies)
 
     def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
         if not len(batch.sample_from):
             self.forward(batch, batch.sample_from)
             return torch.empty(0, dtype=torch.int64), torch.empty(0)

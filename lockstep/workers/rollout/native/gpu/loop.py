@@ -15,7 +15,7 @@ held them has left the batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +125,7 @@ class GenerationLoop:
                 self._move([])
             yield from self._read(leave=0 if scheduler.is_idle else 1)
 
-    def _abort(self, indices: set[int]) -> Iterator[tuple[Sample, str]]:
+    def _abort(self, indices: Set[int]) -> Iterator[tuple[Sample, str]]:
         """End these samples with the tokens that they have; those that turn out to have ended already are reported as such."""
         self._send_unsent()
         yield from self._read(leave=0)
