@@ -111,7 +111,7 @@ class TorchBackend(Backend):
     def open(self, num_pages: int) -> None:
         self.close()
         self._cache = KVCache(self.shape, num_pages, self.module.device)
-        self._attention = self._make_attention(self._cache)
+        self._attention = PagedAttention(self._cache)
         self.num_pages = num_pages
 
     def close(self) -> None:
@@ -141,18 +141,12 @@ class TorchBackend(Backend):
         """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S]."""
         assert self._cache is not None, "the backend is closed"
         self._attention.begin(batch)
-        return self._call(batch.input_ids, batch.positions, logits_at)
-
-    def _make_attention(self, cache: KVCache) -> PagedAttention:
-        return PagedAttention(cache)
-
-    def _call(self, input_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
         device = self.module.device
         # Without a token to draw, the head is still applied to one: no index means "all" to transformers.
         keep = logits_at if len(logits_at) else torch.zeros(1, dtype=torch.int64)
         out = self.module(
-            input_ids=input_ids.to(device)[None],
-            position_ids=positions.to(device)[None],
+            input_ids=batch.input_ids.to(device)[None],
+            position_ids=batch.positions.to(device)[None],
             use_cache=False,
             kv_cache=self._attention,
             logits_to_keep=keep.to(device),
