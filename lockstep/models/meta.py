@@ -91,7 +91,7 @@ def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | N
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if any(shape != files.shapes.get(name, shape) for name, shape in wanted.items()):
         return None
-    if any(True for _ in _saved_buffers(model)):
+    if any(set(module._buffers) - module._non_persistent_buffers_set for module in model.modules()):
         return None
     return [name for name in wanted if name not in files.shapes]
 
@@ -106,11 +106,6 @@ def draw_weights(model: PreTrainedModel, name: str, seed: int) -> Tensor:
         torch.manual_seed(seed)
         model._init_weights(drawn)
     return dict(drawn.named_parameters())[name.rpartition(".")[2]].detach()
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[str]:
-    for module in model.modules():
-        yield from (name for name in module._buffers if name not in module._non_persistent_buffers_set)
 
 
 @contextmanager
