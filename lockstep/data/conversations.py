@@ -110,8 +110,8 @@ class ChatTemplate:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
             *tokenizer.all_special_tokens
         }
-        longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special_tokens = tuple(sorted(filter(None, special), key=len, reverse=True))
+        self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
 
     def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> str:
         """The text of the messages. Raises DataError when the template refuses them."""
@@ -144,12 +144,21 @@ class ChatTemplate:
 
     def _span(self, text: str, messages: Sequence[Message], i: int, tools: Any) -> Span | None:
         """Where message `i` stands in the text; None where the messages before and up to it are not rendered as its start."""
+        speaks = messages[i]["role"] == "assistant"
         try:
-            before = self.render(messages[:i], tools, add_generation_prompt=messages[i]["role"] == "assistant")
-            after = text if i + 1 == len(messages) else self.render(messages[: i + 1], tools)
+            before = self.render(messages[:i], tools, add_generation_prompt=speaks)
+            after = text if i + 1 == len(messages) else self._start_of(text, self.render(messages[: i + 1], tools))
         except DataError:  # some templates take no empty list, or no list that ends so
             return None
+        before = before if speaks else self._start_of(text, before)
         return (len(before), len(after)) if text.startswith(after) and after.startswith(before) else None
+
+    def _start_of(self, text: str, rendered: str) -> str:
+        """`rendered` without the special tokens and blanks that some templates put after the last message only."""
+        while not text.startswith(rendered) and (rendered[-1].isspace() or rendered.endswith(self._special_tokens)):
+            last = next((token for token in self._special_tokens if rendered.endswith(token)), rendered[-1])
+            rendered = rendered[: -len(last)]
+        return rendered
 
     def _marked_spans(self, text: str, messages: Sequence[Message], trained: Sequence[bool], tools: Any) -> list[Span]:
         """The spans between the template's own markers."""

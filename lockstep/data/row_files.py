@@ -59,10 +59,13 @@ class RowFiles:
             found.append({name: row.get(name) for name in self.columns})
         return found
 
+    def path(self, index: int) -> Path:
+        """The file of a row."""
+        return self._files[bisect_right(self._starts, index) - 1].path
+
     def place(self, index: int) -> str:
         """The file of a row and its number there, for errors."""
-        part = bisect_right(self._starts, index) - 1
-        return f"{self._files[part].path} row {index - self._starts[part]}"
+        return f"{self.path(index)} row {index - self._starts[bisect_right(self._starts, index) - 1]}"
 
     def sizes(self, columns: Sequence[str]) -> np.ndarray:
         """Bytes or characters of text in these columns of each row: what tells the longest rows without tokenising."""

@@ -22,8 +22,9 @@ class SupervisedDataset(TrainingRows):
     JSON text) may stand beside messages. A row that has several of these forms is the first of them.
 
     `train_on`: `last` (the last assistant message), `assistant` (all of them; of a completion only those in it), `all` (everything but
-    the first token), `flag` (the messages whose `train` is true). A `text`, and a completion that is plain text, is trained whole and
-    ends with the tokenizer's end token. See TrainingRows for the other arguments.
+    the first token), `flag` (the messages whose `train` is true). A `text`, and a completion that is plain text, is trained whole. A row
+    that is trained to its end ends with a special token: the template's end of turn, else the tokenizer's end token. See TrainingRows
+    for the other arguments.
     """
 
     columns_read = ("messages", "prompt", "completion", "response", "text", "tools")
@@ -87,4 +88,5 @@ class SupervisedDataset(TrainingRows):
         return MarkedText(text, ((0 if self._train_on == "all" else len(prompt), len(text)),), False)
 
     def finish(self, rows: list[TokenRow]) -> list[TokenRow]:
+        rows = [self._tokenize.ended(row) if row.trained[-1:].any() else row for row in rows]
         return [fit(up_to_last_trained(row), self._max_length, self._truncation) for row in rows]

@@ -116,7 +116,8 @@ class SpanTokenizer:
 
     def ended(self, row: TokenRow) -> TokenRow:
         """The row with the end token, trained, unless it ends with a special token already, such as a template's end of turn."""
-        return row if row.ids[-1] in self.special_ids else self._append_end(row)
+        last = next((i for i in range(len(row) - 1, 0, -1) if not row.text[row.starts[i] : row.ends[i]].isspace()), 0)
+        return row if row.ids[last] in self.special_ids else self._append_end(row)
 
     def _append_end(self, row: TokenRow) -> TokenRow:
         end = len(row.text)

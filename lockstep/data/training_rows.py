@@ -93,7 +93,7 @@ class TrainingRows:
     def read(self, positions: Sequence[int]) -> list[ReadRow]:
         """The rows at these positions and the tokens of what each became. Raises DataError for a row that cannot be used."""
         indices = [int(self._rows[position]) for position in positions]
-        rows = [self._named(index, lambda index=index: self._files.rows([index])[0]) for index in indices]
+        rows = [self._named(index, self._row, index) for index in indices]
         marked = [self._named(index, self.mark, row) for index, row in zip(indices, rows, strict=True)]
         tokens = iter(self._tokenize([text for texts in marked for text in texts]))
         apart = [[next(tokens) for _ in texts] for texts in marked]
@@ -111,6 +111,15 @@ class TrainingRows:
     def finish(self, rows: list[TokenRow]) -> list[TokenRow]:
         """The tokens of these texts within `max_length`. Raises DataError where that cannot be."""
         raise NotImplementedError
+
+    def _row(self, index: int) -> Row:
+        row = self._files.rows([index])[0]
+        if self._files.path(index).suffix == ".parquet" and _is_filled_up(row, False):
+            raise DataError(
+                "a tool or the arguments of a call have fields that are null: Arrow gives each of them the fields of all. "
+                "Write `tools` and `arguments` as JSON text"
+            )
+        return row
 
     def _named(self, index: int, function: Callable[..., Result], *arguments: Any) -> Result:
         try:
@@ -132,3 +141,12 @@ class TrainingRows:
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise DataError(f"tools must be a list of objects, or that as JSON text, not {row['tools']!r}")
         return tools or None
+
+
+def _is_filled_up(value: Any, is_tool: bool) -> bool:
+    """Whether something in `tools` or `arguments` is None."""
+    if isinstance(value, dict):
+        return any(
+            _is_filled_up(part, is_tool or (name in ("tools", "arguments") and part is not None)) for name, part in value.items()
+        )
+    return any(_is_filled_up(part, is_tool) for part in value) if isinstance(value, list) else is_tool and value is None
