@@ -155,4 +155,6 @@ def _finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Pendi
 
 
 def _largest(values: Tensor, mask: Tensor) -> Pending:
-    return pending_max(torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(()))
+    """The largest value (none is below 0) over unmasked tokens; no metric where there are none."""
+    largest = torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(())
+    return pending_max(largest, mask.sum())
