@@ -62,6 +62,9 @@ from lockstep.workers.engine.spec import EngineSpec
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
 
 
+LANGUAGE_COLUMNS = ("log_probs", "entropys", "top_log_probs")
+"""What a language model says about each token, in the order of `chunked_log_probs`."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound="TrainEngine")
@@ -196,7 +199,7 @@ class TrainEngine(ABC):
                         outputs.setdefault(name, []).append(column)
         lengths = data.ragged("responses").lengths
         empty = torch.empty(0)
-        names = ("values",) if self.head is Head.VALUE else ("log_probs", "entropys")
+        names = ("values",) if self.head is Head.VALUE else LANGUAGE_COLUMNS[:2]
         columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])).cpu(), lengths) for n in names})
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
@@ -313,17 +316,17 @@ class TrainEngine(ABC):
             return {"values": self.module(**packed.inputs).logits[0, packed.predict_at, 0].float()}
         if self.tokens_at_once is not None:
             read_columns = partial(chunked_log_probs, packed.targets, temperature, entropy_grad)
-            log_probs, entropy = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
+            found = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
         else:
             logits = self.module(**packed.inputs, logits_to_keep=packed.predict_at).logits[0]
-            log_probs, entropy = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
-        return {"log_probs": log_probs, "entropys": entropy}
+            found = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
+        return dict(zip(LANGUAGE_COLUMNS, found, strict=True))
 
     def _named(self, stacked: Tensor) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch from what an output layer gives: [M, 2] log-prob and entropy, or [M] or [M, 1] values."""
+        """The columns [M] of one micro-batch from what an output layer gives: [M, 3], or [M] or [M, 1] values."""
         if self.head is Head.VALUE:
             return {"values": stacked.flatten()}
-        return dict(zip(("log_probs", "entropys"), stacked.unbind(-1), strict=True))
+        return dict(zip(LANGUAGE_COLUMNS, stacked.unbind(-1), strict=True))
 
     def _begin(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float, entropy_grad: bool

@@ -17,7 +17,7 @@ from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget, PackedRows, pack_sequences
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
 from lockstep.workers.engine.megatron.layout import join_layout
@@ -146,7 +146,7 @@ class MegatronEngine(TrainEngine):
     def _from_last_stage(self, stacked: Tensor | None, rows: int) -> Tensor:
         group = self._layout.pipeline
         if stacked is None:
-            stacked = torch.empty(rows, 2 if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
+            stacked = torch.empty(rows, len(LANGUAGE_COLUMNS) if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
         if group.size() > 1:
             stacked = stacked.contiguous()
             dist.broadcast(stacked, dist.get_global_rank(group, group.size() - 1), group=group)
