@@ -88,7 +88,7 @@ def _responses(comparison: Comparison) -> Iterator[Table | Text]:
         table = _table()
         for name, colours in rows:
             line = Text()
-            for gap, colour in zip(gaps, colours[first : first + _LINE], strict=True):
+            for gap, colour in zip(gaps, colours[first : first + _LINE], strict=False):
                 line.append(gap).append(" ", colour)
             table.add_row(name, line)
         yield table
