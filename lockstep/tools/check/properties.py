@@ -23,6 +23,8 @@ from lockstep.algorithms.rows import Rows
 
 TOLERANCE = 1e-9
 """Relative and absolute, of sums in float64 that are taken in another order."""
+_ROUNDING, _ROUNDING_TOLERANCE = 1e-7, 1e-4
+"""A change of a log-prob as float32 makes it, and of a gradient that is not seen in training."""
 _EXTRA_COLUMNS = 2
 _SCALE_FACTOR = 5.0
 
@@ -178,6 +180,22 @@ def adds_up_over_parts(subject: LossSubject, case: Case) -> None:
     _same(f"with the rows cut into {case.cut} and {len(rows) - case.cut}", added, whole)
 
 
+def ignores_rounding(subject: LossSubject, case: Case) -> None:
+    """Before the first step of a batch new and old log-probs are the same but for rounding, which must not steer the gradient."""
+    tokens = _clean(case).tokens
+    old = tokens["old_log_prob"]
+    noise = _ROUNDING * torch.ones_like(old).cumsum(0).cumsum(1).remainder(2).sub(0.5).mul(2)
+    same, rounded = (
+        subject.evaluate(replace(case, tokens=tokens | {"log_prob": old + zero_outside(change, case.mask)}))
+        for change in (torch.zeros_like(old), noise)
+    )
+    if not torch.allclose(same["the gradient"], rounded["the gradient"], rtol=0, atol=_ROUNDING_TOLERANCE):
+        raise Violation(
+            f"where log_prob is old_log_prob, a change of {_ROUNDING:g} changes the gradient:\n  before {_shown(same['the gradient'])}\n"
+            f"  after  {_shown(rounded['the gradient'])}"
+        )
+
+
 def without_advantage_is_flat(subject: LossSubject, case: Case) -> None:
     """Where all advantages are 0 there is nothing to learn. Not a law: a loss may have a term of its own, as dro has."""
     tokens = {**_clean(case).tokens, "advantages": torch.zeros_like(case.tokens["advantages"])}
@@ -192,7 +210,7 @@ _SHARED: dict[str, Property] = {
     "padding": ignores_padding,
     "order of rows": ignores_the_order_of_rows,
 }
-LOSS_PROPERTIES: dict[str, Property] = {**_SHARED, "micro-batches and ranks": adds_up_over_parts}
+LOSS_PROPERTIES: dict[str, Property] = {**_SHARED, "micro-batches and ranks": adds_up_over_parts, "rounding": ignores_rounding}
 LOSS_WARNINGS: dict[str, Property] = {"no advantage, no gradient": without_advantage_is_flat}
 ADVANTAGE_PROPERTIES: dict[str, Property] = {**_SHARED, "empty rows": ignores_empty_rows}
 

@@ -89,7 +89,7 @@ def check(
     datasets = {"train": open_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)}
     if config.data.val_files:
         datasets["val"] = open_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
-    manager = RewardManager(tokenizer=tokenizer, num_examine=0, **reward_arguments(config))
+    manager = RewardManager(tokenizer=tokenizer, num_examine=0, **reward_arguments(config.reward))
     try:
         check_rewards(config, manager, manager, datasets["train"], datasets.get("val"))
         sources = {tag.data_source for dataset in datasets.values() if hasattr(dataset, "tags") for tag in dataset.tags()}
