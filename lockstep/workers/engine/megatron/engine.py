@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
 from lockstep.errors import DataError
+from lockstep.models.flops import head_size
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget, PackedRows, pack_sequences
@@ -31,7 +32,7 @@ from lockstep.workers.engine.megatron.library import (
 )
 from lockstep.workers.engine.megatron.model import Stage
 from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
-from lockstep.workers.engine.megatron.spec import head_size, transformer_config
+from lockstep.workers.engine.megatron.spec import transformer_config
 from lockstep.workers.engine.megatron.weights import MegatronWeights
 from lockstep.workers.engine.spec import EngineSpec
 
