@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend, draw_one_by_one
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.kernels import (
     Library,
     Pages,
@@ -88,9 +88,9 @@ class FusedBackend(TorchBackend):
         gpu_memory_utilization: float,
         batch_invariant: bool,
     ) -> None:
-        super().__init__(module, shape, gpu_memory_utilization)
+        super().__init__(module, shape, gpu_memory_utilization, batch_invariant)
         assert shape.page_size == library.page_size
-        self._library, self._batch_invariant = library, batch_invariant
+        self._library = library
         self._heads: int = module.config.num_attention_heads
         self._eps: float = module.config.rms_norm_eps
         self._layers: list[_Layer] = []
@@ -140,4 +140,4 @@ class FusedBackend(TorchBackend):
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
         if not sampling.truncates and sampling.repetition_penalty == 1.0:
             return draw(self._library, logits, uniforms(batch.keys, batch.response_positions), sampling.temperature)
-        return draw_one_by_one(logits, batch, sampling) if self._batch_invariant else super()._draw(logits, batch, sampling)
+        return super()._draw(logits, batch, sampling)
