@@ -146,13 +146,9 @@ class MegatronEngine(TrainEngine):
         )
 
     def _from_last_stage(self, stacked: Tensor | None, rows: int) -> Tensor:
-        group = self._layout.pipeline
         if stacked is None:
             stacked = torch.empty(rows, 2 if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
-        if group.size() > 1:
-            stacked = stacked.contiguous()
-            dist.broadcast(stacked, dist.get_global_rank(group, group.size() - 1), group=group)
-        return stacked
+        return self._layout.from_stage(stacked, self._layout.pipeline.size() - 1)
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------------
 

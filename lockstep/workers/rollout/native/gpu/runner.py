@@ -7,23 +7,19 @@ replays; when they move, the owner calls `forget`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.attention import decode_slots
-from lockstep.workers.rollout.native.gpu.draw import draw
+from lockstep.workers.rollout.native.gpu.draw import Filter, draw
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
 
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Batch sizes that are captured; above the last, multiples of 256."""
-
-Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
-"""(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
 
 StepKind = tuple[int, Filter | None, bool]
 """What a graph is captured for: the number of rows, the filter, and whether shared prefixes are read together."""
