@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.errors import MissingExtra
-from lockstep.tools.check.properties import Case, LossCase, Violation
+from lockstep.tools.check.properties import Case, Violation
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
@@ -24,13 +24,13 @@ _MAX_ROWS, _MAX_WIDTH, _PARTS = 4, 3, 2
 
 
 @st.composite
-def loss_cases(draw: st.DrawFn) -> LossCase:
+def loss_cases(draw: st.DrawFn) -> Case:
     """Up to 4 rows of up to 3 tokens, masks with holes, empty rows, log-ratios from 0 to far beyond every clamp."""
     mask = draw(_masks())
     scale = draw(st.sampled_from([1.0, 8.0]))
     tokens = {name: draw(_numbers(mask.shape)) for name in _LOSS_TOKENS}
     tokens["log_prob"] = tokens["old_log_prob"] + scale * draw(_numbers(mask.shape))
-    return LossCase(
+    return Case(
         tokens=tokens,
         mask=mask,
         of_rows={"row_keys": torch.arange(len(mask)) * 7 + draw(st.integers(0, 3))},

@@ -55,7 +55,7 @@ def run(tmp_path, capsys):
 def test_a_good_loss_and_a_good_estimator_pass(run):
     status, shown = run("loss", "good", "slope=2")
     assert status == 0
-    assert shown.out.count("  ok  ") == 7
+    assert shown.out.count("  ok  ") == 8
     assert "every property holds" in shown.out
     status, shown = run("advantage", "to_go", "gamma=0.5")
     assert status == 0, shown.out

@@ -100,7 +100,7 @@ class FusedBackend(TorchBackend):
         model: Any = self.module.model
         self._layers = [_Layer(self._library, self.module, layer) for layer in model.layers]
         self._norm = _float(model.norm)
-        self._head = PackedLinear(self._library, [self.module.lm_head])  # type: ignore[list-item]
+        self._head = PackedLinear(self._library, [self.module.lm_head])
         self._angles = (torch.empty(0), torch.empty(0))
         try:
             yield
