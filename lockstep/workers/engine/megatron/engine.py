@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
+from lockstep.models.flops import head_size
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget, PackedRows, pack_sequences
@@ -30,7 +30,7 @@ from lockstep.workers.engine.megatron.library import (
 )
 from lockstep.workers.engine.megatron.model import Stage
 from lockstep.workers.engine.megatron.optimizer import MASTER, AdamW
-from lockstep.workers.engine.megatron.spec import head_size, transformer_config
+from lockstep.workers.engine.megatron.spec import transformer_config
 from lockstep.workers.engine.megatron.weights import MegatronWeights
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -144,13 +144,9 @@ class MegatronEngine(TrainEngine):
         )
 
     def _from_last_stage(self, stacked: Tensor | None, rows: int) -> Tensor:
-        group = self._layout.pipeline
         if stacked is None:
             stacked = torch.empty(rows, len(LANGUAGE_COLUMNS) if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
-        if group.size() > 1:
-            stacked = stacked.contiguous()
-            dist.broadcast(stacked, dist.get_global_rank(group, group.size() - 1), group=group)
-        return stacked
+        return self._layout.from_stage(stacked, self._layout.pipeline.size() - 1)
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------------
 
