@@ -74,6 +74,7 @@ ARROWS: dict[str, set[str]] = {
         "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
         "observability", "utils",
     },
+    "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     # others' names: these may point up
     "compat": {"algorithms", "config", "protocol", "utils"},
