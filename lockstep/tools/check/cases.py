@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.errors import MissingExtra
+from lockstep.tools.check.pairs import PairCase
 from lockstep.tools.check.properties import Case, LossCase, Violation
 
 try:
@@ -54,6 +55,18 @@ def advantage_cases(draw: st.DrawFn) -> Case:
         "reward_parts": draw(_numbers((rows, _PARTS))),
     }
     return Case(tokens=tokens, of_rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
+
+
+@st.composite
+def pair_cases(draw: st.DrawFn) -> PairCase:
+    """Up to 4 pairs, with log-probs from far below 0 to 0, ties, and lengths of 1 to 3."""
+    pairs = draw(st.integers(1, _MAX_ROWS))
+    scale = draw(st.sampled_from([0.25, 1.0, 300.0]))
+    names = ("log_prob", "ref_log_prob", "mismatched_log_prob", "mismatched_ref_log_prob")
+    columns = {name: -scale * draw(_numbers((pairs, 2))).abs() for name in names}
+    columns["length"] = draw(_numbers((pairs, 2))).abs().clamp(1, 3).round()
+    columns["margin"] = draw(_numbers((pairs,))).abs()[:, None].expand(pairs, 2)
+    return PairCase(columns=columns, order=draw(st.permutations(range(pairs))), cut=draw(st.integers(0, pairs)))
 
 
 def smallest_failure(

@@ -9,7 +9,7 @@ tokens end to end, and its results are put into blocks again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -33,9 +33,6 @@ C = TypeVar("C", bound="Case")
 C_contra = TypeVar("C_contra", bound="Case", contravariant=True)
 Results = dict[str, Tensor]
 """What a subject makes of a case, by name: a number of the whole batch [], or one number per token [B, T]."""
-
-SHAPES = "one number a token"
-"""The property without which the others say nothing."""
 
 
 class Violation(AssertionError):
@@ -71,6 +68,15 @@ class Case:
         """A flat column as [B, T], with zeros at the tokens that are not in it."""
         return x.new_zeros(self.mask.shape).index_put((self.rows.index, self.rows.positions), x)
 
+    def describe(self, names: Collection[str]) -> str:
+        """The batch, one line for each tensor in `names`; masked entries are dots."""
+        lines = []
+        for name in (name for name in self.tokens if name in names):
+            pairs = zip(self.tokens[name].tolist(), self.mask.tolist(), strict=True)
+            rows = (" ".join(f"{v:g}" if m else "." for v, m in zip(*pair, strict=True)) for pair in pairs)
+            lines.append(f"{name:20} " + "  ".join(f"[{row}]" for row in rows))
+        return "\n".join([*lines, *(f"{name:20} {x.tolist()}" for name, x in self.of_rows.items() if name in names)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossCase(Case):
@@ -80,6 +86,9 @@ class LossCase(Case):
     """A `loss_agg_mode`."""
     cut: int
     """Rows before this one are the first micro-batch (or rank), the others the second."""
+
+    def describe(self, names: Collection[str]) -> str:
+        return f"{super().describe(names)}\n{'loss_agg_mode':20} {self.mode}"
 
 
 class Subject(Protocol[C_contra]):
@@ -163,7 +172,7 @@ def ignores_masked_tokens(subject: Subject[C], case: C) -> None:
     """What lies under the zeros of the mask, NaN too, changes nothing."""
     garbage = {name: torch.where(case.mask, x, torch.nan) for name, x in case.tokens.items()}
     changed = subject.evaluate(dataclasses.replace(case, tokens=garbage))
-    _same("with NaN under the mask", changed, subject.evaluate(_clean(case)))
+    same("with NaN under the mask", changed, subject.evaluate(_clean(case)))
 
 
 def ignores_padding(subject: Subject[C], case: C) -> None:
@@ -171,7 +180,7 @@ def ignores_padding(subject: Subject[C], case: C) -> None:
     tokens = {name: _widened(x, torch.nan) for name, x in case.tokens.items()}
     wide = dataclasses.replace(case, tokens=tokens, mask=_widened(case.mask, False), is_wide=True)
     expected = {name: _widened(x, 0.0) if x.dim() else x for name, x in subject.evaluate(case).items()}
-    _same(f"with {_EXTRA_COLUMNS} more columns of padding", subject.evaluate(wide), expected)
+    same(f"with {_EXTRA_COLUMNS} more columns of padding", subject.evaluate(wide), expected)
 
 
 def ignores_the_order_of_rows(subject: Subject[C], case: C) -> None:
@@ -190,7 +199,7 @@ def adds_up_over_parts(subject: LossSubject, case: LossCase) -> None:
     rows = list(range(len(case.mask)))
     whole, first, second = subject.of_parts(case, [rows, rows[: case.cut], rows[case.cut :]])
     added = {name: torch.cat([x, second[name]]) if x.dim() else x + second[name] for name, x in first.items()}
-    _same(f"with the rows cut into {case.cut} and {len(rows) - case.cut}", added, whole)
+    same(f"with the rows cut into {case.cut} and {len(rows) - case.cut}", added, whole)
 
 
 def without_advantage_is_flat(subject: LossSubject, case: LossCase) -> None:
@@ -201,7 +210,7 @@ def without_advantage_is_flat(subject: LossSubject, case: LossCase) -> None:
 
 
 _SHARED: dict[str, Property] = {
-    SHAPES: is_per_token,
+    "one number a token": is_per_token,
     "finite": is_finite,
     "masked tokens": ignores_masked_tokens,
     "padding": ignores_padding,
@@ -253,10 +262,11 @@ def _widened(x: Tensor, filler: float) -> Tensor:
 def _same_rows(change: str, subject: Subject[C], case: C, rows: list[int]) -> None:
     """These rows alone, in this order, have the results that they have in the whole batch."""
     expected = {name: x[rows] if x.dim() else x for name, x in subject.evaluate(case).items()}
-    _same(change, subject.evaluate(_select(case, rows)), expected)
+    same(change, subject.evaluate(_select(case, rows)), expected)
 
 
-def _same(change: str, actual: Results, expected: Results) -> None:
+def same(change: str, actual: Results, expected: Results) -> None:
+    """Raise Violation, which begins with `change`, unless the results are equal within TOLERANCE."""
     for name, y in expected.items():
         x = actual[name]
         if x.shape != y.shape or not torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE):
