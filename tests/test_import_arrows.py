@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "observability": set(),
     "checkpoint": set(),
-    "data": {"utils"},
+    "data": {"protocol", "config", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
     "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
@@ -46,8 +46,21 @@ ARROWS: dict[str, set[str]] = {
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/run": {"config", "checkpoint", "observability"},
+    "trainer/role": set(),
+    "trainer/resources": {"single_controller"},
+    "trainer/memory": {"single_controller", "planner"},
+    "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
     "trainer/ppo": {
-        "trainer/run", "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "observability", "utils",
+        "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
+        "rewards", "protocol", "config", "observability", "utils",
+    },
+    "trainer/stage_run": {
+        "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
+        "protocol", "config", "observability", "utils",
+    },
+    "trainer/sft": {
+        "trainer/stage_run", "trainer/role", "trainer/ppo", "single_controller", "data", "rewards", "protocol", "config", "observability",
+        "utils",
     },
     "trainer/summary": {"trainer/run"},
     # backends
@@ -70,7 +83,10 @@ ARROWS: dict[str, set[str]] = {
     "workers/reward_manager": {"rewards"},
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
-COMPOSITION_ROOTS = ("trainer/main_ppo", "tools/reward_check/command", "trainer/setup", "tools/compare", "cli", "__init__")
+COMPOSITION_ROOTS = (
+    "trainer/main_ppo", "trainer/main_sft", "trainer/program", "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "__init__",
+)  # fmt: skip
 
 
 def modules():

@@ -10,8 +10,7 @@ Legend: N tokens, P tokens of shared segments, H query heads, K key-value heads,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ FLASH_TYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Which queries see which keys: those between `queries[i]` and `queries[i + 1]` see the keys between `keys[i]` and `keys[i + 1]`."""
 
     queries: Tensor
@@ -116,10 +114,7 @@ def _forward(
         query,
         key,
         value,
-        bounds.queries,
-        bounds.keys,
-        bounds.longest_query,
-        bounds.longest_key,
+        *bounds,
         0.0,
         causal,
         False,
@@ -149,10 +144,7 @@ def _backward(
         value,
         out,
         lse,
-        bounds.queries,
-        bounds.keys,
-        bounds.longest_query,
-        bounds.longest_key,
+        *bounds,
         0.0,
         causal,
         *no_dropout,

@@ -150,7 +150,23 @@ def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
         token = Ragged.from_rows([[0]], dtype=torch.int64)
         return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device), is_placeholder=True)
     repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
-    return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
+    prompts, responses = data.ragged("prompts"), data.ragged("responses")
+    laid = _lay_shared(prompts, responses, repeated, device) if any(repeated) else _lay_whole(prompts, responses, device)
+    return _packed(*laid, responses.values, token_rows(data, device), device)
+
+
+def _packed(
+    ids: Tensor,
+    positions: Tensor,
+    predict_at: Tensor,
+    layout: PackedLayout,
+    targets: Tensor,
+    tokens: TokenRows,
+    device: torch.device,
+) -> PackedRows:
+    tensors = (x.to(device, non_blocking=True) for x in (ids[None], positions[None], predict_at, targets))
+    input_ids, position_ids, predict_at, targets = tensors
+    return PackedRows(input_ids, position_ids, layout, predict_at, targets, tokens)
 
 
 def token_rows(data: DataProto, device: torch.device) -> TokenRows:
@@ -167,26 +183,21 @@ def token_rows(data: DataProto, device: torch.device) -> TokenRows:
     return TokenRows(Rows(lengths, device), columns, list(indices), row_columns, units)
 
 
-def _pack_whole(data: DataProto, device: torch.device) -> PackedRows:
+_Laid = tuple[Tensor, Tensor, Tensor, PackedLayout]
+"""Token ids [N], positions [N], where the response tokens are predicted [M], and where the rows lie."""
+
+
+def _lay_whole(prompts: Ragged, responses: Ragged, device: torch.device) -> _Laid:
     """Prompt and response of every row as one segment."""
-    prompts, responses = data.ragged("prompts"), data.ragged("responses")
     lengths = prompts.lengths + responses.lengths
     starts = torch.cumsum(lengths, 0) - lengths
-    input_ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
+    ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
     predict_at = torch.repeat_interleave(starts + prompts.lengths - 1, responses.lengths) + _offsets(responses.lengths)
-    return PackedRows(
-        input_ids=input_ids[None].to(device, non_blocking=True),
-        position_ids=_offsets(lengths)[None].to(device, non_blocking=True),
-        layout=PackedLayout(lengths, device),
-        predict_at=predict_at.to(device, non_blocking=True),
-        targets=responses.values.to(device, non_blocking=True),
-        tokens=token_rows(data, device),
-    )
+    return ids, _offsets(lengths), predict_at, PackedLayout(lengths, device)
 
 
-def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device) -> PackedRows:
+def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], device: torch.device) -> _Laid:
     """The prompts, each once, then the responses, each a segment that continues its prompt."""
-    prompts, responses = data.ragged("prompts"), data.ragged("responses")
     first = [row for row, again in enumerate(repeated) if not again]
     prompt_of = torch.cumsum(~torch.tensor(repeated), 0) - 1
     own = prompts.select(torch.tensor(first))
@@ -198,15 +209,9 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
     offsets = _offsets(responses.lengths)
     neighbour = torch.repeat_interleave(starts, responses.lengths) + offsets - 1
     predict_at = torch.where(offsets == 0, torch.repeat_interleave(prompt_ends[prompt_of] - 1, responses.lengths), neighbour)
-    positions = torch.repeat_interleave(prompts.lengths, responses.lengths) + offsets
-    return PackedRows(
-        input_ids=torch.cat([own.values, responses.values])[None].to(device, non_blocking=True),
-        position_ids=torch.cat([_offsets(own.lengths), positions])[None].to(device, non_blocking=True),
-        layout=PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers),
-        predict_at=predict_at.to(device, non_blocking=True),
-        targets=responses.values.to(device, non_blocking=True),
-        tokens=token_rows(data, device),
-    )
+    positions = torch.cat([_offsets(own.lengths), torch.repeat_interleave(prompts.lengths, responses.lengths) + offsets])
+    layout = PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers)
+    return torch.cat([own.values, responses.values]), positions, predict_at, layout
 
 
 def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> PackedRows:
@@ -216,14 +221,9 @@ def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> Pac
     """
     starts = torch.cumsum(rows.lengths, 0) - rows.lengths
     last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
-    return PackedRows(
-        input_ids=rows.values[None].to(device, non_blocking=True),
-        position_ids=_offsets(rows.lengths)[None].to(device, non_blocking=True),
-        layout=PackedLayout(rows.lengths, device),
-        predict_at=(starts + last).to(device, non_blocking=True),
-        targets=rows.values[:0].to(device, non_blocking=True),
-        tokens=TokenRows(Rows(torch.ones_like(rows.lengths), device), {}, range(len(rows))),
-    )
+    tokens = TokenRows(Rows(torch.ones_like(rows.lengths), device), {}, range(len(rows)))
+    layout = PackedLayout(rows.lengths, device)
+    return _packed(rows.values, _offsets(rows.lengths), starts + last, layout, rows.values[:0], tokens, device)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.checkpoint import folders
 from lockstep.config.load import to_yaml
-from lockstep.config.trainer import TrainerConfig
+from lockstep.config.trainer import RunConfig
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking
@@ -48,7 +48,7 @@ class Run(ABC):
     """
 
     config: Any
-    section: TrainerConfig
+    section: RunConfig
 
     def __init__(self, config: Any, total_steps: int, display: Display, has_validation: bool) -> None:
         self.config, self.section = config, config.trainer

@@ -87,6 +87,27 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
     return loss_fn
 
 
+def make_sft_loss(name: str) -> Loss:
+    """The negative log-likelihood of the trained tokens, its mean over the mini-batch. Reads the column response_mask.
+
+    `name` stands before the names of the metrics.
+    """
+
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        log_probs, entropy = outputs.log_probs, outputs.entropy
+        assert log_probs is not None
+        assert entropy is not None
+        mask = tokens.columns["response_mask"].bool()
+        loss = agg_loss(-log_probs, mask, "token-mean", denominators, tokens.rows)
+        return loss, {
+            "check/log_probs": _finite("log-probs", log_probs, mask, tokens),
+            f"{name}/nll": token_mean(-log_probs, mask),
+            f"{name}/entropy": token_mean(entropy, mask),
+        }
+
+    return loss_fn
+
+
 def make_value_loss(config: CriticConfig) -> Loss:
     """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
 
@@ -134,4 +155,6 @@ def _finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Pendi
 
 
 def _largest(values: Tensor, mask: Tensor) -> Pending:
-    return pending_max(torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(()))
+    """The largest value (none is below 0) over unmasked tokens; no metric where there are none."""
+    largest = torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(())
+    return pending_max(largest, mask.sum())

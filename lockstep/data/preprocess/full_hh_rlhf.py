@@ -5,8 +5,6 @@ becomes a list of messages in one of three forms: `rl` (prompts, scored by a rew
 chosen, rejected).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

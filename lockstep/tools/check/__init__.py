@@ -4,17 +4,14 @@ NAME is `path.py:function`, or a registered name. Each property of `properties` 
 hold, the smallest batch that breaks it is shown.
 """
 
-from __future__ import annotations
-
 import functools
-import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, as_command
 
 USAGE = """usage: lockstep check loss NAME [argument=number ...]
        lockstep check advantage NAME [argument=number ...]
@@ -26,21 +23,17 @@ NAME is path.py:function, or the name of a registered loss or estimator. Argumen
 _EXAMPLES = 100
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Run the properties; 0 when all hold, 1 when one does not or the command cannot be run."""
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE)
         return 0
-    try:
-        checks = {"loss": check_loss, "advantage": check_advantage, "preference": check_preference}
-        if len(arguments) < 2 or arguments[0] not in checks:
-            raise ConfigError(f"expected 'loss', 'advantage' or 'preference' and a name, got {' '.join(arguments)!r}\n{USAGE}")
-        max_examples, others = _split_examples(list(arguments[2:]))
-        given = dict(_argument(text) for text in others)
-        return 0 if checks[arguments[0]](arguments[1], given, max_examples) else 1
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    checks = {"loss": check_loss, "advantage": check_advantage, "preference": check_preference}
+    if len(arguments) < 2 or arguments[0] not in checks:
+        raise ConfigError(f"expected 'loss', 'advantage' or 'preference' and a name, got {' '.join(arguments)!r}\n{USAGE}")
+    max_examples, others = _split_examples(list(arguments[2:]))
+    return 0 if checks[arguments[0]](arguments[1], dict(map(_argument, others)), max_examples) else 1
 
 
 def check_loss(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
@@ -118,11 +111,22 @@ def _run(
         is_warning = label in warnings
         holds = holds and is_warning
         print(f"  {'warning' if is_warning else 'FAILED '}  {label}: {(check.__doc__ or '').strip()}")
-        print(textwrap.indent(f"{violation}\nthe smallest batch:\n{case.describe(names)}", " " * 11))
+        print(textwrap.indent(f"{violation}\nthe smallest batch:\n{_describe(case, names)}", " " * 11))
         if check is next(iter(properties.values())):
             break  # the shapes are wrong: every other property would say the same again
     print(f"{name}: {'every property holds' if holds else 'a property does not hold'} ({max_examples} batches for each)")
     return holds
+
+
+def _describe(case: Any, names: Collection[str]) -> str:
+    """The batch, one line for each tensor in `names`; masked entries are dots."""
+    lines = []
+    for name in (name for name in case.tokens if name in names):
+        pairs = zip(case.tokens[name].tolist(), case.mask.tolist(), strict=True)
+        rows = (" ".join(f"{v:g}" if m else "." for v, m in zip(*pair, strict=True)) for pair in pairs)
+        lines.append(f"{name:20} " + "  ".join(f"[{row}]" for row in rows))
+    lines += [f"{name:20} {x.tolist()}" for name, x in case.of_rows.items() if name in names]
+    return "\n".join([*lines, *([f"{'loss_agg_mode':20} {case.mode}"] if case.mode else [])])
 
 
 def _split_examples(arguments: list[str]) -> tuple[int, list[str]]:

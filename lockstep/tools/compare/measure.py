@@ -4,8 +4,6 @@ The policy is loaded once. For each algorithm the trainer's own stages give the 
 its micro-batches, and the gradients are read where the optimizer would. The whole batch is one mini-batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

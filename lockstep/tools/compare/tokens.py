@@ -1,7 +1,5 @@
 """Tokens as text, where they stand in a response."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -13,8 +13,6 @@ any other        the ground truth itself
 None is "this row has no right answer to try".
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

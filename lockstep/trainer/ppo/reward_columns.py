@@ -93,7 +93,9 @@ def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: Sa
     generate(rollout, greedy, dataclasses.replace(sampling, temperature=0.0), number)
     scored, _ = scorer.score(greedy, number)
     missing = baselines(batch, greedy, scored)
-    return {"reward/baseline/mean": sum(scored.total) / len(scored.total), "reward/baseline/missing": float(missing)}
+    known = [total for total, failure in zip(scored.total, scored.failures, strict=True) if failure is None]
+    mean = {"reward/baseline/mean": sum(known) / len(known)} if known else {}
+    return mean | {"reward/baseline/missing": float(missing)}
 
 
 def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:

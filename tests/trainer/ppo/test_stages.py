@@ -12,7 +12,7 @@ from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
-from lockstep.observability.metrics import Max, Mean
+from lockstep.observability.metrics import Max, Mean, Sum
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
@@ -348,8 +348,27 @@ def test_a_row_without_advantage_leaves_the_update_where_it_has_no_gradient(conf
 
 def test_an_update_is_made_even_where_no_row_has_an_advantage():
     """AdamW's decay and momentum go on in such a step."""
-    batch = make_batch([[1], [1]], old_log_probs=[[0.0], [0.0]], advantages=[[0.0], [0.0]])
-    assert stages.rows_with_gradient(batch, PolicyUpdate.of(ActorConfig())).tolist() == [0]
+    nothing = {"old_log_probs": [[0.0], [0.0]], "advantages": [[0.0], [0.0]]}
+    for mask, kept in (([[1], [1]], 0), ([[0], [1]], 1), ([[0], [0]], 0)):  # a row that can be measured, where there is one
+        batch = make_batch([[1], [1]], mask, **nothing)
+        assert stages.rows_with_gradient(batch, PolicyUpdate.of(ActorConfig())).tolist() == [kept]
+
+
+def test_nothing_measured_is_no_number_and_moves_no_weight():
+    nothing = [[0.0], [0.0]]
+    names = ("rollout_log_probs", "advantages", "token_level_scores", "ref_log_prob", "old_log_probs")
+    batch = make_batch([[1], [1]], [[0], [0]], **dict.fromkeys(names, nothing))
+
+    class Unmeasured:
+        def update_actor(self, data, denominators):
+            return [{"actor/loss": Sum(0.0), "actor/entropy": Mean(0.0, 0.0), "sampler/ratio": Mean(0.0, 0.0)}]
+
+    metrics, drift = stages.update_actor(Unmeasured(), batch, [torch.tensor([0, 1])], PolicyUpdate.of(ActorConfig()))
+    assert (metrics, drift) == ({"actor/loss": 0.0, "actor/skipped_rows": 0.5}, None)
+    control = make_kl_controller("adaptive", 0.5, 0.1, 100)
+    estimation = Estimation.of(AlgorithmConfig(adv_estimator="grpo", use_kl_in_reward=True))
+    assert stages.advantage(batch, estimation, control) == {"actor/reward_kl_penalty_coeff": 0.5}
+    assert control.value == 0.5
 
 
 def test_what_a_loss_needs_of_a_whole_mini_batch_is_computed_before_it_is_cut():

@@ -11,12 +11,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping, not_finite
+from lockstep.workers.rollout.base import Completion, DecodeText, Numbered, Stopping, not_finite
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ModuleRollout
-
-Numbered = tuple[int, Request]
-"""A request with its place in the call."""
 
 
 class HFRollout(ModuleRollout):
@@ -35,14 +32,11 @@ class HFRollout(ModuleRollout):
         module.generation_config = GenerationConfig()
 
     @torch.no_grad()
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        faults = self._faults(requests, sampling)
-        yield from faults.values()
-        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         for start in range(0, len(served), self.config.max_num_seqs):
             yield from self._generate_batch(served[start : start + self.config.max_num_seqs], sampling)
 
-    def _generate_batch(self, numbered: list[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+    def _generate_batch(self, numbered: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         device, requests = self.module.device, [request for _, request in numbered]
         limits = [Stopping.of(request, sampling, self.context, self.decode_text) for request in requests]
         prompts = Ragged.from_rows([request.prompt_ids for request in requests])

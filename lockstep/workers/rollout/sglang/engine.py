@@ -19,7 +19,7 @@ import torch
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError, WorkerError
-from lockstep.workers.rollout.base import Completion, Request, Stopping, failed
+from lockstep.workers.rollout.base import Completion, Numbered, Request, Stopping, failed
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.sglang.server import SGLangServer
@@ -51,12 +51,7 @@ class SGLangRollout(ProcessRollout):
         arguments += ["--enable-memory-saver"] if self._can_sleep else []
         self.server = SGLangServer(arguments, start_s=config.start_timeout_s, silence_s=config.silence_timeout_s)
 
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        faults = self._faults(requests, sampling)
-        yield from faults.values()
-        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
-        if not served:
-            return
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         self._wake()
         seeds = request_keys(sampling.seed, [request.key for _, request in served]).tolist()
         pool = ThreadPoolExecutor(min(self.config.max_num_seqs, len(served)), "sglang")
@@ -64,11 +59,10 @@ class SGLangRollout(ProcessRollout):
         for (index, request), seed in zip(served, seeds, strict=True):
             limits = Stopping.of(request, sampling, self.context, self.decode_text)
             body = _body(request, limits, sampling, seed)
-            asked[pool.submit(self.server.post, "/generate", body)] = (index, limits)
+            asked[pool.submit(self.server.post, "/generate", body)] = (index, request, limits)
         try:
             for answer in as_completed(asked):
-                index, limits = asked[answer]
-                yield self._answered(index, requests[index], limits, answer.result(), sampling)
+                yield self._answered(*asked[answer], answer.result(), sampling)
         finally:
             unfinished = not all(answer.done() for answer in asked)
             pool.shutdown(wait=False, cancel_futures=True)

@@ -12,7 +12,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Request, Stopping
+from lockstep.workers.rollout.base import Numbered, Request, Stopping
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 
@@ -54,7 +54,7 @@ class VLLMChild:
         probe = SamplingParams(temperature=1.0, max_tokens=2, stop_token_ids=(), seed=0)
         list(self.generate([(0, Request(torch.tensor([0]), (0, 0, 0)))], probe))
 
-    def generate(self, requests: Sequence[tuple[int, Request]], sampling: SamplingParams) -> Iterator[Finished | None]:
+    def generate(self, requests: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Finished | None]:
         """Each request as it finishes, None after each pass."""
         self._wake()
         engine = self._llm.llm_engine

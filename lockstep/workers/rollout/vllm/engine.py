@@ -22,7 +22,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.quiet import quiet_transformers
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.base import Completion, Numbered
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.process import EngineProcess
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
@@ -59,16 +59,12 @@ class VLLMRollout(ProcessRollout):
             silence_s=config.silence_timeout_s,
         )
 
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         if 0 < sampling.temperature < _COLDEST:
             raise ConfigError(
                 f"temperature={sampling.temperature} is below {_COLDEST}, which vLLM would take instead; use 0 (greedy) or a higher one"
             )
-        faults = self._faults(requests, sampling)
-        yield from faults.values()
-        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
-        if not served:
-            return
+        requests = dict(served)
         for index, ids, log_probs, reason in self.process.stream("generate", served, sampling):
             yield self._completion(index, requests[index], ids, log_probs, reason, sampling)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,45 +28,8 @@ MOST_TOKENS = 512
 """Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next."""
 
 
-class CPUBackend(Backend):
-    """Runs a scheduler one pass after the other; each draws one token for a row that is complete."""
-
-    @abstractmethod
-    def ready(self) -> AbstractContextManager[None]:
-        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
-
-    @abstractmethod
-    def copy_pages(self, copies: dict[int, int]) -> None:
-        """Copy pages, all at once: target -> source."""
-
-    @abstractmethod
-    def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
-
-    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
-        with self.ready():
-            while not scheduler.is_idle:
-                for sample in scheduler.abort(take_aborts()):
-                    yield sample, "abort"
-                planned = scheduler.plan()
-                if not planned.rows:
-                    continue
-                self.copy_pages(planned.copies)
-                tokens, log_probs = self.step(_batch(planned, self.page_size, sampling), sampling)
-                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
-                for row, samples in [(row, row.draws) for row in planned.rows]:
-                    if not samples:
-                        scheduler.advance(row)
-                    for sample in samples:
-                        token, log_prob = next(drawn)
-                        scheduler.append(sample, [token], [log_prob])
-                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
-                        if reason is not None:
-                            scheduler.finish(sample)
-                            yield sample, reason
-
-
-def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch:
+def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatch:
+    """The tensors of a pass; `penalised` adds what a repetition penalty acts on."""
     input_ids: list[int] = []
     positions: list[int] = []
     sample_from: list[int] = []
@@ -83,7 +45,6 @@ def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch
     page_table = torch.tensor([row.sample.pages + [0] * (most - len(row.sample.pages)) for row in planned.rows], dtype=torch.int32)
     places = torch.tensor(positions)
     rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
-    penalised = sampling.repetition_penalty != 1.0
     return StepBatch(
         input_ids=torch.tensor(input_ids),
         positions=places,
@@ -98,8 +59,11 @@ def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch
     )
 
 
-class TorchBackend(CPUBackend):
-    """See Backend. `shape` is what `probe.cache_shape` found in the module."""
+class TorchBackend(Backend):
+    """See Backend. Runs one pass after the other; each draws one token for a row that is complete.
+
+    `shape` is what `probe.cache_shape` found in the module.
+    """
 
     def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float) -> None:
         self.module, self.shape, self.page_size = module, shape, shape.page_size
@@ -109,8 +73,32 @@ class TorchBackend(CPUBackend):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
+        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
         with prepacked(self.module):
             yield
+
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
+        with self.ready():
+            while not scheduler.is_idle:
+                for sample in scheduler.abort(take_aborts()):
+                    yield sample, "abort"
+                planned = scheduler.plan()
+                if not planned.rows:
+                    continue
+                self.copy_pages(planned.copies)
+                batch = batch_of(planned, self.page_size, sampling.repetition_penalty != 1.0)
+                tokens, log_probs = self.step(batch, sampling)
+                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
+                for row, samples in [(row, row.draws) for row in planned.rows]:
+                    if not samples:
+                        scheduler.advance(row)
+                    for sample in samples:
+                        token, log_prob = next(drawn)
+                        scheduler.append(sample, [token], [log_prob])
+                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
+                        if reason is not None:
+                            scheduler.finish(sample)
+                            yield sample, reason
 
     def most_pages(self) -> int:
         device = self.module.device
@@ -123,7 +111,7 @@ class TorchBackend(CPUBackend):
     def open(self, num_pages: int) -> None:
         self.close()
         self._cache = KVCache(self.shape, num_pages, self.module.device)
-        self._attention = self._make_attention(self._cache)
+        self._attention = PagedAttention(self._cache)
         self.num_pages = num_pages
 
     def close(self) -> None:
@@ -132,10 +120,12 @@ class TorchBackend(CPUBackend):
         self._cache, self.num_pages = None, 0
 
     def copy_pages(self, copies: dict[int, int]) -> None:
+        """Copy pages, all at once: target -> source."""
         assert self._cache is not None, "the backend is closed"
         self._cache.copy_pages(copies)
 
     def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
         if not len(batch.sample_from):
             self.forward(batch, batch.sample_from)
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
@@ -151,18 +141,12 @@ class TorchBackend(CPUBackend):
         """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S]."""
         assert self._cache is not None, "the backend is closed"
         self._attention.begin(batch)
-        return self._call(batch.input_ids, batch.positions, logits_at)
-
-    def _make_attention(self, cache: KVCache) -> PagedAttention:
-        return PagedAttention(cache)
-
-    def _call(self, input_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
         device = self.module.device
         # Without a token to draw, the head is still applied to one: no index means "all" to transformers.
         keep = logits_at if len(logits_at) else torch.zeros(1, dtype=torch.int64)
         out = self.module(
-            input_ids=input_ids.to(device)[None],
-            position_ids=positions.to(device)[None],
+            input_ids=batch.input_ids.to(device)[None],
+            position_ids=batch.positions.to(device)[None],
             use_cache=False,
             kv_cache=self._attention,
             logits_to_keep=keep.to(device),

@@ -154,7 +154,6 @@ class FusedBackend(TorchBackend):
         return self._angles
 
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.repetition_penalty != 1.0
-        if not filtered:
+        if not sampling.truncates and sampling.repetition_penalty == 1.0:
             return draw(self._library, logits, uniforms(batch.keys, batch.response_positions), sampling.temperature)
         return draw_one_by_one(logits, batch, sampling) if self._batch_invariant else super()._draw(logits, batch, sampling)

@@ -78,9 +78,10 @@ class DecodeRunner:
             else:
                 graph.replay()
 
-    def first_tokens(self, logits: Tensor, first: int, keep: Filter | None) -> None:
-        """Draw a token for each of the rows `first`... from `logits` [count, vocabulary] of their prompts' ends."""
-        self._draw(logits, first, keep)
+    def draw(self, logits: Tensor, first: int, keep: Filter | None) -> None:
+        """Draw a token for each of the rows `first`... from `logits` [count, vocabulary]."""
+        kept, normaliser = (None, None) if keep is None else keep(logits, self._rows, first)
+        draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
 
     def forget(self) -> None:
         """Drop the graphs and the memory they hold."""
@@ -92,15 +93,7 @@ class DecodeRunner:
         table, context = rows.page_table[:size], rows.context[:size]
         positions, slots = decode_slots(table, context, self._page_size)
         prefixes = rows.shared_of(size) if shared else None
-        logits = self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes)
-        self._draw(logits, 0, keep)
-
-    def _draw(self, logits: Tensor, first: int, keep: Filter | None) -> None:
-        if keep is None:
-            draw(logits, self._rows, first)
-        else:
-            kept, normaliser = keep(logits, self._rows, first)
-            draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
+        self.draw(self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes), 0, keep)
 
     def _capture(self, kind: StepKind) -> None:
         """Add the kind's graph. A model whose step cannot be captured is decoded without graphs from here on, and says so."""
