@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/sft_loss": {"workers/losses", "workers/engine", "algorithms"},
+    "workers/preference_loss": {"workers/engine", "workers/losses", "algorithms", "utils"},
     "workers/model_worker": {
         "workers/engine", "single_controller/base", "planner", "models", "protocol", "observability", "utils",
     },

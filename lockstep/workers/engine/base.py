@@ -346,8 +346,8 @@ class TrainEngine(ABC):
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
-        budget = budget.times(self.token_ranks)
-        batches = self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data)))
+        counts, budget = data.token_counts().tolist(), budget.times(self.token_ranks)
+        batches = self._equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
         return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device))
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:

@@ -28,7 +28,7 @@ from lockstep.workers.engine.megatron.spec import PackedRowsParams, block_spec
 class Stage(MegatronModule):
     """What megatron's schedule calls for each micro-batch.
 
-    The last stage gives the model's columns side by side: [M, 2] log-prob and entropy, or [M, 1] value or score. Others give the hidden
+    The last stage gives the model's columns side by side: [M, 3] (LANGUAGE_COLUMNS), or [M, 1] value or score. Others give the hidden
     states that the next one gets.
     """
 
