@@ -46,11 +46,12 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
+    "trainer/stop": set(),
     "trainer/ppo": {
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
         "rewards", "protocol", "config", "observability", "utils",
@@ -66,7 +67,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/summary": {"trainer/run"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
-    "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/engine": {"checkpoint", "models", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/rollout": {"workers/weight_sync", "models", "protocol", "config", "observability", "utils"},
     "workers/weight_sync": {"config"},
     # tools

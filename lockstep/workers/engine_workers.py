@@ -27,6 +27,7 @@ from lockstep.planner.memory import MemoryPlan, Model, Rollout
 from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
+from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
@@ -214,10 +215,9 @@ class ActorRolloutRefWorker(ModelWorker):
         assert not self.parts.actor, f"the rollout of a worker of role {self.role} has the actor's weights"
         return self.rollout.engine.receive(offer, self.device, self.rank)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write the actor to a folder."""
-        self.actor.engine.save(Path(local_path))
+    @property
+    def trained(self) -> TrainEngine:
+        return self.actor.engine
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
