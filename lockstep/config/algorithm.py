@@ -74,7 +74,8 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo: divide by the group's standard deviation; false is Dr.GRPO."""
     gdpo_reward_keys: list[str] | None = None
-    """gdpo: the parts of the reward to balance, by name: judges of reward.weights, or keys that a reward function returned."""
+    """gdpo: the parts of the reward to balance, by name: judges of reward.weights, keys that a reward function returned, and
+    overlong_penalty where reward.overlong_buffer is on."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: their weights; null weighs all alike."""
     use_kl_in_reward: bool = False

@@ -78,6 +78,10 @@ def test_the_defaults_are_a_valid_configuration():
             ["critic.model.lora_rank=8", "critic.fsdp_config.tensor_parallel_size=2"],
         ),
         (
+            ["reward.overlong_buffer={enable: true, len: 513}"],
+            ["reward.overlong_buffer.len=513", "data.max_response_length=512", "reward.overlong_buffer.enable=false"],
+        ),
+        (
             ["actor_rollout_ref.ref.param_offload=true", f"{ACTOR}.strategy=megatron"],
             ["actor_rollout_ref.ref.param_offload=true", f"{ACTOR}.strategy=fsdp2 or fsdp, not megatron"],
         ),

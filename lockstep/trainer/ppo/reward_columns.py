@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.metrics import row_sums
 from lockstep.trainer.ppo.missing_rewards import leave_out
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.scored import OVERLONG_PART, Scored
 from lockstep.trainer.ppo.stages import generate
 
 
@@ -39,15 +39,14 @@ def model_scores(reward_model: Any, reward_fn: Any, batch: DataProto, tokenizer:
     batch.set("rm_judged", judged)
 
 
-def penalise_overlong(batch: DataProto, config: OverlongConfig, max_response_length: int) -> dict[str, float]:
-    """Reads responses; adds the overlong penalty to token_level_scores, on the last token."""
-    if config.len > max_response_length:
-        raise ConfigError(f"reward.overlong_buffer.len={config.len} is more than data.max_response_length={max_response_length}")
+def penalise_overlong(batch: DataProto, scored: Scored, config: OverlongConfig, max_response_length: int) -> dict[str, float]:
+    """Reads responses; adds the overlong penalty to token_level_scores, on the last token, and to the parts of `scored`."""
     scores, lengths = batch.ragged("token_level_scores"), batch.ragged("responses").lengths
     penalty = overlong_penalty(lengths, max_response_length, config.len, config.penalty_factor).float()
     values, filled = scores.values.clone(), lengths > 0
     values[(lengths.cumsum(0) - 1)[filled]] += penalty[filled]
     batch.set("token_level_scores", scores.like(values))
+    scored.parts[OVERLONG_PART] = penalty.tolist()
     return {"reward/overlong_penalty/mean": penalty.mean().item(), "reward/overlong_ratio": (penalty < 0).float().mean().item()}
 
 

@@ -89,6 +89,16 @@ def test_remax_needs_nothing_more_and_gdpo_its_keys():
     check_algorithm(as_config({"algorithm": gdpo, "actor_rollout_ref": {"rollout": {"n": 2}}}))
 
 
+def test_gdpo_balances_the_penalty_for_length_or_the_run_has_none():
+    def config(*keys):
+        gdpo = {"adv_estimator": "gdpo", "gdpo_reward_keys": keys}
+        return as_config(GRPO | {"algorithm": gdpo, "reward": {"overlong_buffer": {"enable": True}}})
+
+    check_algorithm(config("a", "overlong_penalty"))
+    with pytest.raises(ConfigError, match=r"reward\.overlong_buffer is not among them: add 'overlong_penalty'"):
+        check_algorithm(config("a"))
+
+
 def test_an_estimator_that_reads_what_no_run_has_is_an_error(monkeypatch):
     monkeypatch.setattr("lockstep.algorithms.advantages.ADV_ESTIMATORS", dict(ADV_ESTIMATORS))
     register_adv_est("mine")(lambda *, temperature, response_mask: (response_mask, response_mask))
