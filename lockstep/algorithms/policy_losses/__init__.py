@@ -56,6 +56,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.algorithms.bound import Bound
@@ -64,6 +65,7 @@ from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
 from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
 from lockstep.algorithms.registry import input_names, registering, unknown_name
+from lockstep.algorithms.rows import Rows
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Prepare = Callable[..., dict[str, Tensor]]
@@ -135,6 +137,20 @@ def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
     """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
     required = [name for name, is_required in input_names(_what(loss), PREPARATIONS.get(loss, loss)).items() if is_required]
     return [name for name in required if name not in given and name not in BATCH_INPUTS]
+
+
+def check_numbers(loss: PolicyLoss, parameters: Mapping[str, Any]) -> None:
+    """Raise the ConfigError that the loss, one of those here, would raise for these numbers in training: it is called on one token.
+
+    One that was added is not called: what it expects of a batch is not known.
+    """
+    if loss not in _BUILT_IN:
+        return
+    columns = dict.fromkeys(("old_log_prob", "log_prob", "advantages", "response_mask"), torch.ones(1))
+    rows, prepare = Rows(torch.ones(1, dtype=torch.int64)), bind_prepare(loss, parameters)
+    if prepare is not None:
+        columns |= prepare(columns | {"row_keys": torch.zeros(1, dtype=torch.int64)}, rows)
+    bind_policy_loss(loss, parameters)(columns, rows)
 
 
 def takes_blocks(loss: PolicyLoss) -> bool:

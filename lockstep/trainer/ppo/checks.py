@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.algorithms.advantages import get_adv_estimator, required_inputs
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.kl import KL_KINDS
-from lockstep.algorithms.policy_losses import get_policy_loss, loss_inputs, missing_numbers
+from lockstep.algorithms.policy_losses import check_numbers, get_policy_loss, loss_inputs, missing_numbers
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
@@ -83,6 +83,7 @@ def _check_policy_loss(actor: ActorConfig) -> None:
             f"the policy loss {policy_loss.loss_mode} needs {', '.join(missing)}; set "
             f"actor_rollout_ref.actor.policy_loss.loss_kwargs.{missing[0]}"
         )
+    check_numbers(loss, actor.loss_parameters)
 
 
 def _check_reward_parts(algorithm: AlgorithmConfig, penalises_length: bool) -> None:

@@ -126,6 +126,29 @@ def test_loss_kwargs_must_be_arguments_of_the_loss(tmp_path):
         check_algorithm(config(f"{file}:other"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "numbers", "message"),
+    [
+        (
+            "vanilla",
+            {"clip_ratio_low": 2.0},
+            r"needs 0 <= clip_ratio_low <= 1.* not 2\.0.*actor_rollout_ref\.actor\.clip_ratio_low",
+        ),
+        ("gspo", {"clip_ratio_low": 2.0}, "gspo policy loss needs"),
+        ("clip_cov", {"clip_ratio_low": 2.0}, "clip_cov policy loss needs"),
+        ("vanilla", {"clip_ratio_c": 1.0}, r"needs clip_ratio_c above 1"),
+    ],
+)
+def test_numbers_outside_the_range_of_the_loss_are_an_error_before_models_are_loaded(mode, numbers, message):
+    actor = {"policy_loss": {"loss_mode": mode}} | numbers
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(as_config({"actor_rollout_ref": {"actor": actor}}))
+
+
+def test_a_wide_range_suits_a_loss_of_log_ratios():
+    check_algorithm(as_config({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "geo_mean"}, "clip_ratio_low": 2.0}}}))
+
+
 def test_the_defaults_and_grpo_pass():
     check_algorithm(as_config({}))
     check_algorithm(as_config(GRPO))
