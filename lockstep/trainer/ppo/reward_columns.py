@@ -54,7 +54,7 @@ def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
     """Writes reward_parts [B, K] (float), with its names in meta_info: what `keys` name of the judges' scores and the function's numbers.
     Missing rows are 0.
 
-    Raises RewardError when a row that has a reward lacks one of them.
+    Raises RewardError when a row that has a reward lacks one of them, or has something that is not a finite number.
     """
     columns = []
     for key in keys:
@@ -65,6 +65,12 @@ def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
             raise RewardError(
                 f"{len(lacking)} rows have no reward part {key!r} (dataset row {batch.non_tensor_batch['index'][lacking[0]]} is the "
                 f"first); known parts: {', '.join(known)}. Name judges in reward.weights, or return the key from the reward function"
+            )
+        wrong = [v for v, f in zip(values, scored.failures, strict=True) if f is None and not _is_number(v)]
+        if wrong:
+            raise RewardError(
+                f"algorithm.gdpo_reward_keys names {key!r}, which is not a finite number in {len(wrong)} rows, but {wrong[0]!r}: name "
+                "judges, or keys with numbers"
             )
         columns.append([0.0 if f is not None else float(v or 0.0) for v, f in zip(values, scored.failures, strict=True)])
     batch.set("reward_parts", torch.tensor(columns, dtype=torch.float32).T.contiguous())
@@ -106,7 +112,7 @@ def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
         values = row_sums(batch, "token_level_scores")
     elif metric in scored.extra:
         said = scored.extra[metric]
-        lacking = [i for i, value in enumerate(said) if counted[i] and not isinstance(value, int | float | np.number | np.bool_)]
+        lacking = [i for i, value in enumerate(said) if counted[i] and not _is_number(value)]
         if lacking:
             raise RewardError(
                 f"algorithm.filter_groups.metric={metric} is not a number in {len(lacking)} rows: {said[lacking[0]]!r}"
@@ -119,3 +125,7 @@ def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
         )
     group = torch.from_numpy(np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1])
     return has_signal(values, group, counted).nonzero().flatten()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number | np.bool_) and bool(np.isfinite(value))

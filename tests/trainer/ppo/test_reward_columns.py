@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from helpers.batches import column, make_batch, rows_of
@@ -84,3 +86,6 @@ def test_reward_parts_are_taken_from_judges_and_from_what_functions_return():
     assert batch.batch["reward_parts"].tolist() == [[1.0, 0.5], [0.0, 0.0]]
     with pytest.raises(RewardError, match="no reward part 'style'.*known parts: rule, format"):
         reward_columns.set_parts(batch, said, ["style"])
+    for value in ("good", [0.5], math.nan):
+        with pytest.raises(RewardError, match=r"gdpo_reward_keys names 'tone', which is not a finite number in 1 rows"):
+            reward_columns.set_parts(batch, scored(1, rows=2, tone=[value, None]), ["tone"])
