@@ -20,6 +20,7 @@ class LearnerConfig(EngineChoice):
 
     def __post_init__(self) -> None:
         one_of("engine.strategy", self.strategy, STRATEGIES)
+        self.check("engine")
         at_least(self, "engine", 1, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 
 
@@ -45,6 +46,8 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not self.model.path:
             raise ConfigError("model.path is empty; name a Hugging Face model folder")
+        self.model.check("model")
+        self.optim.check("optim")
         check_lora(self.model, self.engine, "engine", "model")
         if self.trainer.worker_group == "local" and self.needs_ray:
             raise ConfigError(

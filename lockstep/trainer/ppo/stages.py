@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
+from lockstep.algorithms.advantages import read_estimate
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
@@ -161,7 +162,7 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
     }
-    advantages, returns = estimation.estimator(columns, rows)
+    advantages, returns = read_estimate(estimation.estimator, estimation.estimator(columns, rows), rows)
     for name, values in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
         _set_tokens(batch, name, values)
     return metrics

@@ -240,6 +240,26 @@ def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
     assert rows_of(batch, "returns") == [[0, 0, 0.5], [1.5]]
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("token_level_rewards", r"must return \(advantages, returns\); it returned shape \(4,\)"),
+        ("(token_level_rewards,) * 3", r"must return \(advantages, returns\); it returned tuple of 3"),
+        ("(token_level_rewards[:1], token_level_rewards)", r"one number per token, \(4,\).*it returned shape \(1,\) as advantages"),
+        ("(token_level_rewards, None)", "it returned NoneType as returns"),
+    ],
+)
+@pytest.mark.parametrize("rows", ["rows", ""])
+def test_an_estimator_that_returns_the_wrong_thing_is_told_what_is_right(tmp_path, result, message, rows):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def mine(*, token_level_rewards, {rows}):\n    return {result}\n")
+    batch = make_batch(token_level_scores=[[0, 0, 1], [3]])
+    with pytest.raises(ConfigError, match=message if rows else "must return"):
+        stages.advantage(
+            batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:mine")), make_kl_controller("fixed", 0.1, 0.5, 1000)
+        )
+
+
 def test_advantages_that_are_not_finite_stop_the_step_with_their_rows(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("def log(*, token_level_rewards):\n    return token_level_rewards.log(), token_level_rewards\n")
