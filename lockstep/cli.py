@@ -11,6 +11,7 @@ COMMANDS = {
     "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
+    "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
     "preprocess": ("lockstep.data.preprocess.main", "make parquet files of GSM8K, MATH, HellaSwag or full-hh-rlhf"),
 }
 """Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""

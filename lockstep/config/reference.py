@@ -27,7 +27,7 @@ def keys() -> Iterator[tuple[str, Any, str]]:
 def command_line_help() -> str:
     """What `lockstep ppo --help` prints."""
     lines = [
-        "usage: lockstep ppo [--config FILE.yaml] [key=value ...]",
+        "usage: lockstep ppo [--config FILE.yaml] [--from-verl] [key=value ...]",
         "",
         "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it.",
         "",

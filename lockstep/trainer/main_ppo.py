@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.compat.verl.command import check_arguments, from_verl
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError, LockstepError
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line says; returns the exit status. `--config FILE` reads a YAML file, `--help` lists the keys."""
+    """Train as the command line says; returns the exit status.
+
+    `--config FILE` reads a YAML file, `--from-verl` takes file and arguments as verl's, `--help` lists the keys.
+    """
     # Read when torch loads its OpenMP library. Threads that spin while they wait make a small model many times slower on busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -30,8 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         config_file, overrides = _split_arguments(arguments)
-        config = load_config(overrides, config_file)
-        run(config)
+        if "--from-verl" in overrides:
+            overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
+        check_arguments(overrides)
+        run(load_config(overrides, config_file))
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
