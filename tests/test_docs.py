@@ -55,6 +55,15 @@ def test_every_key_that_the_page_for_verls_users_names_has_a_verdict():
     assert [key for key in keys if judge(key, None).kind == "unknown"] == []
 
 
+def test_every_metric_has_its_row_in_the_docs():
+    text = (ROOT / "docs/metrics.md").read_text().replace("/*`", "`")
+    heads = "actor|critic|training|perf|timing_s|timing_per_token_ms|global_seqlen|response|reward|val-aux"
+    sources = [path for room in ("trainer", "workers") for path in (ROOT / "lockstep" / room).rglob("*.py")]
+    names = {name for path in sources for name in re.findall(rf'"((?:{heads})/[a-z_/]*[a-z_])(?="|/?\{{)', path.read_text())}
+    assert len(names) > 40
+    assert [name for name in sorted(names) if f"`{name}" not in text] == []
+
+
 def test_make_targets_in_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^make (\w+)", "\n".join(blocks(ROOT / "README.md", "sh")), re.MULTILINE)
