@@ -18,6 +18,7 @@ class PPOConfig:
     """Everything a run needs to know. Read-only once training has started."""
 
     command: ClassVar[str] = "lockstep ppo"
+    flags: ClassVar[str] = " [--from-verl]"
     about: ClassVar[str] = (
         "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it."
     )

@@ -31,7 +31,7 @@ def keys(root: Any = PPOConfig) -> Iterator[tuple[str, Any, str]]:
 
 def command_line_help(root: Any = PPOConfig) -> str:
     """What the command's `--help` prints."""
-    lines = [f"usage: {root.command} [--config FILE.yaml] [key=value ...]", "", root.about, ""]
+    lines = [f"usage: {root.command} [--config FILE.yaml]{root.flags} [key=value ...]", "", root.about, ""]
     for key, default, meaning in keys(root):
         lines.append(f"{key}={default}")
         lines.append(textwrap.fill(meaning, 110, initial_indent="    ", subsequent_indent="    "))

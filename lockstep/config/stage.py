@@ -1,6 +1,7 @@
 """What the recipes around RL (sft, ...) have in common: the model that learns, its engine, its optimizer, the run."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.check import at_least, one_of
@@ -36,6 +37,8 @@ def stage_optim(lr: float) -> OptimConfig:
 @dataclass
 class StageConfig:
     """The sections that these recipes share."""
+
+    flags: ClassVar[str] = ""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: LearnerConfig = field(default_factory=LearnerConfig)
