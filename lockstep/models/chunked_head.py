@@ -33,7 +33,7 @@ MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a model says about M tokens, [M] each."""
+    """What a model says about M tokens of some rows, [M] each if nothing else is said."""
 
     log_probs: Tensor | None = None
     """Language model: log-prob of each token."""
@@ -41,6 +41,8 @@ class TokenOutputs:
     """Language model: entropy at each token."""
     values: Tensor | None = None
     """Value model: the value before each token."""
+    scores: Tensor | None = None
+    """Score model: the score of each row, [rows]."""
 
 
 LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
@@ -68,7 +70,8 @@ class LossPass:
 
     def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
         """The loss of a whole micro-batch, to be differentiated."""
-        loss, metrics = self.loss(TokenOutputs(columns.get("log_probs"), columns.get("entropys"), columns.get("values")), tokens)
+        names = ("log_probs", "entropys", "values", "scores")
+        loss, metrics = self.loss(TokenOutputs(*map(columns.get, names)), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
 
@@ -93,7 +96,7 @@ class HandsOutHidden:
 
 
 def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
-    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
+    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores) if column is not None]
     return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
 
 

@@ -25,14 +25,14 @@ from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, TokenOut
 from lockstep.models.flops import ModelCost, model_cost
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
-from lockstep.models.outputs import logits_log_probs, sequence_scores
+from lockstep.models.outputs import logits_log_probs
 from lockstep.models.packing import (
     Budget,
     PackedRows,
     TokenRows,
     cut_into_micro_batches,
     pack_rows,
-    pad_rows,
+    pack_sequences,
     shared_prompt_tokens,
 )
 from lockstep.models.weight_file import TensorSpec, write_weights
@@ -202,17 +202,19 @@ class TrainEngine(ABC):
 
     @torch.no_grad()
     def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids [rows] (score head)."""
+        """One score for each row of token ids [rows] (score head), read where transformers reads it."""
         self.module.eval()
         data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
         rows = data.ragged("rows")
-        scores = []
+        batches = self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks)))
+        packs = LazySequence(
+            len(batches),
+            lambda n: pack_sequences(rows.select(torch.tensor(batches[n], dtype=torch.int64)), pad_token_id, self.device),
+        )
         with self.on_device():
-            for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks))):
-                part = rows.select(torch.tensor(index)) if index else Ragged.from_rows([[0]], dtype=torch.int64)
-                part_scores = self.scores(part, pad_token_id)
-                scores += [part_scores.cpu()] if index else []
-        return torch.cat(scores)[list(own)] if scores else torch.empty(0)
+            found = zip(packs, self.columns(packs, 1.0), strict=True)
+            scores = [out["scores"] for packed, out in found if not packed.is_placeholder]
+        return torch.cat(scores).cpu()[list(own)] if scores else torch.empty(0)
 
     @torch.no_grad()
     def evaluate(self, data: DataProto, loss: LossFn, budget: Budget) -> dict[str, Metric]:
@@ -301,14 +303,12 @@ class TrainEngine(ABC):
         for packed in packs:
             yield self._run(packed, temperature)
 
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids, on every rank of the model group."""
-        return sequence_scores(self.module, *pad_rows(rows, pad_token_id, self.device))
-
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch."""
+        """The columns [M] of one micro-batch, or its scores [rows]."""
+        if self.head is Head.SCORE:
+            return {"scores": self.module(**packed.inputs, read_at=packed.predict_at)}
         if self.head is Head.VALUE:
             return {"values": self.module(**packed.inputs).logits[0, packed.predict_at, 0].float()}
         if self.tokens_at_once is not None:
@@ -320,9 +320,10 @@ class TrainEngine(ABC):
         return {"log_probs": log_probs, "entropys": entropy}
 
     def _named(self, stacked: Tensor) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch from what an output layer gives: [M, 2] log-prob and entropy, or [M] or [M, 1] values."""
-        if self.head is Head.VALUE:
-            return {"values": stacked.flatten()}
+        """The columns [M] of one micro-batch from what an output layer gives: [M, 2] log-prob and entropy, or [M] or [M, 1] values
+        or scores."""
+        if self.head is not Head.LANGUAGE_MODEL:
+            return {"values" if self.head is Head.VALUE else "scores": stacked.flatten()}
         return dict(zip(("log_probs", "entropys"), stacked.unbind(-1), strict=True))
 
     def _begin(
@@ -345,7 +346,8 @@ class TrainEngine(ABC):
         data = data if len(rows) == len(data) else data.select_idxs(rows)
         budget = budget.times(self.token_ranks)
         batches = self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data)))
-        return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device))
+        scored = self.head is Head.SCORE
+        return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""
