@@ -8,10 +8,11 @@ import pytest
 
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.algorithms.preference_losses import PREFERENCE_LOSSES
 from lockstep.config.load import check_key
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
-from lockstep.tools.check import check_advantage, check_loss
+from lockstep.tools.check import check_advantage, check_loss, check_preference
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -81,11 +82,15 @@ def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, 
     assert check_loss(f"{file}:centred", {}, max_examples=10)
     assert check_loss(f"{file}:by_response", {}, max_examples=10)
     assert check_advantage(f"{file}:reward_to_go", {}, max_examples=10)
+    pairs = tmp_path / "my_pairs.py"
+    pairs.write_text("\n".join(blocks(ROOT / "docs/algorithms/preference.md", "python")))
+    assert check_preference(f"{pairs}:offset", {"scale": 2.0}, max_examples=10)
 
 
 def test_every_estimator_and_loss_has_its_row_in_the_docs():
     text = "\n".join(page.read_text() for page in PAGES if page.parent.name == "algorithms")
-    missing = [name for name in (*ADV_ESTIMATORS, *POLICY_LOSSES) if f"`{name}`" not in text and f"={name}`" not in text]
+    names = (*ADV_ESTIMATORS, *POLICY_LOSSES, *PREFERENCE_LOSSES)
+    missing = [name for name in names if f"`{name}`" not in text and f"={name}`" not in text]
     assert missing == []
 
 

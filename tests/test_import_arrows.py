@@ -33,6 +33,8 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
+    "workers/sft_loss": {"workers/losses", "workers/engine", "algorithms"},
+    "workers/preference_loss": {"workers/engine", "workers/losses", "algorithms", "utils"},
     "workers/model_worker": {
         "workers/engine", "single_controller/base", "planner", "models", "protocol", "observability", "utils",
     },
@@ -75,6 +77,7 @@ ARROWS: dict[str, set[str]] = {
         "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
         "observability", "utils",
     },
+    "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     # others' names: these may point up
     "compat": {"algorithms", "config", "protocol", "utils"},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +96,18 @@ def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedMod
 
     `factory` is one of transformers' Auto classes; `options` go to its from_config.
     """
-    with _parameters_on_meta():
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
         return factory.from_config(hf_config, **options)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | None:
@@ -129,19 +137,3 @@ def draw_weights(model: PreTrainedModel, name: str, seed: int, std: float | None
         else:
             nn.init.normal_(drawn.weight, std=std)
     return dict(drawn.named_parameters())[name.rpartition(".")[2]].detach()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

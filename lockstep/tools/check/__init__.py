@@ -1,4 +1,4 @@
-"""`lockstep check loss|advantage NAME`: does batching change a loss or an estimator of your own?
+"""`lockstep check loss|advantage|preference NAME`: does batching change a loss or an estimator of your own?
 
 NAME is `path.py:function`, or a registered name. Each property of `properties` is tried on many small batches; for one that does not
 hold, the smallest batch that breaks it is shown.
@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, as_command
 
 USAGE = """usage: lockstep check loss NAME [argument=number ...]
        lockstep check advantage NAME [argument=number ...]
+       lockstep check preference NAME [argument=number ...]
 
 NAME is path.py:function, or the name of a registered loss or estimator. Arguments of its own are given as argument=number.
 --examples N tries N batches for each property (default 100)."""
@@ -28,11 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE)
         return 0
-    if len(arguments) < 2 or arguments[0] not in ("loss", "advantage"):
-        raise ConfigError(f"expected 'loss' or 'advantage' and a name, got {' '.join(arguments)!r}\n{USAGE}")
+    checks = {"loss": check_loss, "advantage": check_advantage, "preference": check_preference}
+    if len(arguments) < 2 or arguments[0] not in checks:
+        raise ConfigError(f"expected 'loss', 'advantage' or 'preference' and a name, got {' '.join(arguments)!r}\n{USAGE}")
     max_examples, others = _split_examples(list(arguments[2:]))
-    check = check_loss if arguments[0] == "loss" else check_advantage
-    return 0 if check(arguments[1], dict(map(_argument, others)), max_examples) else 1
+    return 0 if checks[arguments[0]](arguments[1], dict(map(_argument, others)), max_examples) else 1
 
 
 def check_loss(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
@@ -70,6 +71,21 @@ def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMP
     return _run(name, given, names, subject, advantage_cases(), ADVANTAGE_PROPERTIES, {}, max_examples)
 
 
+def check_preference(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
+    """Check the preference loss `name`, called with its own defaults and `given`; prints a line a property. True when all hold.
+
+    Raises ConfigError or DataError when there is no such loss or it asks for something that no run has.
+    """
+    from lockstep.algorithms.preference_losses import get_preference_loss, preference_inputs
+    from lockstep.tools.check.cases import pair_cases
+    from lockstep.tools.check.pairs import PAIR_PROPERTIES, PAIR_WARNINGS, PreferenceSubject
+    from lockstep.utils.files import load_reference
+
+    loss = load_reference(name) or get_preference_loss(name)
+    names = preference_inputs(loss)
+    return _run(name, given, names, PreferenceSubject(loss, given), pair_cases(), PAIR_PROPERTIES, PAIR_WARNINGS, max_examples)
+
+
 def _run(
     name: str,
     given: Collection[str],
@@ -81,7 +97,6 @@ def _run(
     max_examples: int,
 ) -> bool:
     from lockstep.tools.check.cases import smallest_failure
-    from lockstep.tools.check.properties import SHAPES
 
     for key in given:
         if key not in names:
@@ -97,8 +112,8 @@ def _run(
         holds = holds and is_warning
         print(f"  {'warning' if is_warning else 'FAILED '}  {label}: {(check.__doc__ or '').strip()}")
         print(textwrap.indent(f"{violation}\nthe smallest batch:\n{_describe(case, names)}", " " * 11))
-        if label == SHAPES:
-            break  # every other property would say the same again
+        if check is next(iter(properties.values())):
+            break  # the shapes are wrong: every other property would say the same again
     print(f"{name}: {'every property holds' if holds else 'a property does not hold'} ({max_examples} batches for each)")
     return holds
 

@@ -56,6 +56,19 @@ def advantage_cases(draw: st.DrawFn) -> Case:
     return Case(tokens=tokens, of_rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
 
 
+@st.composite
+def pair_cases(draw: st.DrawFn) -> Case:
+    """Up to 4 pairs, with log-probs from far below 0 to 0, ties, and lengths of 1 to 3."""
+    shape = draw(st.integers(1, _MAX_ROWS)), 2
+    scale = draw(st.sampled_from([0.25, 1.0, 300.0]))
+    names = ("log_prob", "ref_log_prob", "mismatched_log_prob", "mismatched_ref_log_prob")
+    columns = {name: -scale * draw(_numbers(shape)).abs() for name in names}
+    columns["length"] = draw(_numbers(shape)).abs().clamp(1, 3).round()
+    columns["margin"] = draw(_numbers(shape[:1])).abs()[:, None].expand(shape)
+    order, cut = draw(st.permutations(range(shape[0]))), draw(st.integers(0, shape[0]))
+    return Case(tokens=columns, of_rows={}, mask=torch.ones(shape, dtype=torch.bool), order=order, cut=cut)
+
+
 def smallest_failure(
     strategy: st.SearchStrategy[Any], check: Callable[[Any], None], max_examples: int
 ) -> tuple[Any, Violation] | None:

@@ -31,9 +31,6 @@ _SCALE_FACTOR = 5.0
 Results = dict[str, Tensor]
 """What a subject makes of a case, by name: a number of the whole batch [], or one number per token [B, T]."""
 
-SHAPES = "one number a token"
-"""The property without which the others say nothing."""
-
 
 class Violation(AssertionError):
     """A property does not hold, and why."""
@@ -91,7 +88,7 @@ class LossSubject:
         columns = {} if prepare is None else prepare({**case.flat(known), **case.of_rows}, case.rows)
         prepared = replace(case, tokens=case.tokens | {name: case.block(x) for name, x in columns.items()})
         denominators = Denominators.of(case.mask.flatten(), Rows.of_padded(case.mask))
-        return [self._part(_select(prepared, part), denominators) for part in parts]
+        return [self._part(select(prepared, part), denominators) for part in parts]
 
     def _part(self, case: Case, denominators: Denominators) -> Results:
         log_prob = case.tokens["log_prob"].clone().requires_grad_()
@@ -128,7 +125,8 @@ class AdvantageSubject:
         return _blocks(case, dict(zip(("advantages", "returns"), result, strict=True)), are_blocks)
 
 
-Subject = LossSubject | AdvantageSubject
+Subject = Any
+"""A LossSubject, an AdvantageSubject, or one of pairs."""
 Property = Callable[[Any, Any], None]
 
 
@@ -204,7 +202,7 @@ def without_advantage_is_flat(subject: LossSubject, case: Case) -> None:
 
 
 _SHARED: dict[str, Property] = {
-    SHAPES: is_per_token,
+    "one number a token": is_per_token,
     "finite": is_finite,
     "masked tokens": ignores_masked_tokens,
     "padding": ignores_padding,
@@ -235,7 +233,8 @@ def _clean(case: Case) -> Case:
     return replace(case, tokens={name: zero_outside(x, case.mask) for name, x in case.tokens.items()})
 
 
-def _select(case: Case, rows: list[int]) -> Case:
+def select(case: Case, rows: list[int]) -> Case:
+    """These rows of the case alone."""
     tokens, others = ({name: x[rows] for name, x in part.items()} for part in (case.tokens, case.of_rows))
     return replace(case, tokens=tokens, of_rows=others, mask=case.mask[rows])
 
@@ -247,7 +246,7 @@ def _widened(x: Tensor, filler: float) -> Tensor:
 def _same_rows(change: str, subject: Subject, case: Case, rows: list[int]) -> None:
     """These rows alone, in this order, have the results that they have in the whole batch."""
     expected = {name: x[rows] if x.dim() else x for name, x in subject.evaluate(case).items()}
-    _same(change, subject.evaluate(_select(case, rows)), expected)
+    _same(change, subject.evaluate(select(case, rows)), expected)
 
 
 def _same(change: str, actual: Results, expected: Results) -> None:

@@ -62,6 +62,9 @@ from lockstep.workers.engine.spec import EngineSpec
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
 
 
+LANGUAGE_COLUMNS = ("log_probs", "entropys", "top_log_probs")
+"""What a language model says about each token, in the order of `chunked_log_probs`."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound="TrainEngine")
@@ -196,7 +199,7 @@ class TrainEngine(ABC):
                         outputs.setdefault(name, []).append(column)
         lengths = data.ragged("responses").lengths
         empty = torch.empty(0)
-        names = ("values",) if self.head is Head.VALUE else ("log_probs", "entropys")
+        names = ("values",) if self.head is Head.VALUE else LANGUAGE_COLUMNS[:2]
         columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])).cpu(), lengths) for n in names})
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
@@ -313,18 +316,17 @@ class TrainEngine(ABC):
             return {"values": self.module(**packed.inputs).logits[0, packed.predict_at, 0].float()}
         if self.tokens_at_once is not None:
             read_columns = partial(chunked_log_probs, packed.targets, temperature, entropy_grad)
-            log_probs, entropy = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
+            found = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
         else:
             logits = self.module(**packed.inputs, logits_to_keep=packed.predict_at).logits[0]
-            log_probs, entropy = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
-        return {"log_probs": log_probs, "entropys": entropy}
+            found = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
+        return dict(zip(LANGUAGE_COLUMNS, found, strict=True))
 
     def _named(self, stacked: Tensor) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch from what an output layer gives: [M, 2] log-prob and entropy, or [M] or [M, 1] values
-        or scores."""
+        """The columns [M] of one micro-batch from what an output layer gives: [M, 3], or [M] or [M, 1] values or scores."""
         if self.head is not Head.LANGUAGE_MODEL:
             return {"values" if self.head is Head.VALUE else "scores": stacked.flatten()}
-        return dict(zip(("log_probs", "entropys"), stacked.unbind(-1), strict=True))
+        return dict(zip(LANGUAGE_COLUMNS, stacked.unbind(-1), strict=True))
 
     def _begin(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float, entropy_grad: bool
@@ -344,9 +346,8 @@ class TrainEngine(ABC):
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
-        budget = budget.times(self.token_ranks)
-        batches = self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data)))
-        scored = self.head is Head.SCORE
+        counts, budget, scored = data.token_counts().tolist(), budget.times(self.token_ranks), self.head is Head.SCORE
+        batches = self._equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
         return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
