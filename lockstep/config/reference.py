@@ -13,9 +13,10 @@ from typing import Any
 
 from lockstep.config.load import valid_keys
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.reward_train import RewardTrainConfig
 from lockstep.config.sft import SFTConfig
 
-ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig}
+ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "reward-model": RewardTrainConfig}
 """Command -> its configuration."""
 
 
