@@ -20,6 +20,10 @@ The command line prints a `LockstepError` as one message and exits with 1 (130 o
 keeps its traceback.
 """
 
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
 
 class LockstepError(Exception):
     """Base class of every error that is the user's to fix."""
@@ -98,3 +102,21 @@ class WorkerTimeout(WorkerError):
 
     def __str__(self) -> str:
         return f"worker {self.worker} did not answer in time: {self.detail}"
+
+
+def as_command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorator of a command's `main(arguments) -> exit status`: prints an error that is the user's to fix and returns 1; 130 when the
+    user interrupts it."""
+
+    @functools.wraps(main)
+    def command(arguments: Sequence[str]) -> int:
+        try:
+            return main(arguments)
+        except LockstepError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    return command

@@ -9,9 +9,11 @@ from lockstep.errors import ConfigError
 
 
 @dataclass
-class TrainerConfig:
+class RunConfig:
+    """What every recipe's `trainer` section has."""
+
     total_epochs: int = 1
-    """Passes over the training prompts."""
+    """Passes over the training data."""
     total_training_steps: int | None = None
     """Steps in all; null means total_epochs passes."""
     seed: int = 0
@@ -24,8 +26,6 @@ class TrainerConfig:
     """Nodes."""
     worker_group: str = "auto"
     """local (everything in this process), ray (one process a device), or auto (local where one device is enough)."""
-    critic_warmup: int = 0
-    """Steps in which only the critic learns."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
@@ -60,14 +60,6 @@ class TrainerConfig:
     """The run's folder; null means checkpoints/{project_name}/{experiment_name}."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Where metrics go besides metrics.jsonl in the run's folder: console, tensorboard, wandb."""
-    rollout_data_dir: str | None = None
-    """Write every training sample there, a JSONL file a step."""
-    validation_data_dir: str | None = None
-    """Write every validation sample there, a JSONL file a validation."""
-    record_batch_dir: str | None = None
-    """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
-    record_batch_freq: int = -1
-    """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
     worker_timeout_s: float = 3600.0
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0
@@ -87,13 +79,33 @@ class TrainerConfig:
             )
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
         at_least(self, "trainer", 0, "stop_deadline_s")
-        at_least(self, "trainer", -1, "test_freq", "save_freq", "record_batch_freq")
+        at_least(self, "trainer", -1, "test_freq", "save_freq")
 
     @property
     def run_dir(self) -> Path:
         """The run's folder."""
         default = Path("checkpoints") / self.project_name / self.experiment_name
         return Path(self.default_local_dir) if self.default_local_dir else default
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """PPO's `trainer` section."""
+
+    critic_warmup: int = 0
+    """Steps in which only the critic learns."""
+    rollout_data_dir: str | None = None
+    """Write every training sample there, a JSONL file a step."""
+    validation_data_dir: str | None = None
+    """Write every validation sample there, a JSONL file a validation."""
+    record_batch_dir: str | None = None
+    """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
+    record_batch_freq: int = -1
+    """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "trainer", -1, "record_batch_freq")
 
 
 @dataclass

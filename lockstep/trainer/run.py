@@ -27,7 +27,7 @@ from lockstep.checkpoint.manifest import check_manifest
 from lockstep.checkpoint.saver import Saver
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
-from lockstep.config.trainer import TrainerConfig
+from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, DataError, ResourceError, Stopped
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
@@ -61,7 +61,7 @@ class Run(ABC):
     """
 
     config: Any
-    section: TrainerConfig
+    section: RunConfig
 
     def __init__(self, config: Any, total_steps: int, display: Display, has_validation: bool) -> None:
         self.config, self.section = config, config.trainer

@@ -25,3 +25,17 @@ def summarise(result: FitResult, embedded: bool) -> str:
             "                                                             your own data and model",
         ]
     return "\n".join(lines)
+
+
+def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
+    """The same for a recipe that learns from files; `shown` says how the names of its validation results begin."""
+    lines = [f"\ndone: {result.steps} steps"]
+    for name, after in result.last_validation.items():
+        if name.startswith(shown):
+            before = (
+                f"{result.first_validation[name]:.4f} before, " if result.first_validation is not result.last_validation else ""
+            )
+            lines.append(f"  {name}: {before}{after:.4f} after")
+    lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
+    lines.append(f"  metrics of every step: {result.metrics_file}")
+    return "\n".join(lines)

@@ -75,9 +75,7 @@ def test_pdb_stops_inside_a_worker_of_the_program(embedded_config):
     import lockstep.workers.engine_workers as module
 
     source = Path(module.__file__)
-    line = 1 + next(
-        i for i, text in enumerate(source.read_text().splitlines()) if "loss_fn = functools.partial(self._policy_loss" in text
-    )
+    line = 1 + next(i for i, text in enumerate(source.read_text().splitlines()) if "loss_fn = functools.partial(self._loss" in text)
     commands = [f"b {source}:{line}", "c", "p ('stopped in', self.role, len(mini_batch))", "clear 1", "c", "q"]
     result = subprocess.run(
         [sys.executable, "-m", "pdb", *(part for c in commands for part in ("-c", c)), "-m", "lockstep.trainer.main_ppo",
