@@ -14,6 +14,10 @@ COMMANDS = {
     "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
     "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
+    "verify-resume": (
+        "lockstep.tools.verify_resume",
+        "kill a short run of your configuration and compare its end with one never hit",
+    ),
     "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
     "preprocess": (
         "lockstep.data.preprocess.main",

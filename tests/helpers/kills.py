@@ -22,13 +22,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lockstep.checkpoint import folders
-from lockstep.checkpoint.manifest import MANIFEST, check_manifest
+from lockstep.tools.verify_resume.compare import differences
 
 Start = Callable[[Path], None]
 """Train in a folder to the end, resuming what is there."""
-UNLIKE = ("time", "timing_", "perf/", "memory/")
-"""Beginnings of the names of metrics that differ between any two runs."""
 
 
 @dataclass
@@ -48,7 +45,6 @@ def kill_runs(start: Start, folder: Path, num_kills: int, seed: int) -> Kills:
     rng, kills, started = random.Random(seed), Kills(), time.monotonic()
     whole = folder / "whole"
     num_instants, seconds = _uninterrupted(start, whole)
-    expected = end_of(whole)
     while kills.kills < num_kills:
         run_dir = folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -60,25 +56,9 @@ def kill_runs(start: Start, folder: Path, num_kills: int, seed: int) -> Kills:
                 break
             kills.kills += 1
         kills.runs += 1
-        found = end_of(run_dir)
-        kills.different += [f"run {kills.runs}: {name}" for name in expected if found.get(name) != expected[name]]
+        kills.different += [f"run {kills.runs}: {difference}" for difference in differences(whole, run_dir)]
     kills.seconds = time.monotonic() - started
     return kills
-
-
-def end_of(run_dir: Path) -> dict[str, Any]:
-    """What a run came to: checksums of every file of its last checkpoint, and the lines of its metrics."""
-    newest = folders.newest(run_dir)
-    assert newest is not None
-    check_manifest(newest)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    same = [{name: value for name, value in line.items() if not name.startswith(UNLIKE)} for line in lines]
-    files = json.loads((newest / MANIFEST).read_text())["files"]
-    return {f"{newest.name}/{name}": entry for name, entry in files.items()} | {
-        "checkpoints": [path.name for path in folders.found(run_dir)],
-        "steps of metrics.jsonl": [line["step"] for line in lines],
-        **{f"metrics of line {number}": line for number, line in enumerate(same)},
-    }
 
 
 def _uninterrupted(start: Start, run_dir: Path) -> tuple[int, float]:
@@ -121,6 +101,7 @@ def _child(start: Start, run_dir: Path, instant: int | None) -> None:
     """Never returns."""
     gc.freeze()
     status = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what went wrong is on standard error
     try:
         if instant is not None:
             left = [instant]
