@@ -7,7 +7,7 @@ of the last checkpoints and every metric are compared. Nothing of the user's own
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import random
 import shutil
 import signal
@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.errors import LockstepError, ResourceError
 
@@ -25,6 +27,14 @@ RECIPES = {
     "sft": "lockstep.trainer.main_sft",
     "reward-model": "lockstep.trainer.main_reward_model",
 }
+
+
+class Moment(NamedTuple):
+    """When to kill a run."""
+
+    seconds: float
+    after_a_step: bool
+    """Counted from the first step that this start did, else from its beginning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,17 +57,19 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
     run_dir, whole, again = folder / "run", folder / "whole", folder / "again"
     command = [sys.executable, "-m", RECIPES[recipe], *keys, *_short(run_dir, steps)]
     print(f"a run of {steps} steps to its end ...", flush=True)
-    seconds = _run(command, folder)
+    start_s, steps_s = _run(command, run_dir)
     run_dir.rename(whole)  # paths in the configuration stay the same for both
     kills = 0
     while kills < num_kills:
         shutil.rmtree(run_dir, ignore_errors=True)
         while True:
-            after_s = rng.uniform(0.2, 1.0) * seconds if kills < num_kills else None
-            if not _killed(command, folder, after_s):
+            moment = None
+            if kills < num_kills:  # most of them in the steps and their saves, which may be short beside the start
+                moment = Moment(rng.uniform(0, start_s), False) if rng.random() < 0.2 else Moment(rng.uniform(0, steps_s), True)
+            if not _killed(command, run_dir, moment):
                 break
             kills += 1
-            print(f"killed after {after_s:.1f} s, {_progress(run_dir)}; the same command again ...", flush=True)
+            print(f"killed: {_progress(run_dir)}; the same command again ...", flush=True)
         found = list(differences(whole, run_dir))
         if found:
             break
@@ -67,7 +79,7 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
     print("\n".join([f"{len(found)} differences after {kills} kills; first:", *(f"  {line}" for line in found[:5])]))
     print("is it the resume, or the machine? A second run to its end, without a kill ...", flush=True)
     run_dir.rename(again)
-    _run(command, folder)
+    _run(command, run_dir)
     plain = list(differences(whole, run_dir))
     if plain:
         print(f"two runs that were not killed differ as well: the computation is not repeatable here. First: {plain[0]}")
@@ -99,27 +111,34 @@ def _short(run_dir: Path, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _run(command: list[str], folder: Path) -> float:
-    """Run to the end; returns its seconds."""
-    started = time.monotonic()
-    _killed(command, folder, None)
-    return time.monotonic() - started
+def _run(command: list[str], run_dir: Path) -> tuple[float, float]:
+    """Run to the end; returns the seconds until the first step was done, and those after it."""
+    started, at = time.monotonic(), time.time()
+    _killed(command, run_dir, None)
+    seconds = time.monotonic() - started
+    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])["time"] - at
+    return first, seconds - first
 
 
-def _killed(command: list[str], folder: Path, after_s: float | None) -> bool:
-    """Run it and kill it after so many seconds; False where it reached the end. Raises ResourceError where it failed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=dict(os.environ))
+def _killed(command: list[str], run_dir: Path, moment: Moment | None) -> bool:
+    """Run it, and kill it at a moment; False where it reached the end before. Raises ResourceError where it failed."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    log_file, metrics, at = run_dir.parent / "log", run_dir / "metrics.jsonl", time.time()
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            status = process.wait(timeout=after_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+            if moment is not None:
+                while moment.after_a_step and process.poll() is None and not (metrics.is_file() and metrics.stat().st_mtime > at):
+                    time.sleep(0.02)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=moment.seconds)
+            if moment is not None and process.poll() is None:
+                process.kill()
             status = process.wait()
         finally:
             process.kill()
     if status not in (0, -signal.SIGKILL):
-        lines = (folder / "log").read_text().strip().splitlines()
+        lines = log_file.read_text().strip().splitlines()
         raise ResourceError(f"the run failed with exit code {status}:\n" + "\n".join(lines[-10:]))
     return status != 0
 
