@@ -64,6 +64,8 @@ class RunConfig:
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0
     """Longest time the workers may take to start."""
+    max_restarts: int = 0
+    """How often workers are started again, from the newest checkpoint, when one of them dies, hangs or runs out of memory."""
 
     def __post_init__(self) -> None:
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
@@ -79,6 +81,7 @@ class RunConfig:
             )
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
         at_least(self, "trainer", 0.1, "stop_deadline_s")
+        at_least(self, "trainer", 0, "max_restarts")
         at_least(self, "trainer", -1, "test_freq", "save_freq")
 
     @property

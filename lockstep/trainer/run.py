@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.trainer import RunConfig
-from lockstep.errors import ConfigError, DataError, ResourceError, Stopped
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking
@@ -72,6 +73,7 @@ class Run(ABC):
         """Steps done so far. A step that raises does not count."""
         self.validations: list[dict[str, float]] = []
         """Metrics of the first validation and of those of this start."""
+        self.num_restarts = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -118,6 +120,10 @@ class Run(ABC):
         """What a step does, for the user to read at the start."""
         return ""
 
+    def _restart(self) -> None:
+        """End what is left of the workers and start new ones, which have the models of the beginning, as the recipe itself then has."""
+        raise NotImplementedError("this recipe has no workers that could be lost")
+
     # -- what is the same for all ------------------------------------------------------------------------------------------
 
     def open_folder(self) -> None:
@@ -144,7 +150,8 @@ class Run(ABC):
     def fit(self) -> FitResult:
         """Train until the last step, resuming where the run's folder says so. Validates and saves when due.
 
-        SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped.
+        SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped. When a worker is lost it
+        goes on from the newest checkpoint with new ones, `trainer.max_restarts` times.
         """
         config = self.section
         self.open_folder()
@@ -180,12 +187,15 @@ class Run(ABC):
             return self._result()
         except Stopped:
             raise
-        except Exception:
+        except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
-            raise
+            if not self._begins_again_after(error):
+                raise
         finally:
             self.close_folder()
+        self._begin_again()
+        return self.fit()
 
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
@@ -235,6 +245,33 @@ class Run(ABC):
             self.validations.append(self._validate())
         return self.validations[-1]
 
+    # -- lost workers ------------------------------------------------------------------------------------------------------
+
+    def _begins_again_after(self, error: Exception) -> bool:
+        """Whether the run goes on with new workers; says so."""
+        is_lost = isinstance(error, WorkerDied | WorkerTimeout) or (
+            isinstance(error, WorkerError) and "OutOfMemory" in error.detail
+        )
+        if not is_lost or self.num_restarts >= self.section.max_restarts:
+            return False
+        self.num_restarts += 1
+        self.display.message(
+            f"warning: {error}\nnew workers go on from the newest checkpoint: restart {self.num_restarts} of at most "
+            f"{self.section.max_restarts} (trainer.max_restarts)"
+        )
+        return True
+
+    def _begin_again(self) -> None:
+        self.global_steps, self.validations = 0, []
+        deadline = time.monotonic() + self.section.start_timeout_s
+        while True:
+            try:
+                return self._restart()
+            except ResourceError:  # what the lost ones held may not be free yet
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(1.0)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def _begin_save(self, metrics: dict[str, float]) -> tuple[Path, Sequence[Path]] | None:
@@ -278,12 +315,12 @@ class Run(ABC):
     def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
         """The checkpoint that the configuration names, or the run's newest whole one, with its state."""
         config, run_dir = self.section, self.section.run_dir
-        if config.resume_mode == "auto":
-            folder = folders.newest_whole(run_dir, self.display.message)
-        else:
-            folder = Path(str(config.resume_from_path)) if config.resume_mode == "resume_path" else None
-            if folder is not None:
-                check_manifest(folder)
+        is_own = config.resume_mode == "auto" or self.num_restarts > 0
+        folder = folders.newest_whole(run_dir, self.display.message) if is_own else None
+        if folder is None and config.resume_mode == "resume_path":
+            folder = Path(str(config.resume_from_path))
+            check_manifest(folder)
+        if not is_own:
             self._refuse_used_folder(folder)
         if folder is None:
             return None

@@ -161,6 +161,10 @@ class StageRun(Run):
     def _finish_save(self) -> list[str]:
         return [error for error in self.model_wg.finish_checkpoint() if error is not None]
 
+    def _restart(self) -> None:
+        self.workers.close()
+        self.init_workers()
+
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_data):
             self.display.message(

@@ -105,6 +105,7 @@ class RayPPOTrainer(Run):
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
         self.workers = Workers(config.trainer, resource_pool_manager, ray_worker_group_cls, self.display.message)
         self.worker_groups = self.workers.by_role
+        self._initial = self._state()
 
     def init_workers(self) -> None:
         """Take the run's folder, check the resources, start a process per slot of the pools, load every role's model. No process is left
@@ -256,6 +257,14 @@ class RayPPOTrainer(Run):
         self.actor_wg.load_checkpoint(str(folder / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
+        self._restore(state)
+        stages.sync_weights(self.weight_exchange)
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self.prompts.num_taken, self.drift.largest = state["num_prompt_batches"], state["sampler_drift"]
         self.kl_control.load_state_dict(state["kl_control"])
-        stages.sync_weights(self.weight_exchange)
+
+    def _restart(self) -> None:
+        self.workers.close()
+        self._restore(self._initial)
+        self.init_workers()
