@@ -204,7 +204,8 @@ class ChatTemplate:
             raise DataError(self._refusal(trained))
         options = {"tools": tools} | self._tokenizer.special_tokens_map | self._kwargs
         shown = [_shown(message) for message in messages]
-        texts, found = render_jinja_template([shown], chat_template=template, return_assistant_tokens_mask=True, **options)
+        rendered: Any = render_jinja_template([shown], chat_template=template, return_assistant_tokens_mask=True, **options)
+        texts, found = rendered
         if texts != [text] or len(found[0]) != sum(speaks):
             raise DataError(
                 f"the {{% generation %}} markers of the chat template give {len(found[0])} parts for {sum(speaks)} assistant messages"

@@ -126,7 +126,7 @@ def _show_prompts(options: argparse.Namespace) -> int:
     for position in range(min(options.rows, len(dataset))):
         item = dataset[position]
         print(f"--- row {item['index']}: {len(item['prompt_ids'])} tokens, data_source {item.get('data_source')}")
-        print(tokenizer.decode(item["prompt_ids"]) + "\n")
+        print(tokenizer.decode(item["prompt_ids"]), end="\n\n")
     print(f"{len(dataset)} rows")
     return 0
 
