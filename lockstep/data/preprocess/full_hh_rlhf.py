@@ -6,8 +6,6 @@ third has them as messages. Each becomes a list of messages in one of three form
 (prompt and response), `rm` (prompt, chosen, rejected).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

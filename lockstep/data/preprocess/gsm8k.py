@@ -1,7 +1,5 @@
 """GSM8K: grade school mathematics. An answer is steps of reasoning and a last line `#### number`."""
 
-from __future__ import annotations
-
 import re
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """`lockstep preprocess DATASET --source PATH_OR_HUB_ID --out FOLDER`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

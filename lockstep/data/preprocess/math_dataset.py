@@ -4,8 +4,6 @@ Reads MATH-lighteval and lighteval/MATH (problem, level, type, solution), MATH-5
 original files of hendrycks/math (one JSON object a file, in train/ and test/, a folder a subject).
 """
 
-from __future__ import annotations
-
 import pyarrow as pa
 
 from lockstep.data.preprocess.recipe import REWARD_MODEL, Recipe, SourceRow, UnusableRow, WrittenRow, ask, text

@@ -1,7 +1,5 @@
 """What a dataset's own module says, and how it says that a row cannot be used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

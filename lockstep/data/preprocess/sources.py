@@ -4,8 +4,6 @@ A source is a folder (a copy of a hub repository, or of the original files), a f
 the name of the file or of a folder above it: `main/train-00000-of-00001.parquet`, `val.jsonl`, `MATH/test/algebra/1.json`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

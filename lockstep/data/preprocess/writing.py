@@ -1,7 +1,5 @@
 """Rows through a recipe into a parquet file, with an account of those that cannot be used."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.rows import Rows
-from lockstep.compat import verl as core_algos
-from lockstep.compat.verl import AdvantageEstimator
+from lockstep.compat.verl import core_algos
+from lockstep.compat.verl.core_algos import AdvantageEstimator
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.errors import ConfigError
 
@@ -213,6 +213,7 @@ def slow_losses(batch):
         chosen[t] = True
     is_clipped = -a * rho.clamp(1 - LOW, 1 + HIGH) > -a * rho
     left_out = mask & (cov > 0.2) & (cov < 1.0) & ~is_clipped  # a ratio of 1.0 takes every candidate: nothing is drawn
+    absolute = torch.where(x.detach().abs() < 1e-4, x.detach().abs(), x.abs())  # see docs/algorithms/verl.md
     geo = torch.where(a < 0, x.clamp(min=-LOW), x.clamp(max=HIGH))
     geo_rows = torch.stack([-a[i, positions(batch, i)].mean() * geo[i, positions(batch, i)].mean().exp() for i in range(5)])
     return new, {
@@ -224,7 +225,7 @@ def slow_losses(batch):
         "dro": -(new * a - 0.15 * x.square()),
         "dppo_tv": -a * weight * new * tv_inside,
         "dppo_kl": -a * weight * new * kl_inside,
-        "kl_cov": -a * rho + 0.7 * chosen * x.abs(),
+        "kl_cov": -a * rho + 0.7 * chosen * absolute,
         "clip_cov": clipped * ~left_out,
         "geo_mean": geo_rows[:, None].expand(5, 6),
     }
