@@ -25,9 +25,6 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
-TRAIN_ON = ("last", "assistant", "all", "flag")
-"""The last assistant message, all of them, everything, or the messages whose `train` is true."""
-
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
