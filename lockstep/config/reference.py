@@ -11,11 +11,12 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import valid_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SFTConfig
 
-ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig}
+ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig}
 """Command -> its configuration."""
 
 
