@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from lockstep.config.check import absolute_reference, at_least, one_of
 from lockstep.config.engine import OptimConfig
-from lockstep.config.stage import RowsConfig, StageConfig, stage_optim
+from lockstep.config.reward_train import PairsConfig
+from lockstep.config.stage import StageConfig, stage_optim
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
@@ -15,16 +16,18 @@ UNPAIRED = "kto"
 
 
 @dataclass
-class PairsConfig(RowsConfig):
+class PreferencesConfig(PairsConfig):
     """`data.*`: the preferences that are learned."""
 
     train_files: Any = None
     """Rows to train on: one file or a list of files (parquet, json, jsonl) with the columns chosen and rejected, and prompt unless both
     begin with it; or, for kto, prompt, completion and label."""
     val_files: Any = None
-    """Rows to evaluate on, in the same forms; null means none."""
-    skip_identical: bool = False
-    """Leave out pairs whose two answers are the same, which are an error otherwise."""
+    """Rows to validate on, in the same forms; null means none."""
+    train_batch_size: int = 64
+    """Pairs (or answers with a label) a step, which is one update."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, for example {enable_thinking: false}."""
 
 
 @dataclass
@@ -78,7 +81,7 @@ class DPOConfig(StageConfig):
     command: ClassVar[str] = "lockstep dpo"
     about: ClassVar[str] = "Learn from preferences. It needs model.path and data.train_files."
 
-    data: PairsConfig = field(default_factory=PairsConfig)
+    data: PreferencesConfig = field(default_factory=PreferencesConfig)
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     optim: OptimConfig = field(default_factory=lambda: stage_optim(1e-6))
@@ -96,8 +99,12 @@ class DPOConfig(StageConfig):
             )
         if self.loss.loss_mode == UNPAIRED:
             self.check_longest("data.max_length", self.data.max_length)
-        else:
-            self._check_pairs()
+            return
+        self.check_longest("2 * data.max_length", 2 * self.data.max_length)
+        if self.engine.micro_batch_size_per_gpu == 1:
+            raise ConfigError(
+                "engine.micro_batch_size_per_gpu=1 holds one row, but the two rows of a pair are computed together; set 2"
+            )
 
     @property
     def reference_mode(self) -> str:
@@ -105,14 +112,3 @@ class DPOConfig(StageConfig):
         if self.reference.mode != "auto":
             return self.reference.mode
         return "adapter" if self.model.lora_rank and self.reference.path is None else "model"
-
-    def _check_pairs(self) -> None:
-        """A micro-batch holds both rows of a pair."""
-        engine, longest = self.engine, 2 * self.data.max_length
-        if engine.micro_batch_size_per_gpu == 1:
-            raise ConfigError("engine.micro_batch_size_per_gpu=1 cannot hold the two rows of a pair; set it to 2 or more")
-        if engine.micro_batch_size_per_gpu is None and engine.max_token_len_per_gpu * engine.token_ranks < longest:
-            raise ConfigError(
-                f"engine.max_token_len_per_gpu={engine.max_token_len_per_gpu} tokens cannot hold the two rows of a pair, of up to "
-                f"data.max_length={self.data.max_length} tokens each; raise it to at least {-(-longest // engine.token_ranks)}"
-            )

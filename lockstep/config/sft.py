@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.check import at_least, one_of
 from lockstep.config.reward import JudgeConfig
-from lockstep.config.stage import RowsConfig, StageConfig
+from lockstep.config.stage import FilesConfig, StageConfig
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
@@ -14,7 +14,7 @@ TRAIN_ON = ("assistant", "last", "all", "flag")
 
 
 @dataclass
-class ExamplesConfig(RowsConfig):
+class ExamplesConfig(FilesConfig):
     """`data.*`: the rows that are learned."""
 
     train_files: Any = None
@@ -24,6 +24,8 @@ class ExamplesConfig(RowsConfig):
     train_on: str = "assistant"
     """What is learned of a conversation: assistant (all assistant messages), last (the last of them), all (every token), or flag (messages
     with train: true)."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, for example {enable_thinking: false}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

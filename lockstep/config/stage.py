@@ -1,7 +1,7 @@
 """What the recipes around RL (sft, ...) have in common: the model that learns, its engine, its optimizer, the run."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.check import at_least, one_of
@@ -21,23 +21,24 @@ class LearnerConfig(EngineChoice):
 
     def __post_init__(self) -> None:
         one_of("engine.strategy", self.strategy, STRATEGIES)
+        self.check("engine")
         at_least(self, "engine", 1, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 
 
 @dataclass
-class RowsConfig:
-    """`data.*`: the rows that are learned."""
+class FilesConfig:
+    """`data.*`: rows in files, and how they become steps."""
 
     train_files: Any = None
     """Rows to train on: one file or a list of files (parquet, json, jsonl)."""
     val_files: Any = None
-    """Rows to evaluate on, in the same forms; null means none."""
+    """Rows to validate on, in the same forms; null means none."""
     max_length: int = 2048
     """The longest row, in tokens."""
     truncation: str = "error"
     """What happens to a longer row: error, left (keep the end), right (keep the start), middle (keep both ends)."""
     train_batch_size: int = 64
-    """Rows of the files a step, which is one update."""
+    """Rows a step, which is one update."""
     shuffle: bool = True
     """Visit the training rows in a new order each epoch."""
     seed: int | None = None
@@ -46,8 +47,6 @@ class RowsConfig:
     """Use at most this many training rows; -1 uses all."""
     val_max_samples: int = -1
     """Use at most this many validation rows; -1 uses all."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the tokenizer's chat template, for example {enable_thinking: false}."""
 
     def __post_init__(self) -> None:
         one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
@@ -75,6 +74,8 @@ def stage_optim(lr: float) -> OptimConfig:
 class StageConfig:
     """The sections that these recipes share."""
 
+    flags: ClassVar[str] = ""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: LearnerConfig = field(default_factory=LearnerConfig)
     optim: OptimConfig = field(default_factory=lambda: stage_optim(1e-5))
@@ -84,6 +85,8 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not self.model.path:
             raise ConfigError("model.path is empty; name a Hugging Face model folder")
+        self.model.check("model")
+        self.optim.check("optim")
         check_lora(self.model, self.engine, "engine", "model")
         if self.trainer.worker_group == "local" and self.needs_ray:
             raise ConfigError(

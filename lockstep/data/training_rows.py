@@ -48,6 +48,7 @@ class TrainingRows:
         template_kwargs: Passed to the tokenizer's chat template (`data.apply_chat_template_kwargs`).
         use_template: False tokenises a prompt that is a string as it is. True makes it a user message where the tokenizer has a chat
             template, as in RL.
+        try_rows: False opens the files without trying rows, for a look at what is wrong with them.
 
     The constructor tries the first row, the longest ones and some between, so that a wrong column or a row that is too long is an
     error before training. Every DataError about a row names its file and its number there, from 0.
@@ -67,6 +68,7 @@ class TrainingRows:
         seed: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         use_template: bool = True,
+        try_rows: bool = True,
     ) -> None:
         one_of("data.truncation", truncation, TRUNCATIONS)
         self._tokenizer, self._max_length, self._truncation = tokenizer, max_length, truncation
@@ -78,12 +80,21 @@ class TrainingRows:
         if not len(self._files):
             raise DataError(f"no rows in {[str(path) for path in paths]}")
         self._rows = self._usable(choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed))
-        sizes = self._files.sizes(self.columns_read)[self._rows]
-        spread = np.linspace(0, len(self) - 1, _NUM_CHECKED).astype(int)
-        self.read(list(dict.fromkeys([0, *np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist(), *spread.tolist()])))
+        if try_rows:
+            sizes = self._files.sizes(self.columns_read)[self._rows]
+            longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
+            self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def spread(self, count: int) -> list[int]:
+        """So many positions, at most, at even distances over all rows."""
+        return sorted(set(np.linspace(0, len(self) - 1, count).astype(int).tolist()))
+
+    def place(self, position: int) -> str:
+        """The file of the row at a position, and its number there."""
+        return self._files.place(int(self._rows[position]))
 
     @property
     def special_ids(self) -> np.ndarray:

@@ -64,32 +64,29 @@ class _Attend(torch.autograd.Function):
         value: Tensor,
         own: Bounds,
         shared: Bounds | None,
-        num_shared: int,
+        p: int,
         scale: float | None,
         window: int | None,
     ) -> Tensor:
         out, lse = _forward(query, key, value, own, True, scale, window)
         if shared is not None:
-            p = num_shared
             more, more_lse = _forward(query[p:], key[:p], value[:p], shared, False, scale, None)
             _join(out[p:], lse[:, p:], more, more_lse)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.bounds, ctx.options = (own, shared, num_shared), (scale, window)
+        ctx.options = own, shared, p, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         query, key, value, out, lse = ctx.saved_tensors
-        (own, shared, p), (scale, window) = ctx.bounds, ctx.options
+        own, shared, p, scale, window = ctx.options
         grad = grad.contiguous()
         dq, dk, dv = _backward(grad, query, key, value, out, lse, own, True, scale, window)
         if shared is not None:
             part = (grad[p:], query[p:], key[:p], value[:p], out[p:], lse[:, p:].contiguous())
-            dq_more, dk_more, dv_more = _backward(*part, shared, False, scale, None)
-            dq[p:] += dq_more
-            dk[:p] += dk_more
-            dv[:p] += dv_more
+            for total, more in zip((dq[p:], dk[:p], dv[:p]), _backward(*part, shared, False, scale, None), strict=True):
+                total += more
         return dq, dk, dv, *(None,) * 5
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +96,18 @@ def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedMod
 
     `factory` is one of transformers' Auto classes; `options` go to its from_config.
     """
-    with _parameters_on_meta():
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
         return factory.from_config(hf_config, **options)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | None:
@@ -116,29 +124,16 @@ def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | N
     return [name for name in wanted if name not in files.shapes]
 
 
-def draw_weights(model: PreTrainedModel, name: str, seed: int) -> Tensor:
-    """A new value for a parameter of a linear layer, as transformers would draw it, from `seed` alone."""
+def draw_weights(model: PreTrainedModel, name: str, seed: int, std: float | None = None) -> Tensor:
+    """A new value for a parameter of a linear layer, from `seed` alone: normal around 0 with `std`, or as transformers would draw it."""
     layer = model.get_submodule(name.rpartition(".")[0])
     assert isinstance(layer, nn.Linear), f"{name} is not in a linear layer"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         torch.manual_seed(seed)
-        model._init_weights(drawn)
+        if std is None:
+            model._init_weights(drawn)
+        else:
+            nn.init.normal_(drawn.weight, std=std)
     return dict(drawn.named_parameters())[name.rpartition(".")[2]].detach()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

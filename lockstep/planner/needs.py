@@ -32,11 +32,18 @@ class Needs:
 
 
 def policy_needs(
-    config: ActorRolloutRefConfig, parts: Parts, names: PolicyKeys = PPO_KEYS, *, load: Load, world_size: int, element: int
+    config: ActorRolloutRefConfig,
+    parts: Parts,
+    names: PolicyKeys = PPO_KEYS,
+    *,
+    load: Load,
+    world_size: int,
+    element: int,
+    head: Head = Head.LANGUAGE_MODEL,
 ) -> tuple[list[Model], Rollout | None]:
     """The actor, the reference and the rollout, as far as they are among `parts`; `element` as in `count_model`, `names` for messages."""
     actor, ref, model = config.actor, config.ref, config.model
-    options: Any = {"model": model, "head": Head.LANGUAGE_MODEL, "load": load, "world_size": world_size, "element": element}
+    options: Any = {"model": model, "head": head, "load": load, "world_size": world_size, "element": element}
     models = []
     if parts.actor:
         # With adapters the actor is the reference too.

@@ -27,7 +27,7 @@ def run(config: SFTConfig) -> None:
     from lockstep.trainer.summary import summarise_stage
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
-    from lockstep.workers.losses import make_sft_loss
+    from lockstep.workers.sft_loss import make_sft_loss
 
     check_stage_engine(config, config.data.max_length)
     tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)

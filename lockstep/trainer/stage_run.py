@@ -61,6 +61,10 @@ class StageRun(Run):
     """The role of the model that learns."""
     more_roles: tuple[Enum, ...] = ()
     """Other roles, in the same processes."""
+    head = "language_model"
+    """What the model has on top; see models/load.py."""
+    rows_per_example = 1
+    """Rows of a batch that one of the files becomes."""
 
     def __init__(
         self,
@@ -193,11 +197,12 @@ class StageRun(Run):
             total_updates=self.total_steps,
             make_loss=self._make_loss(),
             keys=STAGE_KEYS,
+            head=self.head,
         )
         return RoleSpec(worker, self._load_of, (count_parameters(str(config.model.path)) or 0) * TRAINED)
 
     def _load_of(self, ranks: int) -> Load:
-        rows = -(-self.rows_per_step // ranks)
+        rows = -(-self.rows_per_step // ranks) * self.rows_per_example
         return Load(longest=self.longest, step_rows=rows, update_rows=rows)
 
 

@@ -27,6 +27,7 @@ from lockstep.planner.memory import MemoryPlan, Model, Rollout
 from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
+from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
@@ -47,7 +48,7 @@ class ActorRolloutRefWorker(ModelWorker):
     """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
-    where it is not PPO's; `keys` are the names in messages and metrics.
+    where it is not PPO's; `keys` are the names in messages and metrics; `head` is what the model has on top (models/load.py).
     """
 
     actor: ActorPart
@@ -65,6 +66,7 @@ class ActorRolloutRefWorker(ModelWorker):
         max_response_length: int = 0,
         make_loss: Callable[[], Loss] | None = None,
         keys: PolicyKeys = PPO_KEYS,
+        head: str = "language_model",
     ) -> None:
         super().__init__()
         if role not in POLICY_ROLES:
@@ -72,11 +74,12 @@ class ActorRolloutRefWorker(ModelWorker):
         self.config, self.role, self.parts = config, role, POLICY_ROLES[role]
         self.seed, self.pad_token_id = seed, pad_token_id
         self.total_updates, self.max_response_length = total_updates, max_response_length
-        self.make_loss, self.keys = make_loss, keys
+        self.make_loss, self.keys, self.head = make_loss, keys, Head[head.upper()]
 
     def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
         """See `ModelWorker.count`."""
-        return policy_needs(self.config, self.parts, self.keys, load=load, world_size=self.world_size, element=self._dtype.itemsize)
+        options: Any = {"load": load, "world_size": self.world_size, "element": self._dtype.itemsize, "head": self.head}
+        return policy_needs(self.config, self.parts, self.keys, **options)
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
@@ -92,7 +95,8 @@ class ActorRolloutRefWorker(ModelWorker):
         spec = functools.partial(
             EngineSpec,
             model=config.model,
-            head=Head.LANGUAGE_MODEL,
+            head=self.head,
+            pad_token_id=self.pad_token_id if self.head is Head.SCORE else None,
             total_updates=self.total_updates,
             device=self.device,
             seed=self.seed,
@@ -214,10 +218,9 @@ class ActorRolloutRefWorker(ModelWorker):
         assert not self.parts.actor, f"the rollout of a worker of role {self.role} has the actor's weights"
         return self.rollout.engine.receive(offer, self.device, self.rank)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write the actor to a folder."""
-        self.actor.engine.save(Path(local_path))
+    @property
+    def trained(self) -> TrainEngine:
+        return self.actor.engine
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:

@@ -24,7 +24,7 @@ def convert(row: SourceRow, instruction: str) -> WrittenRow:
     subject = row.get("subject") if is_math_500 else row.get("type")
     return WrittenRow(
         prompt=ask(problem, instruction),
-        columns={"reward_model": {"style": "rule", "ground_truth": answer}},
+        columns={"reward_model": {"style": "rule", "ground_truth": answer}, "response": solution},
         extra_info={
             "question": problem,
             "answer": solution,
@@ -40,7 +40,7 @@ RECIPE = Recipe(
     ability="math",
     instruction=INSTRUCTION,
     convert=convert,
-    columns={"reward_model": REWARD_MODEL},
+    columns={"reward_model": REWARD_MODEL, "response": pa.string()},
     extra_info={"question": pa.string(), "answer": pa.string(), "level": pa.string(), "subject": pa.string()},
     secondary=r"(^|/)(algebra|counting_and_probability|geometry|intermediate_algebra|number_theory|prealgebra|precalculus)/",
 )

@@ -7,7 +7,7 @@ token by token. Blue is agreement, or more likely; red is the opposite.
 import io
 import math
 from collections.abc import Iterator
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from rich.cells import cell_len
 from rich.columns import Columns
@@ -87,8 +87,10 @@ def _responses(comparison: Comparison) -> Iterator[Table | Text]:
         gaps = ["", *(" " * (a != b) for a, b in pairwise(prompts))]
         table = _table()
         for name, colours in rows:
-            cells = [(" ", colour) for colour in colours[first : first + _LINE]]
-            table.add_row(name, Text.assemble(*chain.from_iterable(zip(gaps, cells, strict=False))))
+            line = Text()
+            for gap, colour in zip(gaps, colours[first : first + _LINE], strict=False):
+                line.append(gap).append(" ", colour)
+            table.add_row(name, line)
         yield table
     yield Text(f"reward from {low:g} (white) to {high:g} (black)", "dim")
 

@@ -41,10 +41,6 @@ class Example:
     response: str | None = None
 
 
-Found = defaultdict[tuple[str, str | None], defaultdict[str | None, list[Example]]]
-"""(kind of problem, data_source) -> kind of response -> examples."""
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One kind of problem with one data_source."""
@@ -141,7 +137,8 @@ def make_report(
     more than silence. `escapes` are the signs that a program was outside the sandbox. A response that must earn nothing and is paid, or
     one that must earn less than the right answer of its row and does not, is a warning.
     """
-    found: Found = defaultdict(lambda: defaultdict(list))
+    # (kind of problem, data_source) -> kind of response -> examples
+    found: dict[tuple[str, str | None], dict[str | None, list[Example]]] = defaultdict(lambda: defaultdict(list))
     targets = _gold_targets(results, gold_score)
     scores = {(result.row, result.kind): result.lowest for result in results}
     for result in results:
@@ -159,10 +156,11 @@ def make_report(
         text = f"{groups.num_groups} groups of {groups.samples} samples: the task is too hard or too easy for this model"
         found["no signal", None][None].append(Example(text))
     order = [*ERRORS, *WARNINGS]
+    problems = [_problem(*key, found[key]) for key in sorted(found, key=lambda key: (order.index(key[0]), str(key[1])))]
     unasked = sum(not result.outcomes for result in results)
     return Report(
-        problems=[_problem(*key, found[key]) for key in sorted(found, key=lambda key: (order.index(key[0]), str(key[1])))],
-        sources=_sources(results, targets, found),
+        problems=problems,
+        sources=_sources(results, targets, problems),
         kinds=_kinds(results),
         groups=groups,
         timeout_s=timeout_s,
@@ -234,13 +232,15 @@ def _groups(results: Sequence[CaseResult]) -> Groups | None:
     )
 
 
-def _sources(results: Sequence[CaseResult], targets: Mapping[str | None, float], found: Found) -> list[SourceSummary]:
+def _sources(
+    results: Sequence[CaseResult], targets: Mapping[str | None, float], problems: Sequence[Problem]
+) -> list[SourceSummary]:
     summaries = []
     for source in dict.fromkeys(result.source for result in results):
         of_source = [result for result in results if result.source == source]
         has_gold = {result.row: result.case.subject.gold is not None for result in of_source}
         num_scored = sum(result.kind == GOLD and result.lowest is not None for result in of_source)
-        num_wrong = len(found.get(("gold wrong", source), {}).get(GOLD, ()))
+        num_wrong = sum(p.count for p in problems if (p.kind, p.data_source) == ("gold wrong", source))
         seconds = [s for result in of_source for s in result.seconds]
         summaries.append(
             SourceSummary(

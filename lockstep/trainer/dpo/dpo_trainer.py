@@ -17,13 +17,12 @@ from lockstep.algorithms.preference_losses import (
     preference_inputs,
     takes_pairs,
 )
-from lockstep.algorithms.statistics import wilson_interval
 from lockstep.config.dpo import DPOConfig, PreferenceLossConfig
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.data.pairs import PairDataset
 from lockstep.errors import ConfigError, DataError
 from lockstep.observability.display import View
-from lockstep.planner.count import Load
+from lockstep.observability.statistics import wilson_interval
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
 from lockstep.trainer.dpo.reference_file import fingerprint, reference_path, with_reference
@@ -94,8 +93,8 @@ class DPOTrainer(StageRun):
             )
         self.role = AdapterRole.ActorRef if self.reference_mode == "adapter" else Role.Actor
         self.more_roles = (Role.RefPolicy,) if self.reference_mode == "model" else ()
+        self.rows_per_example = 2 if train.is_paired else 1
         super().__init__(config, tokenizer, worker_cls, group_cls, train, val, data.train_batch_size, data.max_length)
-        self._rows_each = 2 if train.is_paired else 1
 
     def init_workers(self) -> None:
         """As every recipe; with reference.mode=file it also computes the reference's log-probs, unless there is a file with them."""
@@ -140,15 +139,13 @@ class DPOTrainer(StageRun):
         return batch
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
-        return measured | {"train/margin": measured["train/chosen_reward"] - measured["train/rejected_reward"]}
-
-    def _validate(self) -> dict[str, float]:
-        """As every recipe, and the 95 % interval of the accuracy."""
-        assert self.val_data is not None
-        metrics = super()._validate()
-        count = len(self.val_data) * (1 if self._takes_pairs else self._rows_each)
-        low, high = wilson_interval(metrics["val/accuracy"], count)
-        return metrics | {"val/accuracy_low": low, "val/accuracy_high": high}
+        count = len(batch) // 2 if self._takes_pairs else len(batch)
+        low, high = wilson_interval(measured["train/accuracy"] * count, count)
+        return measured | {
+            "train/margin": measured["train/chosen_reward"] - measured["train/rejected_reward"],
+            "train/accuracy_low": low,
+            "train/accuracy_high": high,
+        }
 
     def _describe(self) -> str:
         return f"{super()._describe()}\n{WHY_CHOSEN_FALLS}"
@@ -169,10 +166,6 @@ class DPOTrainer(StageRun):
             )
             specs[Role.RefPolicy] = RoleSpec(worker, self._load_of, (count_parameters(str(model.path)) or 0) * FROZEN)
         return specs
-
-    def _load_of(self, ranks: int) -> Load:
-        rows = self._rows_each * -(-self.rows_per_step // ranks)
-        return Load(longest=self.longest, step_rows=rows, update_rows=rows)
 
 
 def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:

@@ -107,7 +107,9 @@ class RayPPOTrainer(Run):
         self.worker_groups = self.workers.by_role
 
     def init_workers(self) -> None:
-        """Check the resources, start a process per slot of the pools, load every role's model. No process is left when this fails."""
+        """Take the run's folder, check the resources, start a process per slot of the pools, load every role's model. No process is left
+        when this fails."""
+        self.open_folder()
         workers = self.workers
         workers.start(role_specs(self.config, self.role_worker_mapping, self.total_steps, self.tokenizer.pad_token_id))
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
@@ -121,7 +123,8 @@ class RayPPOTrainer(Run):
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 
     def close(self) -> None:
-        """End the worker processes, and those of the rewards."""
+        """End the worker processes, and those of the rewards, and let other runs have the folder."""
+        self.close_folder()
         self.workers.close()
         for reward_fn in (self.reward_fn, self.val_reward_fn):
             if hasattr(reward_fn, "close"):
@@ -232,11 +235,17 @@ class RayPPOTrainer(Run):
             "num_train_rows": len(self.train_dataset),
         }
 
-    def _save(self, folder: Path) -> None:
-        self.actor_wg.save_checkpoint(str(folder / "actor"))
-        self.tokenizer.save_pretrained(folder / "actor")
+    def _save(self, folder: Path) -> list[Path]:
+        in_background = self.config.trainer.save_in_background
+        reports = self.actor_wg.begin_checkpoint(str(folder / "actor"), in_background)
         if self.critic_wg is not None:
-            self.critic_wg.save_checkpoint(str(folder / "critic"))
+            reports += self.critic_wg.begin_checkpoint(str(folder / "critic"), in_background)
+        self.tokenizer.save_pretrained(folder / "actor")
+        return [Path(report) for report in reports]
+
+    def _finish_save(self) -> list[str]:
+        groups = [group for group in (self.actor_wg, self.critic_wg) if group is not None]
+        return [error for group in groups for error in group.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_dataset):

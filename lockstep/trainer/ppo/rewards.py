@@ -75,7 +75,7 @@ class Scorer(Judge):
         metrics = reward_metrics(scored)
         overlong = self.config.reward.overlong_buffer
         if overlong.enable:
-            metrics |= penalise_overlong(batch, overlong, self.config.data.max_response_length)
+            metrics |= penalise_overlong(batch, scored, overlong, self.config.data.max_response_length)
         if keys := self.config.algorithm.gdpo_reward_keys:
             set_parts(batch, scored, keys)
         return scored, metrics

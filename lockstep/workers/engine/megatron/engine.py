@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
+from lockstep.models.flops import head_size
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
-from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
-from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
+from lockstep.protocol import DataProto
+from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
 from lockstep.workers.engine.megatron.layout import join_layout
@@ -30,7 +30,7 @@ from lockstep.workers.engine.megatron.library import (
 )
 from lockstep.workers.engine.megatron.model import Stage
 from lockstep.workers.engine.megatron.optimizer import MASTER, AdamW
-from lockstep.workers.engine.megatron.spec import head_size, transformer_config
+from lockstep.workers.engine.megatron.spec import transformer_config
 from lockstep.workers.engine.megatron.weights import MegatronWeights
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -102,11 +102,6 @@ class MegatronEngine(TrainEngine):
         self._schedule(packs, loss_of, temperature, entropy_grad, forward_only=False)
         return self._metrics(loss_pass)
 
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        packed = pack_sequences(rows, pad_token_id, self.device)
-        (stacked,) = self._forward([packed], temperature=1.0)
-        return self._from_last_stage(stacked, len(rows.lengths))[:, 0]
-
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Nothing to switch: megatron's schedule only adds up, and `optim_step` reduces."""
         return nullcontext()
@@ -144,13 +139,9 @@ class MegatronEngine(TrainEngine):
         )
 
     def _from_last_stage(self, stacked: Tensor | None, rows: int) -> Tensor:
-        group = self._layout.pipeline
         if stacked is None:
-            stacked = torch.empty(rows, 2 if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
-        if group.size() > 1:
-            stacked = stacked.contiguous()
-            dist.broadcast(stacked, dist.get_global_rank(group, group.size() - 1), group=group)
-        return stacked
+            stacked = torch.empty(rows, len(LANGUAGE_COLUMNS) if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
+        return self._layout.from_stage(stacked, self._layout.pipeline.size() - 1)
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from lockstep.config.engine import TorchtitanConfig
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
-from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
-from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol import DataProto
 from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.moments import moment_of, read_moments, set_steps, steps_of
@@ -56,11 +56,7 @@ class TorchtitanEngine(TrainEngine):
         self._parameters = {hf_name(name, output): parameter for name, parameter in self.module.named_parameters()}
         self._owners = self._find_owners()
         read_shards(self._parameters.items(), source.read)
-        self._pipeline = (
-            Pipeline(self.module, self._layout.stages, titan.dim, self.dtype, device, self._layout.tensor_mesh)
-            if self._layout.stages is not None
-            else None
-        )
+        self._pipeline = Pipeline(self.module, self._layout.stages, titan.dim, self.dtype, device, self._layout.tensor_mesh)
         self._optimizer = make_adamw(self._parameters.values(), optim) if optim else None
         self.decoder = spec.decoder(model)
 
@@ -88,30 +84,17 @@ class TorchtitanEngine(TrainEngine):
             packed = packs[number]
             return loss_pass.of(packed).loss_of(self._named(answer), packed.tokens)
 
-        if self._pipeline is not None:
-            self._pipeline.backward(batches, loss_of, self.gradient_sync)
-        else:
-            for number, inputs in enumerate(batches):
-                with self.gradient_sync(number == len(batches) - 1):
-                    loss_of(number, self.module(*inputs)).backward()
+        self._pipeline.backward(batches, loss_of, self.gradient_sync)
         return self._metrics(loss_pass)
-
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        packed = pack_sequences(rows, pad_token_id, self.device)
-        question = Question(packed.predict_at)
-        return next(self._answers([(packed.input_ids, packed.position_ids, packed.layout, question)]))
 
     def _answers(self, batches: Sequence[Inputs]) -> Iterator[Tensor]:
         """What the output layer says of each micro-batch, on every rank, without a gradient."""
-        if self._pipeline is None:
-            for inputs in batches:
-                yield self.module(*inputs)
-            return
         answers = self._pipeline.forward(batches)
         for number, (*_, question) in enumerate(batches):
             shape = (len(question.at), 2) if self.head is Head.LANGUAGE_MODEL else (len(question.at),)
             answer = answers[number] if answers else torch.empty(shape, device=self.device)
-            dist.broadcast(answer, group=self._layout.stages, group_src=self._layout.dims.pp - 1)
+            if self._layout.stages is not None:
+                dist.broadcast(answer, group=self._layout.stages, group_src=self._layout.dims.pp - 1)
             yield answer
 
     def _inputs(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> Inputs:
@@ -124,7 +107,7 @@ class TorchtitanEngine(TrainEngine):
     def gradient_sync(self, enabled: bool) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(enabled)
-        if self._pipeline is not None:  # further micro-batches may be between forward and backward
+        if self._layout.stages is not None:  # further micro-batches may be between forward and backward
             self.module.set_is_last_backward(enabled)
         yield
 

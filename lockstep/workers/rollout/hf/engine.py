@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, DecodeText, Numbered, Stopping, not_finite
+from lockstep.workers.rollout.base import Completion, Numbered, Stopping, not_finite
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ModuleRollout
 
@@ -24,15 +23,10 @@ class HFRollout(ModuleRollout):
 
     attention = "sdpa"
 
-    def __init__(
-        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
-    ) -> None:
-        super().__init__(module, config, pad_token_id, decode_text)
-        # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
-        module.generation_config = GenerationConfig()
-
     @torch.no_grad()
     def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+        # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
+        self.module.generation_config = GenerationConfig()
         for start in range(0, len(served), self.config.max_num_seqs):
             yield from self._generate_batch(served[start : start + self.config.max_num_seqs], sampling)
 

@@ -14,7 +14,6 @@ from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.native.backend import Backend
 from lockstep.workers.rollout.native.cpu.backend import PAGE_SIZE, TorchBackend
 from lockstep.workers.rollout.native.cpu.fused import FusedBackend, fused_library
-from lockstep.workers.rollout.native.cpu.invariant import InvariantBackend
 from lockstep.workers.rollout.native.generation import Requests, generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
@@ -104,4 +103,4 @@ class NativeRollout(ModuleRollout):
         utilization = self.config.gpu_memory_utilization
         if library is not None:
             return FusedBackend(self.module, shape, library, utilization, invariant)
-        return (InvariantBackend if invariant else TorchBackend)(self.module, shape, utilization)
+        return TorchBackend(self.module, shape, utilization, invariant)

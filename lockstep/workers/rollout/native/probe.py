@@ -27,6 +27,8 @@ _PROMPTS = (7, 3)
 """Lengths of the two prompts that are compared."""
 _DECODED = 2
 """Tokens after each."""
+_FAILURES = (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError)
+"""What a module may raise whose attention is another than ours."""
 
 
 class UnsupportedModel(ConfigError):
@@ -53,7 +55,7 @@ def cache_shape(module: PreTrainedModel, page_size: int) -> CacheShape:
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
     try:
         module(input_ids=token, position_ids=token, use_cache=False, kv_cache=recorder)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+    except _FAILURES as error:
         raise _unsupported(module, f"its attention cannot be replaced ({_first_line(error)})") from error
     if not recorder.shapes:
         raise _unsupported(module, "it has no attention that goes through transformers' attention interface")
@@ -88,7 +90,7 @@ def check_equivalence(module: PreTrainedModel, backend: TorchBackend) -> None:
                     row.sample.num_cached += row.count
         module.set_attn_implementation("eager")
         alone = [module(input_ids=row[None].to(module.device), use_cache=False).logits[0].float() for row in rows]
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+    except _FAILURES as error:
         raise _unsupported(module, f"generating with a paged cache fails ({_first_line(error)})") from error
     finally:
         module.set_attn_implementation(attention)

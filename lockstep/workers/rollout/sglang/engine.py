@@ -40,11 +40,12 @@ class SGLangRollout(ProcessRollout):
     def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         config = self.config
         self._can_sleep, self._is_asleep = device.type == "cuda", False
-        arguments = ["--model-path", self.folder, "--device", device.type, "--dtype", dtype]
-        arguments += ["--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"]
-        arguments += ["--max-running-requests", str(config.max_num_seqs)]
-        arguments += ["--chunked-prefill-size", str(config.max_num_batched_tokens)]
-        arguments += ["--mem-fraction-static", str(config.gpu_memory_utilization)]
+        arguments = [
+            "--model-path", self.folder, "--device", device.type, "--dtype", dtype,
+            "--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0",
+            "--max-running-requests", str(config.max_num_seqs), "--chunked-prefill-size", str(config.max_num_batched_tokens),
+            "--mem-fraction-static", str(config.gpu_memory_utilization),
+        ]  # fmt: skip
         arguments += ["--json-model-override-args", json.dumps(model.override_config)] if model.override_config else []
         arguments += ["--trust-remote-code"] if model.trust_remote_code else []
         arguments += ["--disable-cuda-graph"] if config.enforce_eager else []

@@ -30,6 +30,7 @@ from helpers.conformance import (
 )
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.pairs import assert_pairs_learn_as_in_plain_pytorch
+from helpers.sft import assert_sft_equals_plain_pytorch
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
@@ -318,6 +319,15 @@ def test_a_run_that_has_ended_leaves_no_layout_behind(tmp_path: Path) -> None:
 
 def test_ppo_goes_as_with_fsdp2(embedded_config: Callable[..., PPOConfig]) -> None:
     properties.assert_ppo_goes_as_with_fsdp2(LAYOUTS["one"], embedded_config)
+
+
+def test_supervised_updates_equal_plain_pytorch(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    for layout in (
+        LAYOUTS["tp2 sp"],
+        LAYOUTS["pp2"],
+    ):
+        assert_sft_equals_plain_pytorch(layout, path)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])

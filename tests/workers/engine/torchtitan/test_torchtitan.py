@@ -28,6 +28,7 @@ from helpers.distributed import run_distributed
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.engines import make_tiny_engine
 from helpers.pairs import assert_pairs_learn_as_in_plain_pytorch
+from helpers.sft import assert_sft_equals_plain_pytorch
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
@@ -245,6 +246,15 @@ def test_a_layout_that_cannot_be_is_refused_when_the_engine_is_made(tmp_path: Pa
 
 def test_ppo_goes_as_with_fsdp2(embedded_config: Callable[..., PPOConfig]) -> None:
     properties.assert_ppo_goes_as_with_fsdp2(LAYOUTS["1"], embedded_config)
+
+
+def test_supervised_updates_equal_plain_pytorch(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    for layout in (
+        LAYOUTS["tp2"],
+        LAYOUTS["pp2"],
+    ):
+        assert_sft_equals_plain_pytorch(layout, path)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])

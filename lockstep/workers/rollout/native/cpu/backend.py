@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,6 +25,8 @@ PAGE_SIZE = 16
 """Tokens per page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""
 RAM_SHARE = 0.5
 """Of the free memory of a CPU machine, how much the pages may take."""
+BLOCK = 32
+"""Tokens computed together where the same results are wanted in any batch."""
 MOST_TOKENS = 512
 """Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next."""
 
@@ -62,14 +65,22 @@ def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatc
 class TorchBackend(Backend):
     """See Backend. Runs one pass after the other; each draws one token for a row that is complete.
 
-    `shape` is what `probe.cache_shape` found in the module.
+    `shape` is what `probe.cache_shape` found in the module. With `invariant` every token is computed in the same shapes, whatever else is
+    in the batch, so it is rounded alike in any batch. A matrix product adds up in an order that depends on its shape, and a sum over keys
+    on how many there are. So a pass is cut into blocks of a fixed number of tokens, padded with tokens that nobody reads; a token attends
+    by itself, as in decoding, even when it is part of a prompt; and tokens are drawn a row at a time. Then a prompt may be cut anywhere, a
+    sequence may be preempted and computed again, and the bits are the same. Experts of a mixture see as many tokens as are routed to them,
+    which depends on the others in the block: such models go token by token.
     """
 
-    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float) -> None:
+    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float, invariant: bool = False) -> None:
         self.module, self.shape, self.page_size = module, shape, shape.page_size
         self.most_tokens = MOST_TOKENS if module.device.type == "cpu" else None
         self._gpu_memory_utilization = gpu_memory_utilization
         self._cache: KVCache | None = None
+        config = module.config.get_text_config()
+        experts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self._invariant, self._block = invariant, 1 if any(experts) else BLOCK
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -139,11 +150,28 @@ class TorchBackend(Backend):
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
         """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S]."""
+        if not self._invariant:
+            # Without a token to draw, the head is still applied to one: no index means "all" to transformers.
+            return self._logits(batch, logits_at if len(logits_at) else torch.zeros(1, dtype=torch.int64))
+        rows = torch.repeat_interleave(torch.arange(len(batch.query_lens)), torch.tensor(batch.query_lens))
+        whole = (batch.input_ids, batch.positions, batch.slots, batch.page_table[rows])
+        wanted = set(logits_at.tolist())
+        kept: dict[int, Tensor] = {}
+        for start in range(0, len(rows), self._block):
+            block = [x[start : start + self._block] for x in whole]
+            # Zeros at the end: token 0 at position 0, stored in the scratch page.
+            missing = self._block - len(block[0])
+            ids, positions, slots, table = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in block)
+            none = torch.empty(0, dtype=torch.int64)
+            alone = StepBatch(ids, positions, slots, [1] * self._block, positions.int(), table, none, none, none)
+            logits = self._logits(alone, torch.arange(self._block))
+            kept |= {start + i: logits[i] for i in range(self._block) if start + i in wanted}
+        return torch.stack([kept[i] for i in logits_at.tolist()]) if wanted else torch.empty(0)
+
+    def _logits(self, batch: StepBatch, keep: Tensor) -> Tensor:
         assert self._cache is not None, "the backend is closed"
         self._attention.begin(batch)
         device = self.module.device
-        # Without a token to draw, the head is still applied to one: no index means "all" to transformers.
-        keep = logits_at if len(logits_at) else torch.zeros(1, dtype=torch.int64)
         out = self.module(
             input_ids=batch.input_ids.to(device)[None],
             position_ids=batch.positions.to(device)[None],
@@ -154,13 +182,9 @@ class TorchBackend(Backend):
         return out.logits[0]
 
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        return _sample(logits, batch, sampling, slice(None))
-
-
-def draw_one_by_one(logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs [S] from logits [S, vocabulary], each by itself: the same bits whatever the others are."""
-    drawn = [_sample(logits, batch, sampling, slice(row, row + 1)) for row in range(len(logits))]
-    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([log_probs for _, log_probs in drawn])
+        size = 1 if self._invariant else len(logits)
+        parts = [_sample(logits, batch, sampling, slice(row, row + size)) for row in range(0, len(logits), size)]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
 
 
 def _sample(logits: Tensor, batch: StepBatch, sampling: SamplingParams, rows: slice) -> tuple[Tensor, Tensor]:

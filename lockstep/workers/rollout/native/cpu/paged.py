@@ -79,6 +79,6 @@ class PagedAttention:
         for row, (q, end) in enumerate(zip(query.split(batch.query_lens), ends, strict=True)):
             own = table[row, : -(-end // pages.keys.shape[1])]
             k, v = (x.index_select(0, own).flatten(0, 1)[:end] for x in (pages.keys, pages.values))
-            out = causal_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), variant)
+            out = causal_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), variant=variant)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)

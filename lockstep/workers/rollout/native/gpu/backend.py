@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import free_device_memory
 from lockstep.workers.rollout.native.backend import Backend, TakeAborts
-from lockstep.workers.rollout.native.gpu.draw import num_chunks
-from lockstep.workers.rollout.native.gpu.filters import make_filter
+from lockstep.workers.rollout.native.gpu.draw import make_filter, num_chunks
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.loop import GenerationLoop

@@ -71,7 +71,7 @@ class FusedDecoder:
         self._module, self._model, self._cache = module, module.model, cache
         config = module.config
         self._eps: float = config.rms_norm_eps
-        self.num_heads = config.num_attention_heads
+        self.num_heads: int = config.num_attention_heads
         self._kv_heads, self._dim = cache.shape.num_kv_heads, cache.shape.head_dim
         positions = torch.arange(max_positions, device=cache.pool.device)[None]
         like = torch.empty(0, dtype=cache.shape.dtype, device=cache.pool.device)

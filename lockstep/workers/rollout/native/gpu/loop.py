@@ -25,9 +25,10 @@ from torch import Tensor
 
 from lockstep.workers.rollout.native.backend import TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
+from lockstep.workers.rollout.native.gpu.draw import Filter
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
-from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, Filter, bucket
+from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
 from lockstep.workers.rollout.native.pages import KVCache
 from lockstep.workers.rollout.native.scheduler import PassRow, Sample, Scheduler
 

@@ -7,48 +7,25 @@ replays; when they move, the owner calls `forget`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, decode_slots
-from lockstep.workers.rollout.native.gpu.draw import draw
-from lockstep.workers.rollout.native.gpu.prefill import PromptRows
+from lockstep.workers.rollout.native.gpu.attention import decode_slots
+from lockstep.workers.rollout.native.gpu.draw import Filter, draw
+from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
+from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
 
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Batch sizes that are captured; above the last, multiples of 256."""
 
-Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
-"""(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
-
 StepKind = tuple[int, Filter | None, bool]
 """What a graph is captured for: the number of rows, the filter, and whether shared prefixes are read together."""
 WarmSteps = set[StepKind]
 """What has been computed once in this process: its kernels are compiled."""
-
-
-class Decoder(Protocol):
-    """FusedDecoder or HFDecoder."""
-
-    num_heads: int
-    """Query heads of a layer."""
-
-    def decode(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        page_table: Tensor,
-        context_lens: Tensor,
-        shared: SharedPrefixes | None,
-    ) -> Tensor: ...
-
-    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor: ...
-
-    def release(self) -> None: ...
+Decoder = FusedDecoder | HFDecoder
 
 
 def bucket(rows: int) -> int:
