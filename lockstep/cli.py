@@ -9,9 +9,15 @@ from collections.abc import Callable, Sequence
 COMMANDS = {
     "check": ("lockstep.tools.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
     "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
+    "data": ("lockstep.tools.data_show", "data show: what each row of a file became, with the trained tokens marked"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
+    "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
-    "preprocess": ("lockstep.data.preprocess.main", "make parquet files of GSM8K, MATH, HellaSwag or full-hh-rlhf"),
+    "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
+    "preprocess": (
+        "lockstep.data.preprocess.main",
+        "make parquet files of public datasets: mathematics, code, preferences, conversations",
+    ),
 }
 """Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
 

@@ -8,10 +8,12 @@ import pytest
 
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.algorithms.preference_losses import PREFERENCE_LOSSES
+from lockstep.compat.verl.keys import judge
 from lockstep.config.load import check_key
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
-from lockstep.tools.check import check_advantage, check_loss
+from lockstep.tools.check import check_advantage, check_loss, check_preference
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,9 +40,29 @@ def test_keys_in_commands_are_valid(page):
 def test_the_keys_named_in_the_text_are_valid():
     sections = "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|ray_kwargs"
     for page in PAGES:
+        if page.name == "from_verl.md":
+            continue
         for key in re.findall(rf"`((?:{sections})\.[a-zA-Z_.]+)[`=]", page.read_text()):
             if key != "trainer.worker_groups":  # an attribute of a trainer
                 check_key(key)
+
+
+def test_every_key_that_the_page_for_verls_users_names_has_a_verdict():
+    text = (ROOT / "docs/from_verl.md").read_text()
+    keys = set(
+        re.findall(r"(?:`|\s)((?:data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer)\.[a-zA-Z_.]+)[`=]", text)
+    )
+    assert len(keys) > 25
+    assert [key for key in keys if judge(key, None).kind == "unknown"] == []
+
+
+def test_every_metric_has_its_row_in_the_docs():
+    text = (ROOT / "docs/metrics.md").read_text().replace("/*`", "`")
+    heads = "actor|critic|training|perf|timing_s|timing_per_token_ms|global_seqlen|response|reward|val-aux"
+    sources = [path for room in ("trainer", "workers") for path in (ROOT / "lockstep" / room).rglob("*.py")]
+    names = {name for path in sources for name in re.findall(rf'"((?:{heads})/[a-z_/]*[a-z_])(?="|/?\{{)', path.read_text())}
+    assert len(names) > 40
+    assert [name for name in sorted(names) if f"`{name}" not in text] == []
 
 
 def test_make_targets_in_the_readme_exist():
@@ -81,11 +103,15 @@ def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, 
     assert check_loss(f"{file}:centred", {}, max_examples=10)
     assert check_loss(f"{file}:by_response", {}, max_examples=10)
     assert check_advantage(f"{file}:reward_to_go", {}, max_examples=10)
+    pairs = tmp_path / "my_pairs.py"
+    pairs.write_text("\n".join(blocks(ROOT / "docs/algorithms/preference.md", "python")))
+    assert check_preference(f"{pairs}:offset", {"scale": 2.0}, max_examples=10)
 
 
 def test_every_estimator_and_loss_has_its_row_in_the_docs():
     text = "\n".join(page.read_text() for page in PAGES if page.parent.name == "algorithms")
-    missing = [name for name in (*ADV_ESTIMATORS, *POLICY_LOSSES) if f"`{name}`" not in text and f"={name}`" not in text]
+    names = (*ADV_ESTIMATORS, *POLICY_LOSSES, *PREFERENCE_LOSSES)
+    missing = [name for name in names if f"`{name}`" not in text and f"={name}`" not in text]
     assert missing == []
 
 

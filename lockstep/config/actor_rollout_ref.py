@@ -1,7 +1,7 @@
 """`actor_rollout_ref.*`: the policy that is trained, how it generates, and its frozen reference."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
@@ -28,6 +28,19 @@ POLICY_ROLES = {
     "actor_rollout_ref": Parts(actor=True, rollout=True, reference=True),
 }
 """Role of an ActorRolloutRefWorker -> its parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyKeys:
+    """What messages and metrics call a policy and its keys."""
+
+    name: str = "actor"
+    engine: str = "actor_rollout_ref.actor"
+    tokens: str = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    model: str = "actor_rollout_ref.model"
+
+
+PPO_KEYS = PolicyKeys()
 
 ROLLOUTS = ("native", "hf", "vllm", "sglang")
 """Generation engines that can be named in rollout.name."""
@@ -159,6 +172,8 @@ class RefConfig:
 class SamplingConfig:
     """How tokens are drawn in validation."""
 
+    prefix: ClassVar[str] = "actor_rollout_ref.rollout.val_kwargs"
+
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_k: int = -1
@@ -173,7 +188,7 @@ class SamplingConfig:
     """Samples a prompt."""
 
     def __post_init__(self) -> None:
-        check_sampling("actor_rollout_ref.rollout.val_kwargs", self, "n")
+        check_sampling(self.prefix, self, "n")
 
 
 @dataclass

@@ -9,6 +9,8 @@ from lockstep.errors import ConfigError
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "torchtitan", "veomni")
 """Training engines that can be named in actor.strategy, critic.strategy and reward_model.strategy."""
 
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
+
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -187,18 +189,21 @@ class OptimConfig:
     clip_grad: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     lr_scheduler_type: str = "constant"
-    """constant, or cosine (falls to lr * min_lr_ratio at the last step)."""
+    """After the warm-up: constant, cosine or linear (fall to lr * min_lr_ratio at the last step), or wsd (constant, then linear in the last
+    lr_decay_steps_ratio of all steps)."""
     lr_warmup_steps: int = -1
     """Optimizer steps of linear warm-up; -1 uses lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = 0.0
     """The same as a share of all optimizer steps."""
     min_lr_ratio: float = 0.0
-    """Where the cosine ends, as a share of lr."""
+    """Where the learning rate ends, as a share of lr; constant stays at lr."""
+    lr_decay_steps_ratio: float = 0.2
+    """wsd: the share of all optimizer steps in which the learning rate falls."""
 
     def check(self, prefix: str) -> None:
         """See `ModelConfig.check`."""
-        one_of(f"{prefix}.lr_scheduler_type", self.lr_scheduler_type, ("constant", "cosine"))
-        in_range(self, prefix, 0.0, 1.0, "lr_warmup_steps_ratio", "min_lr_ratio")
+        one_of(f"{prefix}.lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
+        in_range(self, prefix, 0.0, 1.0, "lr_warmup_steps_ratio", "min_lr_ratio", "lr_decay_steps_ratio")
         at_least(self, prefix, 0.0, "lr", "clip_grad", "weight_decay")
         at_least(self, prefix, -1, "lr_warmup_steps")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -1,6 +1,7 @@
 """The whole configuration, and the checks that need more than one section."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.config.algorithm import AlgorithmConfig
@@ -15,6 +16,12 @@ from lockstep.errors import ConfigError
 @dataclass
 class PPOConfig:
     """Everything a run needs to know. Read-only once training has started."""
+
+    command: ClassVar[str] = "lockstep ppo"
+    flags: ClassVar[str] = " [--from-verl]"
+    about: ClassVar[str] = (
+        "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it."
+    )
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)

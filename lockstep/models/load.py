@@ -22,7 +22,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models import cached_attention  # noqa: F401  (its name can be chosen below)
 from lockstep.models.attention import PACKED, PackedLayout
-from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, draw_weights, missing_weights
+from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, check_finite, draw_weights, missing_weights
 from lockstep.models.outputs import layer_output
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
@@ -69,6 +69,8 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
             f"the weights of {config.path} are incomplete for {head.name.lower()}: {len(missing)} missing, first {sorted(missing)[:3]}; "
             "is it the right kind of model?"
         )
+    for name, parameter in model.named_parameters():
+        check_finite(name, parameter.detach(), str(config.path))
     disable_dropout(model)
     if head is not Head.SCORE:
         check_packing(model, model, config.path, torch.device("cpu"), torch.float32)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 
-def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    """Log-prob [M] of `targets` [M] and entropy [M] under softmax(logits [M, V] / temperature).
+def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob [M] of `targets` [M], entropy [M] and log-prob of the most likely token [M] under softmax(logits [M, V] / temperature).
 
     For models whose logits are not the plain product of their output layer (`hidden.py`). The entropy carries a gradient only when
     `entropy_grad` asks for it.
@@ -22,7 +22,7 @@ def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entrop
         # 0 * -inf at a forbidden token would be NaN, in the value and in the gradient; such a token adds nothing to the entropy.
         finite = logits.masked_fill(logits == -torch.inf, 0.0)
         entropy = log_normaliser - (probs * finite).sum(-1)
-    return log_probs, entropy
+    return log_probs, entropy, logits.detach().amax(-1) - log_normaliser.detach()
 
 
 def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

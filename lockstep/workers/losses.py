@@ -62,8 +62,8 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
         of_tokens = partial(aggregate, mask=mask, denominators=denominators, rows=rows)
         loss = of_tokens(token_loss)
         metrics: Metrics = {
-            "check/log_probs": _finite("log-probs", log_probs, mask, tokens),
-            "check/policy_loss": _finite("policy loss", token_loss, mask, tokens),
+            "check/log_probs": finite("log-probs", log_probs, mask, tokens),
+            "check/policy_loss": finite("policy loss", token_loss, mask, tokens),
             "actor/pg_loss": pending_sum(loss),
         }
         if config.entropy_coeff:
@@ -94,7 +94,7 @@ def make_value_loss(config: CriticConfig) -> Loss:
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.values is not None
         columns, mask = tokens.columns, tokens.columns["response_mask"].bool()
-        metrics: Metrics = {"check/values": _finite("values", outputs.values, mask, tokens)}
+        metrics: Metrics = {"check/values": finite("values", outputs.values, mask, tokens)}
         token_loss, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
             values=columns["values"],
@@ -129,7 +129,7 @@ def _against_sampler(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
     }
 
 
-def _finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Pending:
+def finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Pending:
     """A check of the values [M] under the mask."""
     return all_finite(name, zero_outside(values, mask), tokens.rows, tokens.indices)
 

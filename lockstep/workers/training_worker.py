@@ -119,10 +119,9 @@ class TrainingWorker(ModelWorker):
         messages.append({"role": "assistant", "content": response})
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write the model to a folder."""
-        self.engine.save(Path(local_path))
+    @property
+    def trained(self) -> TrainEngine:
+        return self.engine
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:

@@ -5,7 +5,7 @@ from lockstep.models.outputs import logits_log_probs
 
 def test_a_forbidden_token_makes_neither_entropy_nor_gradient_nan() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 0.5], [0.2, 0.1, -torch.inf]], requires_grad=True)
-    log_probs, entropy = logits_log_probs(logits, torch.tensor([0, 1]), 2.0, entropy_grad=True)
+    log_probs, entropy, _ = logits_log_probs(logits, torch.tensor([0, 1]), 2.0, entropy_grad=True)
     (log_probs.sum() + entropy.sum()).backward()
     assert torch.isfinite(entropy).all()
     assert torch.isfinite(logits.grad).all()

@@ -18,6 +18,7 @@ import builtins
 import json
 import re
 import secrets
+import symtable
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def _human_eval(program: str, prompt: str, test: str, entry_point: str) -> tuple
         programs = [prompt + program, f"{prompt}    {program.lstrip()}", prompt + textwrap.indent(program, "    ")]
     # What the prompt defines is ours, so it comes from the prompt; only the function under test is the program's.
     needed = _free_names(test)
-    given = _bound_names(ast.parse(prompt)) - {entry_point} if parses(prompt) else set()
+    given = _names(prompt)[1] - {entry_point} if parses(prompt) else set()
     setup = prompt if needed & given else ""
     return programs, [{"setup": setup, "names": sorted(needed - given), "code": test, "entry_point": entry_point}]
 
@@ -167,28 +168,22 @@ def _free_names(code: str) -> set[str]:
     test relies on. Raises DataError when it is not Python.
     """
     try:
-        tree = ast.parse(code)
+        used, bound = _names(code)
     except (SyntaxError, ValueError) as error:
         raise DataError(f"the tests of a code row are not Python: {error}; they begin {code.strip()[:100]!r}") from error
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    free = used - _bound_names(tree)
+    free = used - bound - {"__class__"}  # what super() refers to
     return free - _BUILTINS or free
 
 
-def _bound_names(tree: ast.AST) -> set[str]:
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return bound
+def _names(code: str) -> tuple[set[str], set[str]]:
+    """The names that the code uses, and those that it defines, in whatever scope."""
+    tables, used, bound = [symtable.symtable(code, "tests", "exec")], set(), set()
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            used |= {symbol.get_name()} if symbol.is_referenced() else set()
+            bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() or symbol.is_parameter() else set()
+    return used, bound
 
 
 def parses(code: str) -> bool:

@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ from lockstep.trainer.ppo.scored import Scored
 
 
 @dataclass(frozen=True, slots=True)
-class Scorer:
-    """The score stage: asks `reward_model` (or None) and `reward_fn`, and writes down which rewards are missing."""
+class Judge:
+    """Asks `reward_fn`, and writes down which rewards are missing."""
 
     reward_fn: Any
-    reward_model: Any
     tokenizer: Any
-    config: PPOConfig
+    max_failure_rate: float
+    """Largest share of a batch whose reward may be missing."""
+    run_dir: Path
+    """Where missing rewards are recorded."""
 
     def begin(self, batch: DataProto) -> Any:
         """Start scoring a batch of prompts while it is generated: `add(row, token ids)` of what is returned takes a response.
@@ -43,11 +46,24 @@ class Scorer:
         return self.reward_fn.begin(batch) if hasattr(self.reward_fn, "begin") else None
 
     def judge(self, batch: DataProto, number: int, scoring: Any = None) -> Scored:
-        """`score` with the reward function alone; missing rewards are recorded under the batch's `number`."""
-        scored = score(self.reward_fn, batch, self.config.reward.max_failure_rate, scoring)
+        """`score` with the reward function; missing rewards are recorded under the batch's `number`."""
+        scored = score(self.reward_fn, batch, self.max_failure_rate, scoring)
         if any(scored.failures):
-            record_failures(self.config.trainer.run_dir, number, batch, scored, self.tokenizer)
+            record_failures(self.run_dir, number, batch, scored, self.tokenizer)
         return scored
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer(Judge):
+    """The score stage of a step: the reward model (or None), the function, and what the configuration adds."""
+
+    reward_model: Any
+    config: PPOConfig
+
+    @classmethod
+    def of(cls, reward_fn: Any, reward_model: Any, tokenizer: Any, config: PPOConfig) -> Scorer:
+        """With the config's values."""
+        return cls(reward_fn, tokenizer, config.reward.max_failure_rate, config.trainer.run_dir, reward_model, config)
 
     def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, Metric]]:
         """Reads responses. Writes token_level_scores, with the penalty for length, and where they are used rm_scores and reward_parts.

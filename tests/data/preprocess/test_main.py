@@ -80,7 +80,7 @@ def test_the_files_are_what_the_dataset_reads(run, tmp_path):
     run("gsm8k", write_rows(tmp_path / "train.jsonl", [GOOD] * 3))
     rows = RowFiles([tmp_path / "out/train.parquet"])
     assert len(rows) == 3
-    assert rows.columns == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    assert rows.columns == ["data_source", "prompt", "ability", "reward_model", "response", "extra_info"]
 
 
 def test_a_long_file_is_cut_into_row_groups_that_are_read_alone(run, tmp_path, monkeypatch):
@@ -95,7 +95,9 @@ def test_the_command_is_in_the_table_and_brings_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("script", ["gsm8k", "math_dataset", "hellaswag", "full_hh_rlhf"])
+@pytest.mark.parametrize(
+    "script", ["gsm8k", "math_dataset", "hellaswag", "full_hh_rlhf"]
+)
 def test_the_examples_are_the_command(script, tmp_path, monkeypatch, capsys):
     source = (EXAMPLES / f"{script}.py").read_text()
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--source", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])

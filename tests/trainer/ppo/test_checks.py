@@ -9,7 +9,7 @@ from lockstep.config.load import as_config
 from lockstep.embedded.task import make_tokenizer
 from lockstep.errors import ConfigError, DataError, MissingReward
 from lockstep.trainer.ppo.checks import check_algorithm, check_models, check_rewards, check_roles
-from lockstep.trainer.ppo.role import Role
+from lockstep.trainer.role import Role
 
 GRPO = {"algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": {"rollout": {"n": 2}}}
 

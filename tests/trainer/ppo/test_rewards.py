@@ -20,7 +20,7 @@ def scored(*failed, rows=4, **extra):
 
 
 def test_a_run_without_a_penalty_for_length_has_no_metric_of_it():
-    scorer = rewards.Scorer(lambda data: torch.zeros(2, 3), None, None, PPOConfig())
+    scorer = rewards.Scorer.of(lambda data: torch.zeros(2, 3), None, None, PPOConfig())
     assert set(scorer.score(make_batch(), 1)[1]) == {"reward/missing_ratio"}
 
 

@@ -59,11 +59,10 @@ def make_meshes(config: FSDPConfig, device: torch.device) -> Meshes:
     sizes = {"shard": ranks}
     if config.fsdp_size not in (-1, ranks):
         sizes = {"copy": ranks // config.fsdp_size, "shard": config.fsdp_size}
-    if tensor == 1:
-        return Meshes(init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), None)
-    names = (*sizes, "tensor")
-    mesh = init_device_mesh(device.type, (*sizes.values(), tensor), mesh_dim_names=names)
-    return Meshes(mesh[tuple(sizes)], mesh["tensor"])
+    data = tuple(sizes)
+    sizes |= {"tensor": tensor} if tensor > 1 else {}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return Meshes(mesh, None) if tensor == 1 else Meshes(mesh[data], mesh["tensor"])
 
 
 def shard(

@@ -28,7 +28,7 @@ from lockstep.workers.engine.megatron.spec import PackedRowsParams, block_spec
 class Stage(MegatronModule):
     """What megatron's schedule calls for each micro-batch.
 
-    The last stage gives the model's columns side by side: [M, 2] log-prob and entropy, or [M, 1] value or score. Others give the hidden
+    The last stage gives the model's columns side by side: [M, 3] (LANGUAGE_COLUMNS), or [M, 1] value or score. Others give the hidden
     states that the next one gets.
     """
 
@@ -124,7 +124,7 @@ class VocabularyHead(nn.Module):
             self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor, packed: PackedRows, temperature: float, entropy_grad: bool, tied: Tensor | None) -> Tensor:
-        """[M, 2]: log-prob of each target, and the entropy where it is predicted."""
+        """[M, 3]: log-prob of each target, entropy and largest log-prob where it is predicted."""
         if self._sequence_parallel:  # backward: the parts' gradients are summed and divided into the ranks' tokens
             chosen = gather_from_sequence_parallel_region(hidden)[packed.predict_at, 0]
         else:

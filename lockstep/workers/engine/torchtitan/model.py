@@ -78,7 +78,7 @@ class Rotation(Module):
 
 
 class LanguageHead(Linear):
-    """Answers with log-prob and entropy [M, 2] of a question's targets."""
+    """Answers with the columns [M, 3] of `chunked_log_probs` of a question's targets."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):

@@ -16,6 +16,8 @@ from helpers.conformance import STEPS, TWO_MICRO_BATCHES, batch_of
 from helpers.distributed import run_distributed
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.engines import engine_choice, make_tiny_engine
+from helpers.pairs import assert_pairs_learn_as_in_plain_pytorch
+from helpers.sft import assert_sft_equals_plain_pytorch
 from helpers.tiny import save_tiny_model, tiny_config
 
 from lockstep.errors import ConfigError
@@ -172,3 +174,13 @@ make_tiny_engine({path!r}, "veomni")
         timeout=120,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_supervised_updates_equal_plain_pytorch(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    for layout in (veomni(2, 2),):
+        assert_sft_equals_plain_pytorch(layout, path)
+
+
+def test_an_update_on_preference_pairs_equals_plain_pytorch(tmp_path: Path) -> None:
+    assert_pairs_learn_as_in_plain_pytorch(veomni(2, 2), save_tiny_model(tmp_path))

@@ -18,8 +18,8 @@ from lockstep.errors import ResourceError
 from lockstep.planner.memory import plan_memory
 from lockstep.planner.needs import policy_needs, training_needs
 from lockstep.single_controller.base import Dispatch, Worker, register
-from lockstep.trainer.ppo.memory import load_of
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, Role
+from lockstep.trainer.ppo.roles import load_of
 from lockstep.workers import engine_workers, model_worker, training_worker
 
 POOL = {"global_pool": [1]}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from enum import Enum
 from typing import TypeVar
 
-from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ResourceError
 from lockstep.planner.count import Load
 from lockstep.planner.memory import describe_plan, host_bytes, plan_memory
@@ -43,17 +41,6 @@ def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Loa
         groups[role].place_models({model.name: next(plan) for model in ranks[0].models})
     line = describe_plan(models, rollout, plans, free)
     return None if line is None else f"pool {pool}: {line}"
-
-
-def load_of(config: PPOConfig, role: Enum, ranks: int) -> Load:
-    """What one of `ranks` ranks of this role computes at once."""
-    data, n = config.data, config.actor_rollout_ref.rollout.n
-    mini_batch = config.critic_mini_batch_prompts if role.name == "Critic" else config.actor_mini_batch_prompts
-    return Load(
-        longest=data.max_prompt_length + data.max_response_length,
-        step_rows=-(-data.train_batch_size * n // ranks),
-        update_rows=-(-mini_batch * n // ranks),
-    )
 
 
 def _ask(group: RoleGroup, load: Load) -> list[Needs]:

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.trainer.ppo.role import Role
+from lockstep.trainer.role import Role
 
 SEED = {"Actor": 0, "Rollout": 1, "ActorRollout": 2, "Critic": 3, "RefPolicy": 4, "RewardModel": 5, "ActorRolloutRef": 6}
 
