@@ -88,8 +88,8 @@ ARROWS: dict[str, set[str]] = {
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
-    "trainer/main_ppo", "trainer/main_sft", "trainer/main_reward_model", "trainer/program", "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
-    "__init__",
+    "trainer/main_ppo", "trainer/main_sft", "trainer/main_reward_model", "trainer/program", "trainer/setup",
+    "tools/reward_check/command", "tools/compare", "cli", "__init__",
 )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class StageRun(Run):
     config: StageConfig
     view: View
     """What the display shows of a step."""
-    role = Role.Actor
+    role: Role = Role.Actor
     head = "language_model"
     """What the model has on top; see models/load.py."""
     rows_per_example = 1
