@@ -11,19 +11,20 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import valid_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward_train import RewardTrainConfig
 from lockstep.config.sft import SFTConfig
 
-ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "reward-model": RewardTrainConfig}
+ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward-model": RewardTrainConfig}
 """Command -> its configuration."""
 
 
 def keys(root: Any = PPOConfig) -> Iterator[tuple[str, Any, str]]:
     """(key, default, meaning) of every key of the configuration `root`."""
     # Not root(): a recipe without a model and data is no valid configuration.
-    config = types.SimpleNamespace(**{item.name: item.default_factory() for item in dataclasses.fields(root)})  # type: ignore[misc]
+    config = types.SimpleNamespace(**{item.name: item.default_factory() for item in dataclasses.fields(root)})  # type: ignore[operator]
     for key in valid_keys(root):
         *path, name = key.split(".")
         section = functools.reduce(getattr, path, config)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,7 +57,10 @@ class StageRun(Run):
     config: StageConfig
     view: View
     """What the display shows of a step."""
-    role = Role.Actor
+    role: Enum = Role.Actor
+    """The role of the model that learns."""
+    more_roles: tuple[Enum, ...] = ()
+    """Other roles, in the same processes."""
     head = "language_model"
     """What the model has on top; see models/load.py."""
     rows_per_example = 1
@@ -84,12 +88,13 @@ class StageRun(Run):
         self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
         self.rows_per_step, self.longest, self._worker_cls = rows_per_step, longest, worker_cls
         counts = {"global_pool": [section.n_gpus_per_node] * section.nnodes}
-        self.workers = Workers(section, ResourcePoolManager(counts, {self.role: "global_pool"}), group_cls, self.display.message)
+        pools = dict.fromkeys((self.role, *self.more_roles), "global_pool")
+        self.workers = Workers(section, ResourcePoolManager(counts, pools), group_cls, self.display.message)
 
     def init_workers(self) -> None:
         """Take the run's folder, check the resources, start a process per device, load the model. No process is left when this fails."""
         self.open_folder()
-        self.workers.start({self.role: self._spec()})
+        self.workers.start(self._specs())
         self.model_wg: Any = self.workers.by_role[self.role]
 
     def close(self) -> None:
@@ -186,6 +191,10 @@ class StageRun(Run):
                 f"the run's folder: {section.run_dir}",
             )
         )
+
+    def _specs(self) -> dict[Enum, RoleSpec]:
+        """What the workers of each role are."""
+        return {self.role: self._spec()}
 
     def _spec(self) -> RoleSpec:
         config = self.config
