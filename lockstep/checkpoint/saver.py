@@ -133,8 +133,15 @@ def write_report(file: Path, files: dict[str, Any], error: str | None) -> None:
     draft.rename(file)
 
 
+def is_write_failure(error: Exception) -> bool:
+    """Whether the system refused to write. Libraries in Rust (tokenizers) raise what the system said as a bare Exception."""
+    return isinstance(error, OSError) or "(os error " in str(error)
+
+
 def describe_failure(error: Exception) -> str:
     """One line on why something was not written."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left for {error.filename or 'it'} ({error.strerror}); free some, or set trainer.max_ckpt_to_keep"
+    if f"(os error {errno.ENOSPC})" in str(error):
+        return f"no space left ({error}); free some, or set trainer.max_ckpt_to_keep"
     return str(error) if isinstance(error, ResourceError) else repr(error)

@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.manifest import check_manifest
-from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.saver import Saver, is_write_failure
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.trainer import RunConfig
@@ -284,7 +284,9 @@ class Run(ABC):
                 reports = self._save(Path(os.path.abspath(draft))) or ()
                 folders.write_state(draft, self._run_state(metrics) | self._state())
                 return draft, reports
-            except OSError as error:
+            except Exception as error:
+                if not is_write_failure(error):
+                    raise
                 self._saver.fail(error)
                 return None
 
@@ -328,6 +330,8 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
+        if not all(isinstance(state.get(key), dict) for key in ("config", "first_validation")):
+            raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
         return folder, state
 
@@ -352,4 +356,7 @@ class Run(ABC):
         self.global_steps = state["global_steps"]
         self.validations = [state["first_validation"]] if state["first_validation"] else []
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
-        self._load(Path(os.path.abspath(folder)), state)
+        try:
+            self._load(Path(os.path.abspath(folder)), state)
+        except KeyError as error:
+            raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error

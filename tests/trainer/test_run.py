@@ -249,16 +249,24 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_a_full_disk_stops_the_run_or_not_and_leaves_older_checkpoints(tmp_path, policy):
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda file: OSError(errno.ENOSPC, "No space left on device", str(file)),
+        lambda file: Exception(f"No space left on device (os error 28): {file}"),
+    ],
+    ids=["Python's", "Rust's"],
+)
+def test_a_full_disk_stops_the_run_or_not_and_leaves_older_checkpoints(tmp_path, policy, error):
     class Full(Counting):
         def _save(self, folder):
             if self.global_steps == 2:
-                raise OSError(errno.ENOSPC, "No space left on device", str(folder / "count"))
+                raise error(folder / "count")
             super()._save(folder)
 
     run = Full(tmp_path, 3, save_freq=1, on_save_failure=policy)
     if policy == "stop":
-        with pytest.raises(ResourceError, match=r"step 2 was not saved: no space left for .*count"):
+        with pytest.raises(ResourceError, match=r"step 2 was not saved: no space left .*count"):
             run.fit()
         assert saved(tmp_path) == ["global_step_1"]
     else:
