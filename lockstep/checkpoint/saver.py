@@ -59,6 +59,7 @@ class Saver:
                 folders.prune(self._run_dir, self._keep, self.best())
             except Exception as error:
                 self._error = error
+                shutil.rmtree(draft, ignore_errors=True)  # at once: metrics need some of the space
 
         if reports and not waits:
             self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
