@@ -13,10 +13,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -137,8 +139,11 @@ def _on_touch(run_dir: Path, call: Callable[[], None]) -> None:
 # -- the long command --------------------------------------------------------------------------------------------------------
 
 
-def small_runs(task: Any, *more: str) -> Start:
-    """Seven PPO steps of the embedded task, saved every other step and validated now and then; `more` are further keys."""
+def small_runs(task: Any, *more: str, ray_address: str | None = None) -> Start:
+    """Seven PPO steps of the embedded task, saved every other step and validated now and then; `more` are further keys.
+
+    With the address of a Ray cluster it has two processes there, of which the driver is killed.
+    """
     from helpers.run import make_trainer, roles
     from lockstep.config import load_config
 
@@ -153,7 +158,13 @@ def small_runs(task: Any, *more: str) -> Start:
             ]
         )  # fmt: skip
         names = roles("ActorRollout", "Critic") if config.use_critic else roles("ActorRollout")
-        trainer = make_trainer(config, {"global_pool": [1]}, names)
+        if ray_address is None:
+            trainer = make_trainer(config, {"global_pool": [1]}, names)
+        else:
+            from lockstep.single_controller.ray import RayWorkerGroup, connect
+
+            connect(address=ray_address, log_to_driver=False)
+            trainer = make_trainer(config, {"global_pool": [2]}, names, RayWorkerGroup)
         try:
             trainer.init_workers()
             trainer.fit()
@@ -172,11 +183,25 @@ CASES = {
 }  # fmt: skip
 
 
+@contextmanager
+def ray_cluster() -> Iterator[str]:
+    """The address of a cluster of its own process: one that runs Ray cannot be forked."""
+    code = "import ray; c = ray.init(address='local', num_cpus=8, include_dashboard=False); "
+    code += "print(c.address_info['gcs_address'], flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.communicate("\n", timeout=60)
+
+
 def main() -> int:
-    """Kill runs of every case; print, and write with --out, what came of it."""
+    """Kill runs of every case, or with --ray those of fsdp2 in two Ray processes; print, and write with --out, what came of it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     import torch
@@ -185,11 +210,13 @@ def main() -> int:
 
     torch.set_num_threads(1)
     results = {}
-    with TemporaryDirectory() as folder:
+    cases = {name: more for name, more in CASES.items() if "fsdp2" in name or not arguments.ray}
+    with TemporaryDirectory() as folder, ray_cluster() if arguments.ray else nullcontext() as address:
         task = prepare(Path(folder) / "task", seed=0)
-        for number, (name, more) in enumerate(CASES.items()):
-            share = arguments.kills * (number + 1) // len(CASES) - arguments.kills * number // len(CASES)
-            found = kill_runs(small_runs(task, *more), Path(folder) / str(number), share, arguments.seed + number)
+        for number, (name, more) in enumerate(cases.items()):
+            share = arguments.kills * (number + 1) // len(cases) - arguments.kills * number // len(cases)
+            start = small_runs(task, *more, ray_address=address)
+            found = kill_runs(start, Path(folder) / str(number), share, arguments.seed + number)
             results[name] = {
                 "kills": found.kills,
                 "runs": found.runs,
@@ -200,7 +227,8 @@ def main() -> int:
                 f"{name}: {found.kills} kills, {found.runs} runs, {len(found.different)} differences", *found.different, sep="\n  "
             )
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=1) + "\n")
+        about = {"torch": torch.__version__, "processes": 2 if arguments.ray else 1}
+        arguments.out.write_text(json.dumps(about | {"cases": results}, indent=1) + "\n")
     return int(any(result["different"] for result in results.values()))
 
 
