@@ -29,7 +29,7 @@ from lockstep.checkpoint.saver import Saver, is_write_failure
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.trainer import RunConfig
-from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking
@@ -74,6 +74,9 @@ class Run(ABC):
         self.validations: list[dict[str, float]] = []
         """Metrics of the first validation and of those of this start."""
         self.num_restarts = 0
+        self.left_out: list[int] = []
+        """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
+        self._position_before = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -115,6 +118,10 @@ class Run(ABC):
     @abstractmethod
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         """Take over the models in `folder` and what `_state` returned when they were saved."""
+
+    def _position(self) -> int:
+        """Batches that were taken so far; the next one is number `batch_at(_position())`."""
+        return self.global_steps
 
     def _describe(self) -> str:
         """What a step does, for the user to read at the start."""
@@ -167,8 +174,11 @@ class Run(ABC):
                         self.display.step(self.global_steps, metrics)
                     while self.global_steps < self.total_steps and not config.val_only and not stop.asked:
                         self.timer.reset()
+                        self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
+                        if self.left_out:
+                            metrics["training/left_out_batches"] = len(self.left_out)
                         if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
                             metrics |= self._timed_validation()
                         saves = self.is_due(config.save_freq, self.global_steps) or (stop.asked and config.save_freq != 0)
@@ -196,6 +206,12 @@ class Run(ABC):
             self.close_folder()
         self._begin_again()
         return self.fit()
+
+    def batch_at(self, position: int) -> int:
+        """The number of the batch, from 0, that comes after `position` others: those that are left out do not count."""
+        for number in self.left_out:
+            position += number <= position
+        return position
 
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
@@ -248,16 +264,23 @@ class Run(ABC):
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
     def _begins_again_after(self, error: Exception) -> bool:
-        """Whether the run goes on with new workers; says so."""
-        is_lost = isinstance(error, WorkerDied | WorkerTimeout) or (
-            isinstance(error, WorkerError) and "OutOfMemory" in error.detail
-        )
-        if not is_lost or self.num_restarts >= self.section.max_restarts:
+        """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
+        detail = error.detail if isinstance(error, WorkerError) else ""
+        is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
+        is_nonfinite = isinstance(error, NumericalError) or detail.startswith("NumericalError")
+        rolls_back = is_nonfinite and self.section.on_nonfinite == "rollback"
+        if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
         self.num_restarts += 1
+        how = "new workers go on"
+        if rolls_back:
+            positions = range(self._position_before, max(self._position_before + 1, self._position()))
+            batches = [self.batch_at(position) for position in positions]
+            self.left_out = sorted({*self.left_out, *batches})
+            how = f"the run goes on without {'batch' if len(batches) == 1 else 'batches'} {', '.join(map(str, batches))}"
         self.display.message(
-            f"warning: {error}\nnew workers go on from the newest checkpoint: restart {self.num_restarts} of at most "
-            f"{self.section.max_restarts} (trainer.max_restarts)"
+            f"warning: {error}\n{how} from the newest checkpoint: restart {self.num_restarts} of at most {self.section.max_restarts} "
+            "(trainer.max_restarts)"
         )
         return True
 
@@ -311,6 +334,7 @@ class Run(ABC):
             "recipe": type(self.config).__name__,
             "config": kept_values(self.config),
             "first_validation": self.validations[0] if self.validations else {},
+            "left_out": self.left_out,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
 
@@ -330,7 +354,8 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
-        if not all(isinstance(state.get(key), dict) for key in ("config", "first_validation")):
+        kinds = {"config": dict, "first_validation": dict, "left_out": list}
+        if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
             raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
         return folder, state
@@ -355,6 +380,7 @@ class Run(ABC):
         folder, state = self._from
         self.global_steps = state["global_steps"]
         self.validations = [state["first_validation"]] if state["first_validation"] else []
+        self.left_out = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:
             self._load(Path(os.path.abspath(folder)), state)

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.checkpoint import folders
 from lockstep.config.trainer import TrainerConfig
-from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError
+from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run import Run
@@ -445,3 +445,50 @@ def test_a_run_from_a_named_checkpoint_begins_again_from_its_own(tmp_path):
     named = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "first/global_step_2"), "val_before_train": False}
     Losing(tmp_path / "run", 6, at=[3, 5], max_restarts=2, save_freq=2, test_freq=0, **named).fit()
     assert logged(tmp_path / "run") == [{"step": step, "count": 2 * step} for step in (3, 4, 5, 6)]
+
+
+class Poisoned(Counting):
+    """Adds the number of its batch; some batches are not finite."""
+
+    def __init__(self, run_dir, total_steps, bad, error, **trainer):
+        super().__init__(run_dir, total_steps, val_before_train=False, test_freq=0, **trainer)
+        self.bad, self.batch_error, self.batches = bad, error, []
+
+    def _step(self):
+        number = self.batch_at(self.global_steps)
+        if number in self.bad:
+            self.count = -1000
+            raise self.batch_error
+        self.batches.append(number)
+        self.count += number
+        return {"count": self.count}
+
+    def _restart(self):
+        self.count = 0
+        self.open_folder()
+
+
+@pytest.mark.parametrize("save_freq", [1, 2, -1])
+@pytest.mark.parametrize(
+    "error", [NumericalError("the loss is nan"), WorkerError("actor rank 0", "NumericalError: the loss is nan\n\nTraceback ...")]
+)
+def test_a_batch_that_is_not_finite_is_left_out_and_the_run_goes_on_from_its_checkpoint(tmp_path, save_freq, error):
+    keys = {"save_freq": save_freq, "on_nonfinite": "rollback", "max_restarts": 5}
+    run = Poisoned(tmp_path, 5, {2, 3, 6}, error, **keys)
+    run.fit()
+    assert run.left_out == [2, 3, 6]
+    assert logged(tmp_path)[-1] == {"step": 5, "count": 0 + 1 + 4 + 5 + 7}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["training/left_out_batches"] == 3
+    assert "the run goes on without batch 2 from the newest checkpoint: restart 1 of at most 5" in "\n".join(run.display.texts)
+    again = Poisoned(tmp_path, 6, {2, 3, 6}, error, **keys)
+    again.fit()
+    assert again.batches == [8]
+
+
+def test_numbers_that_are_not_finite_stop_a_run_unless_it_is_told_otherwise(tmp_path):
+    with pytest.raises(NumericalError):
+        Poisoned(tmp_path / "a", 5, {2}, NumericalError("nan"), max_restarts=5).fit()
+    with pytest.raises(NumericalError):
+        Poisoned(tmp_path / "b", 5, {2, 3}, NumericalError("nan"), on_nonfinite="rollback", max_restarts=1).fit()
+    with pytest.raises(ConfigError, match="rollback needs trainer.max_restarts"):
+        TrainerConfig(on_nonfinite="rollback")

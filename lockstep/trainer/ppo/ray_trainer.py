@@ -93,7 +93,7 @@ class RayPPOTrainer(Run):
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)
 
-        self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id)
+        self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id, self.batch_at)
         self.new_groups = partial(
             Groups, algorithm.filter_groups, data.train_batch_size, config.actor_rollout_ref.rollout.n, schedule.steps_per_epoch
         )
@@ -215,7 +215,7 @@ class RayPPOTrainer(Run):
         """Save the batch for `lockstep compare`. The run's own stays as it is."""
         recorded = batch.select()
         if "reward_baselines" not in recorded:
-            self.greedy_baseline(recorded, self.prompts.num_taken)
+            self.greedy_baseline(recorded, self.batch_at(self.prompts.num_taken - 1) + 1)
         folder = recording.record(recorded, scored, self.config, step, self.kl_control.value, self.actor_wg, self.tokenizer)
         self.display.message(f"the batch of step {step} is in {folder}")
 
@@ -230,6 +230,9 @@ class RayPPOTrainer(Run):
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
         options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir}
         return validate(self.val_dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
+
+    def _position(self) -> int:
+        return self.prompts.num_taken
 
     def _state(self) -> dict[str, Any]:
         return {
