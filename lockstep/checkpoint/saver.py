@@ -44,7 +44,7 @@ class Saver:
         """A folder to write the checkpoint of a step into. Waits for the one before."""
         self.wait()
         self._cancelled.clear()
-        self._step = step
+        self._step, self.failed = step, None
         return folders.make_draft(self._run_dir, step)
 
     def publish(self, draft: Path, reports: Sequence[Path], durable: Sequence[Path], *, waits: bool = False) -> None:
