@@ -21,7 +21,7 @@ PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "r
 
 
 def token_column(what: str, x: Any, shape: tuple[int, ...], called: str = "") -> Tensor:
-    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else, which is `called` so."""
+    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else."""
     if isinstance(x, Tensor) and x.shape == shape:
         return x
     raise ConfigError(
