@@ -67,6 +67,9 @@ def test_a_reference_may_be_another_model(folder: Path, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", seed=1)
     steps = train(dpo_config(folder, *fresh(tmp_path, f"reference.path={other}", "trainer.total_training_steps=1")))
     assert abs(losses(steps)[0] - math.log(2)) > 1e-3
+    other = save_tiny_model(tmp_path / "other tokens", vocab_size=40)
+    with pytest.raises(ConfigError, match="reference.path must have the vocabulary of model.path"):
+        make_trainer(dpo_config(folder, f"reference.path='{other}'"))
 
 
 def test_answers_with_a_label_are_learned_by_kto_alone(folder: Path, tmp_path: Path) -> None:
@@ -195,6 +198,11 @@ def test_two_processes_have_the_losses_of_one(folder: Path, tmp_path: Path, ray_
 def test_what_cannot_work_is_refused(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_trainer(dpo_config(folder, *overrides))
+
+
+def test_the_example_is_a_configuration() -> None:
+    example = Path(__file__).parents[3] / "examples/dpo/hh_rlhf.yaml"
+    assert load_recipe(DPOConfig, ["model.path=m"], example).loss.nll_coef == 0.2
 
 
 def test_a_model_is_asked_for() -> None:
