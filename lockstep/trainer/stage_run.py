@@ -92,12 +92,14 @@ class StageRun(Run):
         self.workers = Workers(section, ResourcePoolManager(counts, pools), group_cls, self.display.message)
 
     def init_workers(self) -> None:
-        """Check the resources, start a process per device, load the model. No process is left when this fails."""
+        """Take the run's folder, check the resources, start a process per device, load the model. No process is left when this fails."""
+        self.open_folder()
         self.workers.start(self._specs())
         self.model_wg: Any = self.workers.by_role[self.role]
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, and let other runs have the folder."""
+        self.close_folder()
         self.workers.close()
 
     # -- what a recipe gives -----------------------------------------------------------------------------------------------
@@ -156,9 +158,13 @@ class StageRun(Run):
     def _state(self) -> dict[str, Any]:
         return {"num_train_rows": len(self.train_data)}
 
-    def _save(self, folder: Path) -> None:
-        self.model_wg.save_checkpoint(str(folder / MODEL))
+    def _save(self, folder: Path) -> list[Path]:
+        reports = self.model_wg.begin_checkpoint(str(folder / MODEL), self.section.save_in_background)
         self.tokenizer.save_pretrained(folder / MODEL)
+        return [Path(report) for report in reports]
+
+    def _finish_save(self) -> list[str]:
+        return [error for error in self.model_wg.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_data):
