@@ -16,6 +16,7 @@ from lockstep.algorithms.preference_losses import (
     needs_reference,
     preference_inputs,
     takes_pairs,
+    try_preference_loss,
 )
 from lockstep.config.dpo import DPOConfig, PreferenceLossConfig
 from lockstep.config.engine import ModelConfig
@@ -173,8 +174,8 @@ class DPOTrainer(StageRun):
 
 
 def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:
-    """The loss that is asked for. Raises ConfigError unless it exists, every number that it requires is given, and every number that is
-    given is an argument of it."""
+    """The loss that is asked for. Raises ConfigError unless it exists, every number that it requires is given, every number that is
+    given is an argument of it, and it can be called."""
     loss: PreferenceLoss = load_reference(config.loss_mode) or get_preference_loss(config.loss_mode)
     names = preference_inputs(loss)
     for key, value in config.parameters.items():
@@ -184,6 +185,7 @@ def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     missing = missing_numbers(loss, config.loss_kwargs)
     if missing:
         raise ConfigError(f"the loss {config.loss_mode} needs {', '.join(missing)}; set loss.loss_kwargs.{missing[0]}")
+    try_preference_loss(loss, config.parameters)
     return loss
 
 
