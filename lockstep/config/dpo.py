@@ -46,7 +46,9 @@ class PreferenceLossConfig:
 
     def __post_init__(self) -> None:
         self.loss_mode = absolute_reference(self.loss_mode)
-        at_least(self, "loss", 0.0, "beta", "nll_coef")
+        at_least(self, "loss", 0.0, "nll_coef")
+        if self.beta is not None and not self.beta > 0:
+            raise ConfigError(f"loss.beta={self.beta} must be above 0; null means what suits the loss")
 
     @property
     def parameters(self) -> dict[str, Any]:
