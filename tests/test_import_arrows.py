@@ -84,6 +84,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
+    "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
     "compat": {"algorithms", "config", "protocol", "utils"},
     "trainer/ppo/core_algos": {"compat"},

@@ -127,7 +127,7 @@ class StageRun(Run):
         timer = self.timer
         with timer.stage("step"):
             with timer.stage("data"):
-                batch = self._prepare(self.train_data.batch(self.schedule.batch(self.global_steps)))
+                batch = self._prepare(self.train_data.batch(self.schedule.batch(self.batch_at(self.global_steps))))
             with timer.stage("update"):
                 measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
         tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]
@@ -137,7 +137,7 @@ class StageRun(Run):
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / (seconds * self.workers.manager.get_n_gpus()),
             "training/global_step": self.global_steps + 1,
-            "training/epoch": self.schedule.epoch(self.global_steps),
+            "training/epoch": self.schedule.epoch(self.batch_at(self.global_steps)),
         }
 
     def _validate(self) -> dict[str, float]:
@@ -165,6 +165,10 @@ class StageRun(Run):
 
     def _finish_save(self) -> list[str]:
         return [error for error in self.model_wg.finish_checkpoint() if error is not None]
+
+    def _restart(self) -> None:
+        self.workers.close()
+        self.init_workers()
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_data):
