@@ -32,6 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
     "workers/sft_loss": {"workers/losses", "workers/engine", "algorithms"},
     "workers/preference_loss": {"workers/engine", "workers/losses", "algorithms", "utils"},
     "workers/model_worker": {
@@ -39,8 +40,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {
-        "workers/engine", "workers/losses", "workers/model_worker", "single_controller/base", "planner", "models", "algorithms", "protocol",
-        "config", "observability", "utils",
+        "workers/engine", "workers/losses", "workers/model_worker", "single_controller/base", "planner", "models", "algorithms",
+        "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
@@ -63,6 +64,11 @@ ARROWS: dict[str, set[str]] = {
     "trainer/sft": {
         "trainer/stage_run", "trainer/role", "trainer/ppo", "single_controller", "data", "rewards", "protocol", "config", "observability",
         "utils",
+    },
+    "trainer/reward_model": {"trainer/stage_run", "single_controller", "data", "protocol", "config", "observability"},
+    "trainer/dpo": {
+        "trainer/stage_run", "trainer/launch", "trainer/role", "single_controller", "algorithms", "data", "protocol", "config",
+        "observability", "utils",
     },
     "trainer/summary": {"trainer/run"},
     # backends
@@ -87,7 +93,8 @@ ARROWS: dict[str, set[str]] = {
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
-    "trainer/main_ppo", "trainer/main_sft", "trainer/program", "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "trainer/main_ppo", "trainer/main_sft", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
+    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
     "__init__",
 )  # fmt: skip
 

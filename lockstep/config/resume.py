@@ -13,8 +13,8 @@ _FREE = (
     "trainer.*", "ray_kwargs.*", "*.strategy", "*.fsdp_config.*", "*.megatron.*", "*.torchtitan.*", "*.veomni.*",
     "*micro_batch_size_per_gpu", "*max_token_len_per_gpu", "*.enable_gradient_checkpointing", "*.recompute", "*.trust_remote_code",
     "*.param_offload", "*.n_gpus_per_node", "*.nnodes", "*.enable_resource_pool", "*_timeout_s", "*.timeout_s", "*.num_workers",
-    "data.val_*", "sampled.*", "*.val_kwargs.*", "*.max_num_seqs", "*.max_num_batched_tokens", "*.gpu_memory_utilization", "*.free_cache_engine",
-    "*.enforce_eager", "*.weight_sync*", "*.fallback_to_hf", "reward.max_failure_rate", "reward.sandbox.*",
+    "sampled.*", "data.val_*", "*.val_kwargs.*", "*.max_num_seqs", "*.max_num_batched_tokens", "*.gpu_memory_utilization",
+    "*.free_cache_engine", "*.enforce_eager", "*.weight_sync*", "*.fallback_to_hf", "reward.max_failure_rate", "reward.sandbox.*",
 )  # fmt: skip
 """How long, where and how fast: these may change. What is in _KEPT may not, although a pattern here fits it."""
 

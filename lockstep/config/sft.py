@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.check import at_least, one_of
 from lockstep.config.reward import JudgeConfig
-from lockstep.config.stage import StageConfig
+from lockstep.config.stage import FilesConfig, StageConfig
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
@@ -14,7 +14,7 @@ TRAIN_ON = ("assistant", "last", "all", "flag")
 
 
 @dataclass
-class ExamplesConfig:
+class ExamplesConfig(FilesConfig):
     """`data.*`: the rows that are learned."""
 
     train_files: Any = None
@@ -24,28 +24,12 @@ class ExamplesConfig:
     train_on: str = "assistant"
     """What is learned of a conversation: assistant (all assistant messages), last (the last of them), all (every token), or flag (messages
     with train: true)."""
-    max_length: int = 2048
-    """The longest row, in tokens."""
-    truncation: str = "error"
-    """What happens to a longer row: error, left (keep the end), right (keep the start), middle (keep both ends)."""
-    train_batch_size: int = 64
-    """Rows a step, which is one update."""
-    shuffle: bool = True
-    """Visit the training rows in a new order each epoch."""
-    seed: int | None = None
-    """Seed of that order; null uses trainer.seed."""
-    train_max_samples: int = -1
-    """Use at most this many training rows; -1 uses all."""
-    val_max_samples: int = -1
-    """Use at most this many validation rows; -1 uses all."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the tokenizer's chat template, for example {enable_thinking: false}."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("data.train_on", self.train_on, TRAIN_ON)
-        one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
-        at_least(self, "data", 2, "max_length")
-        at_least(self, "data", 1, "train_batch_size")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What the recipes around RL (sft, ...) have in common: the model that learns, its engine, its optimizer, the run."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.check import at_least, one_of
@@ -25,7 +25,43 @@ class LearnerConfig(EngineChoice):
         at_least(self, "engine", 1, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 
 
-STAGE_KEYS = PolicyKeys("train", "engine", "engine.max_token_len_per_gpu", "model")
+@dataclass
+class FilesConfig:
+    """`data.*`: rows in files, and how they become steps."""
+
+    train_files: Any = None
+    """Rows to train on: one file or a list of files (parquet, json, jsonl)."""
+    val_files: Any = None
+    """Rows to validate on, in the same forms; null means none."""
+    max_length: int = 2048
+    """The longest row, in tokens."""
+    truncation: str = "error"
+    """What happens to a longer row: error, left (keep the end), right (keep the start), middle (keep both ends)."""
+    train_batch_size: int = 64
+    """Rows a step, which is one update."""
+    shuffle: bool = True
+    """Visit the training rows in a new order each epoch."""
+    seed: int | None = None
+    """Seed of that order; null uses trainer.seed."""
+    train_max_samples: int = -1
+    """Use at most this many training rows; -1 uses all."""
+    val_max_samples: int = -1
+    """Use at most this many validation rows; -1 uses all."""
+
+    def __post_init__(self) -> None:
+        one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
+        at_least(self, "data", 2, "max_length")
+        at_least(self, "data", 1, "train_batch_size")
+
+
+STAGE_KEYS = PolicyKeys(
+    name="train",
+    engine="engine",
+    tokens="engine.max_token_len_per_gpu",
+    model="model",
+    reference_tokens="engine.max_token_len_per_gpu",
+    reference_offload="engine.fsdp_config.param_offload",
+)
 """What the workers' messages call these sections."""
 
 

@@ -33,6 +33,8 @@ class PairDataset(TrainingRows):
     leading messages, or text up to the last common `Assistant:` of Anthropic's form, or up to the last common blank. The assistant's
     messages after it are trained. Every response ends with a special token: the template's end of turn, else the tokenizer's end token.
 
+    With `whole` the response goes on to the end of what the template writes, as a reward model reads it (scored_text.py).
+
     A pair whose answers are the same is an error, or is left out with `skip_identical`; `num_skipped` counts those. See TrainingRows for
     the other arguments. `truncation` left and middle cut the prompt, the same way in both rows; right cuts the ends of the responses.
     """
@@ -45,9 +47,10 @@ class PairDataset(TrainingRows):
         tokenizer: PreTrainedTokenizerBase,
         *,
         skip_identical: bool = False,
+        whole: bool = False,
         **options: Any,
     ) -> None:
-        self._skip_identical, self.num_skipped = skip_identical, 0
+        self._skip_identical, self.num_skipped, self._whole = skip_identical, 0, whole
         super().__init__(files, tokenizer, **options)
 
     @property
@@ -79,8 +82,10 @@ class PairDataset(TrainingRows):
     def mark(self, row: Row) -> list[MarkedText]:
         if not self.is_paired:
             return [self._answer(row, row.get("completion") if row.get("completion") is not None else row.get("response"))]
-        chosen, rejected, margin = row["chosen"], row.get("rejected"), row.get("margin")
-        if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        chosen: Any = row["chosen"]
+        rejected: Any = row.get("rejected")
+        margin = row.get("margin")
+        if not any(isinstance(chosen, kind) and isinstance(rejected, kind) for kind in (str, list)):
             raise DataError(f"chosen and rejected must both be strings or both messages, not {chosen!r} and {rejected!r}")
         if margin is not None and not isinstance(margin, int | float):
             raise DataError(f"margin must be a number, not {margin!r}")
@@ -94,7 +99,8 @@ class PairDataset(TrainingRows):
         return [self._answer(row, chosen), self._answer(row, rejected)]
 
     def finish(self, rows: list[TokenRow]) -> list[TokenRow]:
-        rows = [self._tokenize.ended(up_to_last_trained(row)) for row in rows]
+        cut = [up_to_last_trained(row) for row in rows]
+        rows = [self._tokenize.ended(row) for row in (rows if self._whole else cut)]
         num_prompt, longest = num_shared(rows), max(map(len, rows))
         if longest <= self._max_length:
             return rows

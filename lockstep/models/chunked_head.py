@@ -33,7 +33,7 @@ MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a model says about M tokens, [M] each."""
+    """What a model says about M tokens of some rows, [M] each if nothing else is said."""
 
     log_probs: Tensor | None = None
     """Language model: log-prob of each token."""
@@ -43,6 +43,8 @@ class TokenOutputs:
     """Value model: the value before each token."""
     top_log_probs: Tensor | None = None
     """Language model: log-prob of the most likely token at each place. Without a gradient."""
+    scores: Tensor | None = None
+    """Score model: the score of each row, [rows]."""
 
 
 LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
@@ -70,7 +72,7 @@ class LossPass:
 
     def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
         """The loss of a whole micro-batch, to be differentiated."""
-        names = ("log_probs", "entropys", "values", "top_log_probs")
+        names = ("log_probs", "entropys", "values", "top_log_probs", "scores")
         loss, metrics = self.loss(TokenOutputs(*map(columns.get, names)), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
@@ -96,7 +98,7 @@ class HandsOutHidden:
 
 
 def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
-    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
+    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores) if column is not None]
     return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
 
 

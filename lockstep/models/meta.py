@@ -124,13 +124,16 @@ def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | N
     return [name for name in wanted if name not in files.shapes]
 
 
-def draw_weights(model: PreTrainedModel, name: str, seed: int) -> Tensor:
-    """A new value for a parameter of a linear layer, as transformers would draw it, from `seed` alone."""
+def draw_weights(model: PreTrainedModel, name: str, seed: int, std: float | None = None) -> Tensor:
+    """A new value for a parameter of a linear layer, from `seed` alone: normal around 0 with `std`, or as transformers would draw it."""
     layer = model.get_submodule(name.rpartition(".")[0])
     assert isinstance(layer, nn.Linear), f"{name} is not in a linear layer"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         torch.manual_seed(seed)
-        model._init_weights(drawn)
+        if std is None:
+            model._init_weights(drawn)
+        else:
+            nn.init.normal_(drawn.weight, std=std)
     return dict(drawn.named_parameters())[name.rpartition(".")[2]].detach()

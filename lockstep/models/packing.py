@@ -78,9 +78,10 @@ class PackedRows:
     layout: PackedLayout
     """Where each row lies."""
     predict_at: Tensor
-    """[M]: the place in the pack whose output predicts each response token, which is that of the token before it in the row."""
+    """[M]: the place in the pack whose output predicts each response token, which is that of the token before it in the row. For a score
+    head [rows]: the last token of each row."""
     targets: Tensor
-    """[M]: the response tokens."""
+    """[M]: the response tokens; none for a score head."""
     tokens: TokenRows
     """Their rows and columns."""
     is_placeholder: bool = False
@@ -140,19 +141,22 @@ def shared_prompt_tokens(data: DataProto) -> list[int]:
     return [n if again and n >= MIN_SHARED else 0 for n, again in zip(lengths, data.repeats_prompt(), strict=True)]
 
 
-def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
-    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses.
+def pack_rows(data: DataProto, device: torch.device, scored: bool = False) -> PackedRows:
+    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses. Rows that are `scored`
+    are read at their last token, which their responses have one of.
 
     Without rows it is one prompt token and one response token: what a rank computes so that every rank joins every collective.
     Copies to the device do not wait for it: rows are packed while it works on those before.
     """
     if not len(data):
         token = Ragged.from_rows([[0]], dtype=torch.int64)
-        return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device), is_placeholder=True)
+        return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device, scored), is_placeholder=True)
     repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
     prompts, responses = data.ragged("prompts"), data.ragged("responses")
     laid = _lay_shared(prompts, responses, repeated, device) if any(repeated) else _lay_whole(prompts, responses, device)
-    return _packed(*laid, responses.values, token_rows(data, device), device)
+    ids, positions, predict_at, layout, last = laid
+    at, targets = (last, responses.values[:0]) if scored else (predict_at, responses.values)
+    return _packed(ids, positions, at, layout, targets, token_rows(data, device), device)
 
 
 def _packed(
@@ -183,8 +187,8 @@ def token_rows(data: DataProto, device: torch.device) -> TokenRows:
     return TokenRows(Rows(lengths, device), columns, list(indices), row_columns, units)
 
 
-_Laid = tuple[Tensor, Tensor, Tensor, PackedLayout]
-"""Token ids [N], positions [N], where the response tokens are predicted [M], and where the rows lie."""
+_Laid = tuple[Tensor, Tensor, Tensor, PackedLayout, Tensor]
+"""Token ids [N], positions [N], where the response tokens are predicted [M], where the rows lie, and the last token of each [rows]."""
 
 
 def _lay_whole(prompts: Ragged, responses: Ragged, device: torch.device) -> _Laid:
@@ -193,7 +197,7 @@ def _lay_whole(prompts: Ragged, responses: Ragged, device: torch.device) -> _Lai
     starts = torch.cumsum(lengths, 0) - lengths
     ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
     predict_at = torch.repeat_interleave(starts + prompts.lengths - 1, responses.lengths) + _offsets(responses.lengths)
-    return ids, _offsets(lengths), predict_at, PackedLayout(lengths, device)
+    return ids, _offsets(lengths), predict_at, PackedLayout(lengths, device), starts + lengths - 1
 
 
 def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], device: torch.device) -> _Laid:
@@ -211,14 +215,16 @@ def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], de
     predict_at = torch.where(offsets == 0, torch.repeat_interleave(prompt_ends[prompt_of] - 1, responses.lengths), neighbour)
     positions = torch.cat([_offsets(own.lengths), torch.repeat_interleave(prompts.lengths, responses.lengths) + offsets])
     layout = PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers)
-    return torch.cat([own.values, responses.values]), positions, predict_at, layout
+    return torch.cat([own.values, responses.values]), positions, predict_at, layout, starts + responses.lengths - 1
 
 
 def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> PackedRows:
     """Rows of token ids end to end, to be read once each: where transformers scores a padded row, at its last token that is no padding.
 
-    There are no targets.
+    Without rows it stands for none, as in `pack_rows`.
     """
+    if not len(rows):
+        return replace(pack_sequences(Ragged.from_rows([[0]], dtype=torch.int64), pad_token_id, device), is_placeholder=True)
     starts = torch.cumsum(rows.lengths, 0) - rows.lengths
     last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
     tokens = TokenRows(Rows(torch.ones_like(rows.lengths), device), {}, range(len(rows)))
@@ -229,9 +235,3 @@ def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> Pac
 def _offsets(lengths: Tensor) -> Tensor:
     """0, 1, 2, ... anew for each of `lengths`, end to end."""
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
-
-
-def pad_rows(rows: Ragged, pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask [R, L] padded on the right, for models that pool over whole sequences."""
-    mask = rows.like(torch.ones_like(rows.values)).pad(0)
-    return rows.pad(pad_token_id).to(device, non_blocking=True), mask.to(device, non_blocking=True)

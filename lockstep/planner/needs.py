@@ -32,11 +32,18 @@ class Needs:
 
 
 def policy_needs(
-    config: ActorRolloutRefConfig, parts: Parts, names: PolicyKeys = PPO_KEYS, *, load: Load, world_size: int, element: int
+    config: ActorRolloutRefConfig,
+    parts: Parts,
+    names: PolicyKeys = PPO_KEYS,
+    *,
+    load: Load,
+    world_size: int,
+    element: int,
+    head: Head = Head.LANGUAGE_MODEL,
 ) -> tuple[list[Model], Rollout | None]:
     """The actor, the reference and the rollout, as far as they are among `parts`; `element` as in `count_model`, `names` for messages."""
     actor, ref, model = config.actor, config.ref, config.model
-    options: Any = {"model": model, "head": Head.LANGUAGE_MODEL, "load": load, "world_size": world_size, "element": element}
+    options: Any = {"model": model, "head": head, "load": load, "world_size": world_size, "element": element}
     models = []
     if parts.actor:
         # With adapters the actor is the reference too.
@@ -45,8 +52,7 @@ def policy_needs(
         budget = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
     if config.loads_reference(parts):
-        section = "actor_rollout_ref.ref"
-        keys = Keys(f"{section}.log_prob_max_token_len_per_gpu", f"{section}.param_offload", moments=None, recompute=None)
+        keys = Keys(names.reference_tokens, names.reference_offload, moments=None, recompute=None)
         tokens = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
         budget = (tokens, ref.log_prob_micro_batch_size_per_gpu)
         models.append(count_model("ref", keys, ("ref",), None, choice=config.reference_engine, budget=budget, **options))

@@ -45,10 +45,10 @@ __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref or actor_rollout_ref.
+    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
-    where it is not PPO's; `keys` are the names in messages and metrics.
+    where it is not PPO's; `keys` are the names in messages and metrics; `head` is what the model has on top (models/load.py).
     """
 
     actor: ActorPart
@@ -66,6 +66,7 @@ class ActorRolloutRefWorker(ModelWorker):
         max_response_length: int = 0,
         make_loss: Callable[[], Loss] | None = None,
         keys: PolicyKeys = PPO_KEYS,
+        head: str = "language_model",
     ) -> None:
         super().__init__()
         if role not in POLICY_ROLES:
@@ -73,11 +74,12 @@ class ActorRolloutRefWorker(ModelWorker):
         self.config, self.role, self.parts = config, role, POLICY_ROLES[role]
         self.seed, self.pad_token_id = seed, pad_token_id
         self.total_updates, self.max_response_length = total_updates, max_response_length
-        self.make_loss, self.keys = make_loss, keys
+        self.make_loss, self.keys, self.head = make_loss, keys, Head[head.upper()]
 
     def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
         """See `ModelWorker.count`."""
-        return policy_needs(self.config, self.parts, self.keys, load=load, world_size=self.world_size, element=self._dtype.itemsize)
+        options: Any = {"load": load, "world_size": self.world_size, "element": self._dtype.itemsize, "head": self.head}
+        return policy_needs(self.config, self.parts, self.keys, **options)
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
@@ -93,7 +95,8 @@ class ActorRolloutRefWorker(ModelWorker):
         spec = functools.partial(
             EngineSpec,
             model=config.model,
-            head=Head.LANGUAGE_MODEL,
+            head=self.head,
+            pad_token_id=self.pad_token_id if self.head is Head.SCORE else None,
             total_updates=self.total_updates,
             device=self.device,
             seed=self.seed,
@@ -153,8 +156,8 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes ref_log_prob under the reference."""
-        ref, key = self.ref, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
-        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
+        ref = self.ref
+        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, self.keys.reference_tokens), ref.active():
             out = ref.engine.forward(data, ref.budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 

@@ -13,7 +13,6 @@ from lockstep.models.packing import (
     PackedRows,
     cut_into_micro_batches,
     pack_rows,
-    pad_rows,
     shared_prompt_tokens,
 )
 from lockstep.protocol import DataProto, Ragged
@@ -101,12 +100,6 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_SHARED", 2)
         assert shared_prompt_tokens(data) == [0, 2, 0, 0, 0]
-
-
-def test_padded_rows_carry_a_mask_that_does_not_depend_on_the_ids() -> None:
-    ids, mask = pad_rows(Ragged.from_rows([[4, 0, 5], [0]]), pad_token_id=0, device=torch.device("cpu"))
-    assert ids.tolist() == [[4, 0, 5], [0, 0, 0]]
-    assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 UNITS = st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=3), min_size=1, max_size=8)

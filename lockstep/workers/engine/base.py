@@ -23,14 +23,14 @@ from lockstep.errors import NumericalError
 from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, TokenOutputs, chunked_log_probs, most_logits
 from lockstep.models.flops import ModelCost, model_cost
 from lockstep.models.load import Head
-from lockstep.models.outputs import logits_log_probs, sequence_scores
+from lockstep.models.outputs import logits_log_probs
 from lockstep.models.packing import (
     Budget,
     PackedRows,
     TokenRows,
     cut_into_micro_batches,
     pack_rows,
-    pad_rows,
+    pack_sequences,
     shared_prompt_tokens,
 )
 from lockstep.models.weight_file import TensorSpec
@@ -141,17 +141,19 @@ class TrainEngine(SavedEngine):
 
     @torch.no_grad()
     def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids [rows] (score head)."""
+        """One score for each row of token ids [rows] (score head), read where transformers reads it."""
         self.module.eval()
         data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
         rows = data.ragged("rows")
-        scores = []
+        batches = self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks)))
+        packs = LazySequence(
+            len(batches),
+            lambda n: pack_sequences(rows.select(torch.tensor(batches[n], dtype=torch.int64)), pad_token_id, self.device),
+        )
         with self.on_device():
-            for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks))):
-                part = rows.select(torch.tensor(index)) if index else Ragged.from_rows([[0]], dtype=torch.int64)
-                part_scores = self.scores(part, pad_token_id)
-                scores += [part_scores.cpu()] if index else []
-        return torch.cat(scores)[list(own)] if scores else torch.empty(0)
+            found = zip(packs, self.columns(packs, 1.0), strict=True)
+            scores = [out["scores"] for packed, out in found if not packed.is_placeholder]
+        return torch.cat(scores).cpu()[list(own)] if scores else torch.empty(0)
 
     @torch.no_grad()
     def evaluate(self, data: DataProto, loss: LossFn, budget: Budget) -> dict[str, Metric]:
@@ -192,14 +194,12 @@ class TrainEngine(SavedEngine):
         for packed in packs:
             yield self._run(packed, temperature)
 
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids, on every rank of the model group."""
-        return sequence_scores(self.module, *pad_rows(rows, pad_token_id, self.device))
-
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch."""
+        """The columns [M] of one micro-batch, or its scores [rows]."""
+        if self.head is Head.SCORE:
+            return {"scores": self.module(**packed.inputs, read_at=packed.predict_at)}
         if self.head is Head.VALUE:
             return {"values": self.module(**packed.inputs).logits[0, packed.predict_at, 0].float()}
         if self.tokens_at_once is not None:
@@ -211,9 +211,9 @@ class TrainEngine(SavedEngine):
         return dict(zip(LANGUAGE_COLUMNS, found, strict=True))
 
     def _named(self, stacked: Tensor) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch from what an output layer gives: [M, 3], or [M] or [M, 1] values."""
-        if self.head is Head.VALUE:
-            return {"values": stacked.flatten()}
+        """The columns [M] of one micro-batch from what an output layer gives: [M, 3], or [M] or [M, 1] values or scores."""
+        if self.head is not Head.LANGUAGE_MODEL:
+            return {"values" if self.head is Head.VALUE else "scores": stacked.flatten()}
         return dict(zip(LANGUAGE_COLUMNS, stacked.unbind(-1), strict=True))
 
     def _begin(
@@ -234,9 +234,9 @@ class TrainEngine(SavedEngine):
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
-        counts, budget = data.token_counts().tolist(), budget.times(self.token_ranks)
+        counts, budget, scored = data.token_counts().tolist(), budget.times(self.token_ranks), self.head is Head.SCORE
         batches = self._equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
-        return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device))
+        return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""

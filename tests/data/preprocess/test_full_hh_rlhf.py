@@ -98,7 +98,9 @@ def test_ultrafeedbacks_files_of_preferences_are_used_and_the_others_named(run, 
         write_rows(tmp_path / f"uf/data/{name}-00000-of-00001.parquet", [ULTRAFEEDBACK])
     files = run("ultrafeedback", tmp_path / "uf", options=("--split", "rm"))
     for name in ("train.parquet", "test.parquet"):
-        assert [(row["data_source"], row["chosen"]) for row in files[name]] == [("HuggingFaceH4/ultrafeedback_binarized", "Because.")]
+        assert [(row["data_source"], row["chosen"]) for row in files[name]] == [
+            ("HuggingFaceH4/ultrafeedback_binarized", "Because.")
+        ]
     assert "not used: uf/data/test_gen-00000-of-00001.parquet, uf/data/train_sft-00000-of-00001.parquet" in run.out
 
 

@@ -95,9 +95,7 @@ def test_the_command_is_in_the_table_and_brings_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    "script", ["gsm8k", "math_dataset", "hellaswag", "full_hh_rlhf"]
-)
+@pytest.mark.parametrize("script", ["gsm8k", "math_dataset", "hellaswag", "full_hh_rlhf"])
 def test_the_examples_are_the_command(script, tmp_path, monkeypatch, capsys):
     source = (EXAMPLES / f"{script}.py").read_text()
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--source", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])

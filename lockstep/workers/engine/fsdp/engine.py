@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -14,13 +14,11 @@ from transformers import PreTrainedModel
 from lockstep.config.engine import FSDPConfig
 from lockstep.errors import DataError
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
-from lockstep.models.load import Head, pack_score_head
+from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
 from lockstep.models.meta import WeightFiles, WeightSource
-from lockstep.models.outputs import layer_output
-from lockstep.models.packing import PackedRows, pack_sequences
+from lockstep.models.packing import PackedRows
 from lockstep.models.weight_file import write_weights
-from lockstep.protocol import Ragged
 from lockstep.workers.engine.base import OptimResult, TrainEngine, logits_at_once, uses_weights
 from lockstep.workers.engine.checkpoint import Progress, Specs, Write
 from lockstep.workers.engine.fsdp import moments, sharded_model, sharding
@@ -39,9 +37,6 @@ class FSDPEngine(TrainEngine):
     `source` fills a `module` on the meta device. `lora` are the adapters in it, which are all that learns then. With
     `config.ulysses_sequence_parallel_size` the ranks of a group have a part of the tokens of a micro-batch each.
     """
-
-    score_layer: nn.Module | None = None
-    """The last layer of a score head whose rows are packed; without it they are padded."""
 
     def __init__(
         self,
@@ -82,8 +77,6 @@ class FSDPEngine(TrainEngine):
                 module.get_parameter(name).data.copy_(value)
             source = AdaptedSource(source, lora.values) if source is not None else None
         hands_out = head is Head.LANGUAGE_MODEL and hand_out_hidden(module)
-        if head is Head.SCORE and self._sequence is not None:
-            self.score_layer = pack_score_head(module)
         self.module = self._shard(module, config, meshes, source)
         output = module.get_output_embeddings()
         if hands_out and logits_are_the_layers(self.module, output, device):
@@ -111,22 +104,8 @@ class FSDPEngine(TrainEngine):
         sharded_model.reshard(self.module)
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
-        return self._divided(packed, functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad))
-
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        if self.score_layer is None:
-            scores = super().scores(rows, pad_token_id)
-        else:
-            packed = pack_sequences(rows, pad_token_id, self.device)
-            scores = self._divided(packed, functools.partial(self._packed_scores, self.score_layer))["scores"]
-        sharded_model.reshard(self.module)
-        return scores
-
-    def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
-        return {"scores": layer_output(self.module, score, packed.inputs)[0, packed.predict_at, 0].float()}
-
-    def _divided(self, packed: PackedRows, compute: Callable[[PackedRows], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The columns of a micro-batch, computed by this rank or by those that divide its tokens."""
+        """By this rank, or by those that divide the tokens."""
+        compute = functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad)
         return compute(packed) if self._sequence is None else compute_divided(packed, self._sequence, compute)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:

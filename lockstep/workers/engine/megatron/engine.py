@@ -14,9 +14,9 @@ from lockstep.config.engine import MegatronConfig, OptimConfig
 from lockstep.models.flops import head_size
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
-from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
-from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol import DataProto
 from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
@@ -101,11 +101,6 @@ class MegatronEngine(TrainEngine):
 
         self._schedule(packs, loss_of, temperature, entropy_grad, forward_only=False)
         return self._metrics(loss_pass)
-
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        packed = pack_sequences(rows, pad_token_id, self.device)
-        (stacked,) = self._forward([packed], temperature=1.0)
-        return self._from_last_stage(stacked, len(rows.lengths))[:, 0]
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Nothing to switch: megatron's schedule only adds up, and `optim_step` reduces."""

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from lockstep.config.engine import TorchtitanConfig
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
-from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
-from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol import DataProto
 from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.moments import moment_of, read_moments, set_steps, steps_of
@@ -86,11 +86,6 @@ class TorchtitanEngine(TrainEngine):
 
         self._pipeline.backward(batches, loss_of, self.gradient_sync)
         return self._metrics(loss_pass)
-
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        packed = pack_sequences(rows, pad_token_id, self.device)
-        question = Question(packed.predict_at)
-        return next(self._answers([(packed.input_ids, packed.position_ids, packed.layout, question)]))
 
     def _answers(self, batches: Sequence[Inputs]) -> Iterator[Tensor]:
         """What the output layer says of each micro-batch, on every rank, without a gradient."""
