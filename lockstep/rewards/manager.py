@@ -21,6 +21,7 @@ from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
+from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,11 +177,12 @@ class RewardManager:
             if printed[source] < self.num_examine:
                 printed[source] += 1
                 failure = answer["failures"][i]
-                print(
+                shown = (
                     f"[data_source] {source}\n[prompt] {self.decode(data.ragged('prompts')[i])}\n"
                     f"[response] {self.decode(data.ragged('responses')[i])}\n[ground_truth] {(reward_model or {}).get('ground_truth')}\n"
                     f"[score] {f'missing: {failure.kind}' if failure else f'{scores[i]:g}'}"
                 )
+                print(printable(shown))
 
 
 class Scoring:

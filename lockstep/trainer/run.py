@@ -27,6 +27,7 @@ from lockstep.checkpoint.manifest import check_manifest
 from lockstep.checkpoint.saver import Saver
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
+from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, DataError, ResourceError, Stopped
 from lockstep.observability.display import Display
@@ -216,7 +217,7 @@ class Run(ABC):
             project_name=self.section.project_name,
             experiment_name=self.section.experiment_name,
             run_dir=self.section.run_dir,
-            config=dataclasses.asdict(self.config),
+            config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,
         )
 
