@@ -1,4 +1,4 @@
-"""What becomes of a key of verl's: accepted, translated, ignored with a reason, or refused with a reason. The rows are in `table`."""
+"""What becomes of a key of verl's: accepted, translated, ignored with a reason, or refused with a reason. The rows are in keys.txt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lockstep.compat.verl.table import ROWS
+from lockstep.compat.verl.names import read_rows
 from lockstep.config.load import check_key
 from lockstep.errors import ConfigError
 
@@ -105,7 +105,7 @@ def _reason(verdict: Verdict) -> str:
 def _rows() -> list[tuple[re.Pattern[str], str, list[str], str]]:
     """(pattern, target, the values that need no refusal, why) of each row."""
     rows = []
-    for line in filter(None, ROWS.splitlines()):
+    for line in read_rows("keys.txt"):
         key, verdict, why = (part.strip() for part in line.split("|"))
         regex = re.escape(key)
         for mark, meaning in ((r"\*", "(.*)"), (r"\{", "("), (r"\}", ")"), (",", "|")):
