@@ -95,6 +95,10 @@ $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
 test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 900
 
+# The commands with a configuration of their own.
+RECIPES = ppo sft dpo reward-model
+PAGE = docs/config_$$(echo $$c | tr - _).md
+
 # Style, types, and documentation that is generated.
 check: style types
 
@@ -104,7 +108,7 @@ style: $(READY)
 	$(MAKE) config-page
 
 config-page: $(READY)
-	$(BIN)/python -m lockstep.config.reference | diff -u docs/config.md - || (echo 'docs/config.md is old: run make docs'; exit 1)
+	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c | diff -u $(PAGE) - || (echo 'docs/config_*.md are old: run make docs'; exit 1) || exit 1; done
 
 types: $(READY)
 	$(BIN)/mypy
@@ -114,7 +118,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 docs: $(READY)
-	$(BIN)/python -m lockstep.config.reference > docs/config.md
+	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -38,8 +38,8 @@ from lockstep.planner.count import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.trainer.memory import place_models
 from lockstep.trainer.ppo import stages
-from lockstep.trainer.ppo.memory import place_models
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from lockstep.workers.training_worker import on_last_token

@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 COMMANDS = {
     "check": ("lockstep.tools.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
     "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
+    "data": ("lockstep.tools.data_show", "data show: what each row of a file became, with the trained tokens marked"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
+    "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
+    "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
+    "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
     "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
-    "preprocess": ("lockstep.data.preprocess.main", "make parquet files of GSM8K, MATH, HellaSwag or full-hh-rlhf"),
+    "preprocess": (
+        "lockstep.data.preprocess.main",
+        "make parquet files of public datasets: mathematics, code, preferences, conversations",
+    ),
 }
 """Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
 
@@ -22,7 +29,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: lockstep <command> [arguments]\n")
-        print("\n".join(f"  {name:12}{about}" for name, (_, about) in COMMANDS.items()))
+        print("\n".join(f"  {name:14}{about}" for name, (_, about) in COMMANDS.items()))
         return 0
     if arguments[0] == "--version":
         from lockstep import __version__

@@ -9,14 +9,20 @@ LockstepError
  |- MissingReward    (NotImplementedError)  a data_source has no reward function
  |- RewardError      (RuntimeError)  a reward function raised, hung, or returned something that is not a score
  |- NumericalError   (ArithmeticError) a loss, gradient or log-prob is not finite
+ |- Stopped          (RuntimeError)  SIGTERM or SIGINT ended the run; its exit status is 128 + the signal's number
  |- WeightSyncError  (RuntimeError)  weights did not reach the engine that generates whole and unchanged
  '- WorkerError      (RuntimeError)  a worker raised; carries the worker's own traceback
      |- WorkerDied                   its process ended
      '- WorkerTimeout                it did not answer before the deadline
 ```
 
-The command line prints a `LockstepError` as one message and exits with 1; any other exception is a bug and keeps its traceback.
+The command line prints a `LockstepError` as one message and exits with 1 (130 or 143 for Stopped); any other exception is a bug and
+keeps its traceback.
 """
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
 
 
 class LockstepError(Exception):
@@ -58,6 +64,17 @@ class NumericalError(LockstepError, ArithmeticError):
     """A loss, gradient or log-prob is not finite."""
 
 
+class Stopped(LockstepError, RuntimeError):
+    """A signal ended the run. `signum` is its number; the message says what was saved."""
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(signum, message)
+        self.signum, self.message = int(signum), message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class WeightSyncError(LockstepError, RuntimeError):
     """Weights did not reach the engine that generates whole and unchanged; it generates again only after a sync that worked."""
 
@@ -85,3 +102,21 @@ class WorkerTimeout(WorkerError):
 
     def __str__(self) -> str:
         return f"worker {self.worker} did not answer in time: {self.detail}"
+
+
+def as_command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorator of a command's `main(arguments) -> exit status`: prints an error that is the user's to fix and returns 1; 130 when the
+    user interrupts it."""
+
+    @functools.wraps(main)
+    def command(arguments: Sequence[str]) -> int:
+        try:
+            return main(arguments)
+        except LockstepError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    return command

@@ -46,6 +46,9 @@ input_ids            D     P+T    -               derived from prompts and respo
 attention_mask       D     P+T    -               likewise
 position_ids         D     P+T    -               likewise
 ```
+
+Recipes whose loss couples rows (preferences) add a dense column `unit`: rows with the same number are never separated by ranks,
+micro-batches or chunks (`DataProto.units`).
 """
 
 from __future__ import annotations
@@ -200,6 +203,17 @@ class DataProto:
         """For each row whether its prompt is that of the row before: the samples of a prompt stand together."""
         rows = self.ragged("prompts").rows()
         return [i > 0 and torch.equal(row, rows[i - 1]) for i, row in enumerate(rows)]
+
+    def units(self) -> list[list[int]]:
+        """The row numbers of each unit: neighbouring rows with the same number in the column `unit`, which nothing separates (the two
+        rows of a pair). Without the column every row is one. Raises ValueError when rows of a unit are apart."""
+        if "unit" not in self.columns:
+            return [[row] for row in range(len(self))]
+        ids = self.columns["unit"].tolist()  # type: ignore[union-attr]
+        starts = [row for row in range(len(ids)) if row == 0 or ids[row] != ids[row - 1]]
+        if len(starts) != len(set(ids)):
+            raise ValueError(f"rows of one unit must stand together, but the column `unit` is {ids}")
+        return [list(range(a, b)) for a, b in itertools.pairwise([*starts, len(ids)])]
 
     def __getitem__(self, item: int | Indices) -> Any:
         """A DataProtoItem for a number, a DataProto for a slice, a list, an array or a mask."""

@@ -8,11 +8,14 @@ import pytest
 
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.algorithms.preference_losses import PREFERENCE_LOSSES
 from lockstep.compat.verl.keys import judge
 from lockstep.config.load import check_key
+from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
-from lockstep.tools.check import check_advantage, check_loss
+from lockstep.errors import ConfigError
+from lockstep.tools.check import check_advantage, check_loss, check_preference
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,14 +39,34 @@ def test_keys_in_commands_are_valid(page):
             check_key(key)
 
 
+def check_in_some_recipe(key):
+    """A page of one recipe also names keys of others."""
+    errors = []
+    for root in ROOTS.values():
+        try:
+            check_key(key, root)
+        except ConfigError as error:
+            errors.append(error)
+    if len(errors) == len(ROOTS):
+        raise errors[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_of_recipes_have_valid_keys(page):
+    for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
+        command = line.split()[1] if line.startswith("lockstep ") else None
+        for key in re.findall(r"(?<=[\s\"])([a-z_]+(?:\.[a-zA-Z_]+)+)=", line) if command in ROOTS else ():
+            check_key(key, ROOTS[command])
+
+
 def test_the_keys_named_in_the_text_are_valid():
-    sections = "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|ray_kwargs"
+    sections = "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|ray_kwargs|loss|reference|optim"
     for page in PAGES:
         if page.name == "from_verl.md":
             continue
         for key in re.findall(rf"`((?:{sections})\.[a-zA-Z_.]+)[`=]", page.read_text()):
             if key != "trainer.worker_groups":  # an attribute of a trainer
-                check_key(key)
+                check_in_some_recipe(key)
 
 
 def test_every_key_that_the_page_for_verls_users_names_has_a_verdict():
@@ -102,11 +125,15 @@ def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, 
     assert check_loss(f"{file}:centred", {}, max_examples=10)
     assert check_loss(f"{file}:by_response", {}, max_examples=10)
     assert check_advantage(f"{file}:reward_to_go", {}, max_examples=10)
+    pairs = tmp_path / "my_pairs.py"
+    pairs.write_text("\n".join(blocks(ROOT / "docs/algorithms/preference.md", "python")))
+    assert check_preference(f"{pairs}:offset", {"scale": 2.0}, max_examples=10)
 
 
 def test_every_estimator_and_loss_has_its_row_in_the_docs():
     text = "\n".join(page.read_text() for page in PAGES if page.parent.name == "algorithms")
-    missing = [name for name in (*ADV_ESTIMATORS, *POLICY_LOSSES) if f"`{name}`" not in text and f"={name}`" not in text]
+    names = (*ADV_ESTIMATORS, *POLICY_LOSSES, *PREFERENCE_LOSSES)
+    missing = [name for name in names if f"`{name}`" not in text and f"={name}`" not in text]
     assert missing == []
 
 

@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "observability": set(),
     "checkpoint": set(),
-    "data": {"utils"},
+    "data": {"protocol", "config", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
     "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
@@ -32,26 +32,48 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
+    "workers/sft_loss": {"workers/losses", "workers/engine", "algorithms"},
+    "workers/preference_loss": {"workers/engine", "workers/losses", "algorithms", "utils"},
     "workers/model_worker": {
         "workers/engine", "single_controller/base", "planner", "models", "protocol", "observability", "utils",
     },
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {
-        "workers/engine", "workers/losses", "workers/model_worker", "single_controller/base", "planner", "models", "algorithms", "protocol",
-        "config", "observability", "utils",
+        "workers/engine", "workers/losses", "workers/model_worker", "single_controller/base", "planner", "models", "algorithms",
+        "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "config", "checkpoint", "observability"},
+    "trainer/role": set(),
+    "trainer/resources": {"single_controller"},
+    "trainer/memory": {"single_controller", "planner"},
+    "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
+    "trainer/stop": set(),
     "trainer/ppo": {
-        "trainer/run", "single_controller", "planner", "algorithms", "data", "rewards", "protocol", "config", "observability", "utils",
+        "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
+        "rewards", "protocol", "config", "observability", "utils",
+    },
+    "trainer/stage_run": {
+        "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
+        "protocol", "config", "observability", "utils",
+    },
+    "trainer/sft": {
+        "trainer/stage_run", "trainer/role", "trainer/ppo", "single_controller", "data", "rewards", "protocol", "config", "observability",
+        "utils",
+    },
+    "trainer/reward_model": {"trainer/stage_run", "single_controller", "data", "protocol", "config", "observability"},
+    "trainer/dpo": {
+        "trainer/stage_run", "trainer/launch", "trainer/role", "single_controller", "algorithms", "data", "protocol", "config",
+        "observability", "utils",
     },
     "trainer/summary": {"trainer/run"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
-    "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/engine": {"checkpoint", "models", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/rollout": {"workers/weight_sync", "models", "protocol", "config", "observability", "utils"},
     "workers/weight_sync": {"config"},
     # tools
@@ -60,6 +82,7 @@ ARROWS: dict[str, set[str]] = {
         "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
         "observability", "utils",
     },
+    "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     # others' names: these may point up
     "compat": {
@@ -72,7 +95,11 @@ ARROWS: dict[str, set[str]] = {
     "workers/reward_manager": {"rewards"},
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
-COMPOSITION_ROOTS = ("trainer/main_ppo", "tools/reward_check/command", "trainer/setup", "tools/compare", "cli", "__init__")
+COMPOSITION_ROOTS = (
+    "trainer/main_ppo", "trainer/main_sft", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
+    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "__init__",
+)  # fmt: skip
 
 
 def modules():

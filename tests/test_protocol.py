@@ -422,6 +422,15 @@ def test_results_do_not_share_their_dicts_with_the_source():
     assert "new" not in batch.meta_info
 
 
+def test_units_are_runs_of_rows_with_one_number() -> None:
+    rows = torch.arange(5)
+    assert DataProto.from_dict({"row": rows}).units() == [[0], [1], [2], [3], [4]]
+    assert DataProto.from_dict({"row": rows, "unit": torch.tensor([3, 3, 1, 0, 0])}).units() == [[0, 1], [2], [3, 4]]
+    assert DataProto.from_dict({"unit": rows[:0]}).units() == []
+    with pytest.raises(ValueError, match="rows of one unit must stand together"):
+        DataProto.from_dict({"unit": torch.tensor([1, 2, 1])}).units()
+
+
 # -- what others' code calls ---------------------------------------------------------------------------------------------------
 
 

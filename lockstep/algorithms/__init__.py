@@ -6,6 +6,7 @@ Nothing here knows a model, a rank, a batch object or a config.
 masked         sums, means and whitening that never read a masked entry
 advantages/    rewards (and values) -> advantages and returns; registry `register_adv_est`
 policy_losses/ log-probs and advantages -> loss per token; registry `register_policy_loss`
+preference_losses/  log-probs of responses -> loss per pair; registry `register_preference_loss`
 mismatch       sampler and trainer differ: importance weights, rejection, measures
 value_losses   the critic's loss per token
 kl             distance to the reference policy per token, and the controllers of its weight

@@ -25,6 +25,8 @@ KL_CONTROLLERS = ("fixed", "adaptive")
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
 _MAX_RELATIVE_ERROR = 0.2
+_ROUNDING = 1e-4
+"""A difference of log-probs that may be rounding: above it in float32, below what an update makes of it."""
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
@@ -32,7 +34,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
     ```text
     kl, k1          logprob - ref_logprob                                    any sign
-    abs             |logprob - ref_logprob|
+    abs             |logprob - ref_logprob|                                  gradient: see `absolute`
     mse, k2         0.5 (logprob - ref_logprob)^2
     low_var_kl, k3  min(exp(x) - x - 1, 10), x = clamp(ref_logprob - logprob, -20, 20)
     <kind>+         the value of <kind> with the gradient of k2
@@ -48,7 +50,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
         case "kl" | "k1":
             value = difference
         case "abs":
-            value = difference.abs()
+            value = absolute(difference)
         case "mse" | "k2":
             value = 0.5 * difference.square()
         case "low_var_kl" | "k3":
@@ -61,6 +63,16 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
         k2 = 0.5 * difference.square()
         return value.detach() + (k2 - k2.detach())
     return value
+
+
+def absolute(x: Tensor) -> Tensor:
+    """|x|, with the gradient sign(x) where |x| is at least 1e-4 and 0 elsewhere.
+
+    Policies that are the same differ by the rounding of their log-probs, up to 2e-5 in float32. The sign of that is no direction: with it
+    as the gradient, the size of a micro-batch would decide where the weights go.
+    """
+    size = x.abs()
+    return torch.where(size.detach() < _ROUNDING, size.detach(), size)
 
 
 class FixedKLController:

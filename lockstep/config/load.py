@@ -1,4 +1,4 @@
-"""From a command line to a PPOConfig: Hydra reads the overrides, the dataclasses say what is valid."""
+"""From a command line to a configuration: Hydra reads the overrides, the dataclasses say what is valid."""
 
 import dataclasses
 import difflib
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -18,6 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
 from lockstep.errors import ConfigError
+
+T = TypeVar("T")
 
 REMOVED_KEYS = {
     "use_dynamic_bsz": "rows are always cut by tokens, unless ppo_micro_batch_size_per_gpu is set",
@@ -32,29 +34,43 @@ REMOVED_KEYS = {
 
 
 def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = None) -> PPOConfig:
-    """The configuration that Hydra-style `overrides` ("data.train_batch_size=64") and a YAML file describe.
+    """PPO's configuration that Hydra-style `overrides` ("data.train_batch_size=64") and a YAML file describe.
 
     Values are laid over each other in this order: dataclass defaults, the embedded preset (only when neither data nor model is
     named), the file, the overrides. Raises ConfigError for an unknown key (naming the nearest valid one) or a value that cannot work.
     """
     from_file = _read_file(config_file) if config_file else OmegaConf.create()
-    named = _checked_keys(from_file)
-    given = [_read_override(text, named) for text in overrides]
+    named = _checked_keys(from_file, PPOConfig)
+    given = [_read_override(text, named, PPOConfig) for text in overrides]
     is_embedded = not {"data.train_files", "actor_rollout_ref.model.path"} & set(named)
+    composed = _compose(PPOConfig, EMBEDDED_PRESET if is_embedded else {}, from_file, given)
+    if is_embedded and "trainer.critic_warmup" not in named and composed.algorithm.adv_estimator != "gae":
+        composed.trainer.critic_warmup = 0  # the preset's is for the preset's critic
+    return _to_object(composed, PPOConfig)
+
+
+def load_recipe(root: type[T], overrides: Sequence[str] = (), config_file: str | Path | None = None) -> T:
+    """The configuration of another recipe, whose class is `root`, in the same way; without a preset."""
+    from_file = _read_file(config_file) if config_file else OmegaConf.create()
+    named = _checked_keys(from_file, root)
+    given = [_read_override(text, named, root) for text in overrides]
+    return _to_object(_compose(root, {}, from_file, given), root)
+
+
+def _compose(root: type, preset: Mapping[str, Any], from_file: DictConfig, given: Sequence[tuple[str, Any]]) -> Any:
+    """The defaults with the preset, the file and the overrides laid over them."""
     with _readable_errors():
-        composed = OmegaConf.merge(_schema(), EMBEDDED_PRESET if is_embedded else {}, from_file)
+        composed = OmegaConf.merge(_schema(root), preset, from_file)
         for key, value in given:
             # Added by force: the schema cannot know the keys of its free-form dicts; every other key was checked above.
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
-        if is_embedded and "trainer.critic_warmup" not in named and composed.algorithm.adv_estimator != "gae":
-            composed.trainer.critic_warmup = 0  # the preset's is for the preset's critic
-        return _to_object(composed)
+        return composed
 
 
 @cache
-def _schema() -> Any:
+def _schema(root: type) -> Any:
     """The dataclasses' defaults, to be merged with (which copies) and never changed."""
-    return OmegaConf.structured(PPOConfig)
+    return OmegaConf.structured(root)
 
 
 def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
@@ -65,8 +81,8 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
         given = OmegaConf.create(config)  # type: ignore[arg-type]
         if not isinstance(given, DictConfig):
             raise ConfigError(f"a configuration must be a PPOConfig or a mapping of sections, not {type(config).__name__}")
-        _checked_keys(given)
-        return _to_object(OmegaConf.merge(_schema(), given))
+        _checked_keys(given, PPOConfig)
+        return _to_object(OmegaConf.merge(_schema(PPOConfig), given), PPOConfig)
 
 
 def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
@@ -76,34 +92,34 @@ def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
         for key, value in changes.items():
             check_key(key)
             OmegaConf.update(node, key, value, force_add=True)
-        return _to_object(node)
+        return _to_object(node, PPOConfig)
 
 
 def read_keys(path: str | Path) -> dict[str, Any]:
     """The keys that a YAML file sets, with their values. Raises ConfigError for an unknown one."""
     node = _read_file(path)
-    return {key: OmegaConf.select(node, key) for key in _checked_keys(node)}
+    return {key: OmegaConf.select(node, key) for key in _checked_keys(node, PPOConfig)}
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """The keys that Hydra-style overrides set, with their values. Raises ConfigError for an unknown one."""
-    return dict(_read_override(text, []) for text in overrides)
+    return dict(_read_override(text, [], PPOConfig) for text in overrides)
 
 
-def to_yaml(config: PPOConfig) -> str:
+def to_yaml(config: Any) -> str:
     """The whole configuration as YAML that `load_config(config_file=...)` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def check_key(key: str) -> None:
-    """Raise ConfigError unless `key` is a value in the schema; the message names the nearest valid key."""
-    section: Any = PPOConfig
+def check_key(key: str, root: type = PPOConfig) -> None:
+    """Raise ConfigError unless `key` is a value in the schema `root`; the message names the nearest valid key."""
+    section: Any = root
     for part in key.split("."):
         if typing.get_origin(section) is dict:
             return  # free-form: the schema cannot know its keys
         hints = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
         if part not in hints:
-            raise ConfigError(_unknown_key(key))
+            raise ConfigError(_unknown_key(key, root))
         section = _section_type(hints[part])
     if dataclasses.is_dataclass(section):
         first = next(valid_keys(section, f"{key}."))
@@ -127,18 +143,19 @@ def _section_type(hint: Any) -> Any:
     return hint
 
 
-def _unknown_key(key: str) -> str:
-    keys = list(valid_keys())
+def _unknown_key(key: str, root: Any) -> str:
+    keys = list(valid_keys(root))
     removed = REMOVED_KEYS.get(key.rsplit(".", 1)[-1])
     if removed:
         return f"unknown key '{key}': {removed}"
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     nearest = (near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, 1, 0))[0]
-    return f"unknown key '{key}'; the nearest valid key is '{nearest}' (all keys: lockstep ppo --help; verl's: lockstep verl-keys)"
+    more = "; verl's: lockstep verl-keys" if root is PPOConfig else ""
+    return f"unknown key '{key}'; the nearest valid key is '{nearest}' (all keys: {root.command} --help{more})"
 
 
-def _read_override(text: str, named: list[str]) -> tuple[str, Any]:
+def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     """The key and the value of an override; the keys that it sets, which are several for a dict, are added to `named`."""
     try:
         parsed = OverridesParser.create().parse_override(text)
@@ -154,18 +171,18 @@ def _read_override(text: str, named: list[str]) -> tuple[str, Any]:
         raise ConfigError(f"'{text}' names several values; start one run for each")
     value = parsed.value()
     if isinstance(value, dict):
-        named += _checked_keys(OmegaConf.create(value), f"{key}.")
+        named += _checked_keys(OmegaConf.create(value), root, f"{key}.")
     else:
-        check_key(key)
+        check_key(key, root)
         named.append(key)
     return key, value
 
 
-def _checked_keys(node: Any, prefix: str = "") -> list[str]:
+def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
     """The keys that the node sets. Raises ConfigError for an unknown one."""
     keys = list(_leaf_keys(node, prefix))
     for key in keys:
-        check_key(key)
+        check_key(key, root)
     return keys
 
 
@@ -190,9 +207,10 @@ def _read_file(path: str | Path) -> DictConfig:
     return node
 
 
-def _to_object(node: Any) -> PPOConfig:
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, PPOConfig)
+def _to_object(node: Any, root: type[T]) -> T:
+    with _readable_errors():
+        config = OmegaConf.to_object(node)
+    assert isinstance(config, root)
     return config
 
 

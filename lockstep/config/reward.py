@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import at_least, in_range, one_of
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig
+from lockstep.config.check import at_least, in_range
+from lockstep.config.engine import EngineChoice, ModelConfig
 
 
 @dataclass
@@ -51,7 +51,9 @@ class OverlongConfig:
 
 
 @dataclass
-class RewardConfig:
+class JudgeConfig:
+    """Who judges a response that was sampled."""
+
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     rules: dict[str, str] = field(default_factory=dict)
     """Rules of your own: data_source -> file.py:function, with arguments (solution_str, ground_truth)."""
@@ -65,13 +67,19 @@ class RewardConfig:
     """Processes that call reward functions; null: one a core, at most 8."""
     max_failure_rate: float = 0.1
     """Largest share of a batch whose reward may be missing (a function raised, hung or returned no number) before the run stops."""
-    overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:
         at_least(self, "reward", 0.001, "timeout_s")
         at_least(self, "reward", 1, "num_workers")
         in_range(self, "reward", 0.0, 1.0, "max_failure_rate")
+
+
+@dataclass
+class RewardConfig(JudgeConfig):
+    """PPO's `reward` section."""
+
+    overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
 
 
 @dataclass
@@ -91,5 +99,6 @@ class RewardModelConfig(EngineChoice):
     """Nodes in that pool."""
 
     def __post_init__(self) -> None:
-        one_of("reward_model.strategy", self.strategy, STRATEGIES)
+        self.check("reward_model")
+        self.model.check("reward_model.model")
         at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "max_token_len_per_gpu", "n_gpus_per_node", "nnodes")

@@ -9,9 +9,11 @@ from lockstep.errors import ConfigError
 
 
 @dataclass
-class TrainerConfig:
+class RunConfig:
+    """What every recipe's `trainer` section has."""
+
     total_epochs: int = 1
-    """Passes over the training prompts."""
+    """Passes over the training data."""
     total_training_steps: int | None = None
     """Steps in all; null means total_epochs passes."""
     seed: int = 0
@@ -24,8 +26,6 @@ class TrainerConfig:
     """Nodes."""
     worker_group: str = "auto"
     """local (everything in this process), ray (one process a device), or auto (local where one device is enough)."""
-    critic_warmup: int = 0
-    """Steps in which only the critic learns."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
@@ -35,11 +35,23 @@ class TrainerConfig:
     save_freq: int = -1
     """Save a checkpoint every so many steps, and after the last; -1 after the last only, 0 never."""
     max_ckpt_to_keep: int | None = None
-    """Delete the oldest checkpoints beyond this many; null keeps all."""
+    """Delete the oldest checkpoints beyond this many; null keeps all. The best one (best_metric) stays."""
+    best_metric: str | None = None
+    """Keep the checkpoint that is best by this metric, such as val-core/TAG/reward/mean, beside the newest max_ckpt_to_keep."""
+    best_is_lowest: bool = False
+    """The best is the lowest value of best_metric instead of the highest."""
+    save_in_background: bool = True
+    """Copy what is saved to host memory and write it while the run goes on; false writes it before the run goes on."""
+    on_save_failure: str = "stop"
+    """What a save that fails (a full disk) does to the run: stop, or continue without that checkpoint."""
+    stop_deadline_s: float = 300.0
+    """Longest time from SIGTERM or SIGINT to the checkpoint of the step that is being done; then the run ends without it."""
     resume_mode: str = "auto"
-    """auto (continue from the newest checkpoint in the run's folder), disable, or resume_path."""
+    """auto (continue from the newest whole checkpoint in the run's folder), disable (begin in a folder without any), or resume_path."""
     resume_from_path: str | None = None
     """The global_step_N folder to continue from, with resume_mode=resume_path."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys in which a resumed run may differ from its checkpoint, such as [actor_rollout_ref.actor.optim.lr]."""
     project_name: str = "lockstep"
     """Groups runs in the trackers, and names a folder."""
     experiment_name: str = "ppo"
@@ -48,14 +60,6 @@ class TrainerConfig:
     """The run's folder; null means checkpoints/{project_name}/{experiment_name}."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Where metrics go besides metrics.jsonl in the run's folder: console, tensorboard, wandb."""
-    rollout_data_dir: str | None = None
-    """Write every training sample there, a JSONL file a step."""
-    validation_data_dir: str | None = None
-    """Write every validation sample there, a JSONL file a validation."""
-    record_batch_dir: str | None = None
-    """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
-    record_batch_freq: int = -1
-    """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
     worker_timeout_s: float = 3600.0
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0
@@ -65,6 +69,7 @@ class TrainerConfig:
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
         one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
         one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
+        one_of("trainer.on_save_failure", self.on_save_failure, ("stop", "continue"))
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path: the global_step_N folder")
         if self.resume_mode != "resume_path" and self.resume_from_path:
@@ -73,13 +78,34 @@ class TrainerConfig:
                 "set trainer.resume_mode=resume_path"
             )
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
-        at_least(self, "trainer", -1, "test_freq", "save_freq", "record_batch_freq")
+        at_least(self, "trainer", 0.1, "stop_deadline_s")
+        at_least(self, "trainer", -1, "test_freq", "save_freq")
 
     @property
     def run_dir(self) -> Path:
         """The run's folder."""
         default = Path("checkpoints") / self.project_name / self.experiment_name
         return Path(self.default_local_dir) if self.default_local_dir else default
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """PPO's `trainer` section."""
+
+    critic_warmup: int = 0
+    """Steps in which only the critic learns."""
+    rollout_data_dir: str | None = None
+    """Write every training sample there, a JSONL file a step."""
+    validation_data_dir: str | None = None
+    """Write every validation sample there, a JSONL file a validation."""
+    record_batch_dir: str | None = None
+    """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
+    record_batch_freq: int = -1
+    """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "trainer", -1, "record_batch_freq")
 
 
 @dataclass

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TRUNCATIONS = ("error", "left", "right", "middle")
+TRUNCATIONS = ("error", "left", "right", "middle")
 _CHECK_BYTES = 2 * 2**20
 """How much text is tokenised at most to find prompts that are too long before training starts: under a second of work."""
 
@@ -65,8 +65,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self._prompt_key: str = config.prompt_key
         self._max_prompt_length: int = config.max_prompt_length
         self._truncation: str = config.truncation
-        if self._truncation not in _TRUNCATIONS:
-            raise ConfigError(f"data.truncation must be one of {_TRUNCATIONS}, not {self._truncation!r}")
+        if self._truncation not in TRUNCATIONS:
+            raise ConfigError(f"data.truncation must be one of {TRUNCATIONS}, not {self._truncation!r}")
         if max_samples == 0 or max_samples < -1:
             raise ConfigError(
                 f"max_samples (data.train_max_samples, data.val_max_samples) must be -1 or positive, not {max_samples}"
@@ -150,8 +150,8 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     """At most `limit` of the ids: "left" cuts the start off, "right" the end, "middle" keeps both ends (the end has
     the odd one).
     """
-    if side not in _TRUNCATIONS[1:]:
-        raise ConfigError(f"truncation side must be one of {_TRUNCATIONS[1:]}, not {side!r}")
+    if side not in TRUNCATIONS[1:]:
+        raise ConfigError(f"truncation side must be one of {TRUNCATIONS[1:]}, not {side!r}")
     num_cut = len(ids) - limit
     if num_cut <= 0:
         return ids

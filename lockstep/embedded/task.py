@@ -5,8 +5,6 @@ no shortcut. The examples of the warm-up are careless: three in five copy the wo
 behaviours, the wrong one more often, and the reward has to sort them out.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lockstep.config.trainer import TrainerConfig
+from lockstep.config.trainer import RunConfig
 from lockstep.observability.display import Display
 from lockstep.trainer.run import Run
 from lockstep.utils.quiet import quiet_transformers
@@ -141,14 +139,14 @@ def _write_rows(directory: Path, split: str, words: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class _WarmUpConfig:
-    trainer: TrainerConfig
+    trainer: RunConfig
 
 
 class _WarmUp(Run):
     """Supervised steps until the right answers of `val` have the probability `target_accuracy`."""
 
     def __init__(self, train: list[str], val: list[str], target_accuracy: float, rng: random.Random, run_dir: str) -> None:
-        trainer = TrainerConfig(default_local_dir=run_dir, val_before_train=False, test_freq=_CHECK_EVERY, save_freq=0)
+        trainer = RunConfig(default_local_dir=run_dir, val_before_train=False, test_freq=_CHECK_EVERY, save_freq=0)
         super().__init__(_WarmUpConfig(trainer), _MAX_WARMUP_STEPS, Display(), has_validation=True)
         self.tokenizer = make_tokenizer()
         self.model = LlamaForCausalLM(_model_config(self.tokenizer))

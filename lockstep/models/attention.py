@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lockstep.models import flash, ulysses
+from lockstep.models.cached_attention import Variant
 from lockstep.models.flash import Bounds
 
 PACKED = "lockstep_packed"
@@ -114,36 +115,26 @@ def packed_attention(
     if group is not None:
         query, key, value = ulysses.heads_for_tokens(query, key, value, layout.num_tokens, group)
         s_aux = None if s_aux is None else ulysses.own_heads(s_aux, group)
-    out = _attend(query, key, value, layout, scaling, sliding_window, softcap, s_aux)
+    window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
+    out = _attend(query, key, value, layout, Variant(scaling, window, softcap, s_aux))
     return out if group is None else ulysses.tokens_for_heads(out, group), None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, variant: Variant) -> Tensor:
     """[1, N, H, D] from [1, H, N, D], all tokens being here."""
-    window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
-    plain = softcap is None and sinks is None and (window is None or layout.shared is None)
-    if plain and query.is_cuda and flash.applies(query, value):
+    window = variant.sliding_window
+    if variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, scaling, window)[None]
-    options = (scaling, window, softcap, None if sinks is None else sinks.view(1, -1, 1, 1))
+        return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]
     if layout.shared is None and layout.wastes_little:
         q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [S, H, L, D]
-        out = causal_attention(q, k, v, *options)
+        out = causal_attention(q, k, v, variant)
         return out.transpose(1, 2).flatten(0, 1)[layout.to_packed][None]
-    return _one_segment_at_a_time(query, key, value, layout, options).transpose(1, 2)
+    return _one_segment_at_a_time(query, key, value, layout, variant).transpose(1, 2)
 
 
-def _one_segment_at_a_time(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: tuple[Any, ...]) -> Tensor:
+def _one_segment_at_a_time(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, variant: Variant) -> Tensor:
     sizes = layout.lengths.tolist()
     queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
     outputs = []
@@ -152,42 +143,25 @@ def _one_segment_at_a_time(query: Tensor, key: Tensor, value: Tensor, layout: Pa
         if layout.shared is not None and segment >= layout.num_shared:
             seen = [layout.continued[segment - layout.num_shared], segment]
         k, v = (torch.cat([parts[i] for i in seen], dim=2) for parts in (keys, values))
-        outputs.append(causal_attention(queries[segment], k, v, *options))
+        outputs.append(causal_attention(queries[segment], k, v, variant))
     return torch.cat(outputs, dim=2)
 
 
-def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     """Attention of q [R, H, M, D] over k, v [R, H or fewer, L, D] whose last M tokens are the queries' own: [R, H, M, D]."""
-    queries, keys = q.shape[2], k.shape[2]
-    if queries == keys and (sliding_window is None or keys <= sliding_window) and softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    queries, keys, window = q.shape[2], k.shape[2], variant.sliding_window
+    if queries == keys and (window is None or keys <= window) and variant.is_plain:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=variant.scaling, enable_gqa=q.shape[1] != k.shape[1])
     distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-    mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-    return masked_attention(q, k, v, mask, scaling, softcap, sinks)
+    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return masked_attention(q, k, v, mask, variant)
 
 
-def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of q [R, H, M, D] over k, v [R, H or fewer, L, D] where `mask` (to [R, H, M, L], boolean) allows: [R, H, M, D].
-
-    `sinks` broadcasts to [R, H, M, 1].
-    """
-    if softcap is None and sinks is None:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
+    """Attention of q [R, H, M, D] over k, v [R, H or fewer, L, D] where `mask` (to [R, H, M, L], boolean) allows, whatever the window is:
+    [R, H, M, D]."""
+    scaling, softcap, sinks = variant.scaling, variant.softcap, variant.sinks
+    if variant.is_plain:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
@@ -197,7 +171,7 @@ def masked_attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:3], 1)], dim=-1)
+        scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return torch.matmul(weights.to(v.dtype), v)
 

@@ -26,6 +26,11 @@ class Variant:
     sinks: Tensor | None = None
     """[H]: a score of each head that takes part in the softmax and has no value."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the softmax is over the scores as they are."""
+        return self.softcap is None and self.sinks is None
+
 
 class KeyValueCache(Protocol):
     """What `cached_attention` asks of the cache: remember these keys and values, and attend with these queries."""

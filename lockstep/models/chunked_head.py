@@ -33,7 +33,7 @@ MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a model says about M tokens, [M] each."""
+    """What a model says about M tokens of some rows, [M] each if nothing else is said."""
 
     log_probs: Tensor | None = None
     """Language model: log-prob of each token."""
@@ -41,6 +41,10 @@ class TokenOutputs:
     """Language model: entropy at each token."""
     values: Tensor | None = None
     """Value model: the value before each token."""
+    top_log_probs: Tensor | None = None
+    """Language model: log-prob of the most likely token at each place. Without a gradient."""
+    scores: Tensor | None = None
+    """Score model: the score of each row, [rows]."""
 
 
 LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
@@ -68,7 +72,8 @@ class LossPass:
 
     def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
         """The loss of a whole micro-batch, to be differentiated."""
-        loss, metrics = self.loss(TokenOutputs(columns.get("log_probs"), columns.get("entropys"), columns.get("values")), tokens)
+        names = ("log_probs", "entropys", "values", "top_log_probs", "scores")
+        loss, metrics = self.loss(TokenOutputs(*map(columns.get, names)), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
 
@@ -93,7 +98,7 @@ class HandsOutHidden:
 
 
 def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
-    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
+    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores) if column is not None]
     return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
 
 
@@ -106,8 +111,9 @@ def chunked_log_probs(
     bias: Tensor | None = None,
     part: VocabularyPart | None = None,
     max_logits: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob [M] of `targets` [M] and entropy [M] under softmax((hidden [M, H] weight^T [V, H] + bias [V]) / temperature).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob [M] of `targets` [M], entropy [M] and log-prob of the most likely token [M] under
+    softmax((hidden [M, H] weight^T [V, H] + bias [V]) / temperature).
 
     In float32 (float64 for float64 inputs). At most `max_logits` logits exist at a time (None: what suits the device), or one token's.
     The entropy carries a gradient only when `entropy_grad` asks for it. A logit of -inf is a token that cannot occur.
@@ -136,25 +142,23 @@ class _LogProbs(torch.autograd.Function):
         entropy_grad: bool,
         chunk: int,
         part: VocabularyPart | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         log_probs = torch.empty(len(targets), dtype=_sum_dtype(hidden.dtype), device=hidden.device)
-        entropy, log_normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        log_normaliser, entropy, top = (torch.empty_like(log_probs) for _ in range(3))
         for rows in _chunks(len(targets), chunk):
             logits = _logits(hidden[rows], weight, bias, part)
-            log_probs[rows], log_normaliser[rows], entropy[rows] = _statistics(logits, targets[rows], temperature, part)
-        if part is not None:
-            dist.all_reduce(log_probs, group=part.group)
-            dist.all_reduce(entropy, group=part.group)
+            found = _statistics(logits, targets[rows], temperature, part)
+            log_probs[rows], log_normaliser[rows], entropy[rows], top[rows] = found
+        _join(part, log_probs, entropy, top)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.chunk, ctx.part = temperature, entropy_grad, chunk, part
-        if not entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(top, *(() if entropy_grad else (entropy,)))
+        return log_probs, entropy, top
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
-        log_prob_grad, entropy_grad = grads
+        log_prob_grad, entropy_grad, _ = grads
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(targets), ctx.chunk):
             logits = _logits(hidden[rows], weight, bias, ctx.part)
@@ -187,13 +191,11 @@ class ChunkedLoss(torch.autograd.Function):
             tokens = slice(start, start + chunk.rows.num_tokens)
             start = tokens.stop
             logits = _logits(hidden[tokens], weight, bias, part)
-            log_probs, log_normaliser, entropy = _statistics(logits, targets[tokens], loss_pass.temperature, part, keep=True)
-            if part is not None:
-                dist.all_reduce(log_probs, group=part.group)
-                dist.all_reduce(entropy, group=part.group)
+            log_probs, log_normaliser, entropy, top = _statistics(logits, targets[tokens], loss_pass.temperature, part, keep=True)
+            _join(part, log_probs, entropy, top)
             with torch.enable_grad():
                 leaves = log_probs.requires_grad_(), entropy.requires_grad_(loss_pass.entropy_grad)
-                loss, metrics = loss_pass.loss(TokenOutputs(*leaves), chunk)
+                loss, metrics = loss_pass.loss(TokenOutputs(*leaves, top_log_probs=top), chunk)
                 read = leaves[: 1 + loss_pass.entropy_grad]
                 of_log_probs, *of_entropy = torch.autograd.grad(loss * loss_pass.scale, read, materialize_grads=True)
             loss_pass.found.append((loss.detach(), metrics, chunk))
@@ -260,6 +262,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: Vocabular
     return logits
 
 
+def _join(part: VocabularyPart | None, log_probs: Tensor, entropy: Tensor, top: Tensor) -> None:
+    """From those of parts of the vocabulary to those of all of it, in place."""
+    if part is not None:
+        dist.all_reduce(log_probs, group=part.group)
+        dist.all_reduce(entropy, group=part.group)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=part.group)
+
+
 def most_logits(device: torch.device) -> int:
     """Logits that exist at a time."""
     return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])
@@ -267,8 +277,9 @@ def most_logits(device: torch.device) -> int:
 
 def _statistics(
     logits: Tensor, targets: Tensor, temperature: float, part: VocabularyPart | None, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, log of the normaliser and entropy, each [M]. Of a part of the vocabulary: log-prob and entropy are what it adds.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-prob, log of the normaliser, entropy and largest log-prob, each [M]. Of a part of the vocabulary: log-prob and entropy are what
+    it adds, the largest is its own.
 
     The logits are used up, unless they are to be kept.
     """
@@ -281,9 +292,9 @@ def _statistics(
     logits.sub_(log_normaliser[:, None])
     places, here = (targets, None) if part is None else part.places(targets)
     own = logits.gather(-1, places[:, None]).squeeze(-1)
-    log_probs = own if here is None else torch.where(here, own, 0.0)
+    log_probs, top = own if here is None else torch.where(here, own, 0.0), logits.amax(-1)
     # entr(p) = -p log p, and 0 at p = 0: a forbidden token adds nothing.
-    return log_probs, log_normaliser, torch.special.entr(logits.exp_()).sum(-1)
+    return log_probs, log_normaliser, torch.special.entr(logits.exp_()).sum(-1), top
 
 
 def _logit_gradient(

@@ -23,8 +23,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from lockstep.models.attention import PACKED, packed_attention
+from lockstep.models.flash import FLASH_TYPES
 
-_TYPES = (torch.bfloat16, torch.float16)
 _LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
@@ -120,4 +120,4 @@ def _plain(linears: Any) -> bool:
 
 
 def _fits(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype in _TYPES and not torch.compiler.is_compiling()
+    return weight.is_cuda and weight.dtype in FLASH_TYPES and not torch.compiler.is_compiling()

@@ -10,8 +10,7 @@ Legend: N tokens, P tokens of shared segments, H query heads, K key-value heads,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ FLASH_TYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Which queries see which keys: those between `queries[i]` and `queries[i + 1]` see the keys between `keys[i]` and `keys[i + 1]`."""
 
     queries: Tensor
@@ -66,32 +64,29 @@ class _Attend(torch.autograd.Function):
         value: Tensor,
         own: Bounds,
         shared: Bounds | None,
-        num_shared: int,
+        p: int,
         scale: float | None,
         window: int | None,
     ) -> Tensor:
         out, lse = _forward(query, key, value, own, True, scale, window)
         if shared is not None:
-            p = num_shared
             more, more_lse = _forward(query[p:], key[:p], value[:p], shared, False, scale, None)
             _join(out[p:], lse[:, p:], more, more_lse)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.bounds, ctx.options = (own, shared, num_shared), (scale, window)
+        ctx.options = own, shared, p, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         query, key, value, out, lse = ctx.saved_tensors
-        (own, shared, p), (scale, window) = ctx.bounds, ctx.options
+        own, shared, p, scale, window = ctx.options
         grad = grad.contiguous()
         dq, dk, dv = _backward(grad, query, key, value, out, lse, own, True, scale, window)
         if shared is not None:
             part = (grad[p:], query[p:], key[:p], value[:p], out[p:], lse[:, p:].contiguous())
-            dq_more, dk_more, dv_more = _backward(*part, shared, False, scale, None)
-            dq[p:] += dq_more
-            dk[:p] += dk_more
-            dv[:p] += dv_more
+            for total, more in zip((dq[p:], dk[:p], dv[:p]), _backward(*part, shared, False, scale, None), strict=True):
+                total += more
         return dq, dk, dv, *(None,) * 5
 
 
@@ -116,10 +111,7 @@ def _forward(
         query,
         key,
         value,
-        bounds.queries,
-        bounds.keys,
-        bounds.longest_query,
-        bounds.longest_key,
+        *bounds,
         0.0,
         causal,
         False,
@@ -149,10 +141,7 @@ def _backward(
         value,
         out,
         lse,
-        bounds.queries,
-        bounds.keys,
-        bounds.longest_query,
-        bounds.longest_key,
+        *bounds,
         0.0,
         causal,
         *no_dropout,

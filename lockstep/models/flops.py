@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -65,7 +66,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
             elif weight.dim() == 3:  # experts side by side
                 body += weight.numel() // weight.shape[0] * chosen
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = head_size(config)
     value_size = getattr(config, "v_head_dim", None) or size
     if getattr(config, "qk_nope_head_dim", None):
         size = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -75,6 +76,11 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         widths=heads * (size + value_size),
         windows=_windows(config),
     )
+
+
+def head_size(config: Any) -> int:
+    """Numbers in one attention head of a model with this text config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _windows(config: object) -> tuple[int | None, ...]:

@@ -27,9 +27,7 @@ class SplitNormalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
-        rows, size = x.numel() // x.shape[-1], x.shape[-1]
-        block = triton.next_power_of_2(size)
-        tile = max(1, 2048 // block)
+        rows, size, block, tile = _tiling(x)
         out, scale = torch.empty_like(x, dtype=weight.dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
         _normalise[(triton.cdiv(rows, tile),)](x, weight, out, scale, eps, rows, size, TILE=tile, BLOCK=block, num_warps=4)
         ctx.save_for_backward(x, weight, scale)
@@ -44,9 +42,7 @@ class SplitNormalise(torch.autograd.Function):
             return residual, None, None
         grad = grad.contiguous()
         residual = None if residual is None else residual.contiguous()
-        rows, size = x.numel() // x.shape[-1], x.shape[-1]
-        block = triton.next_power_of_2(size)
-        tile = max(1, 2048 // block)
+        rows, size, block, tile = _tiling(x)
         programs = min(_PROGRAMS, triton.cdiv(rows, tile))
         dx = torch.empty_like(x)
         parts = torch.empty(programs, size, dtype=torch.float32, device=x.device)
@@ -55,6 +51,13 @@ class SplitNormalise(torch.autograd.Function):
             RESIDUAL=residual is not None, TILE=tile, BLOCK=block, num_warps=4,
         )  # fmt: skip
         return dx, parts.sum(0).to(weight.dtype), None
+
+
+def _tiling(x: Tensor) -> tuple[int, int, int, int]:
+    """Rows of x and their size, the power of 2 above it, and the rows of one tile."""
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    return x.numel() // size, size, block, max(1, 2048 // block)
 
 
 class Project(torch.autograd.Function):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models import cached_attention  # noqa: F401  (its name can be chosen below)
 from lockstep.models.attention import PACKED, PackedLayout
-from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, draw_weights, missing_weights
-from lockstep.models.outputs import layer_output
+from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, check_finite, draw_weights, missing_weights
+from lockstep.models.outputs import ReadsScores, read_scores
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
 from lockstep.utils.quiet import quiet_transformers
@@ -40,11 +42,14 @@ class Head(Enum):
     """One number a sequence (sequence classification with one label): reward model."""
 
 
-def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None) -> PreTrainedModel:
-    """The model in float32 on the CPU, without dropout, in training mode, with our packed attention (a score head pads instead).
+def load_model(
+    config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None, trained: bool = False
+) -> PreTrainedModel:
+    """The model in float32 on the CPU, without dropout, in training mode, with our packed attention.
 
-    A value head that the folder does not have is drawn from `seed`, so that every rank has the same one. Any other weight that is missing
-    or of another shape raises DataError, as does a folder that is not a model or has no such head in transformers.
+    A value head that the folder does not have, and a score head if it is to be `trained`, is drawn from `seed`, so that every rank has the
+    same one (`meta.draw_weights`). Any other weight that is missing or of another shape raises DataError, as does a folder that is not a
+    model or has no such head in transformers.
     """
     assert config.path is not None, "the composition root fills in a path"
     hf_config = _hf_config(config, head, pad_token_id)
@@ -55,28 +60,31 @@ def load_model(config: ModelConfig, head: Head, seed: int, pad_token_id: int | N
                 model_folder(config.path),
                 config=hf_config,
                 dtype=torch.float32,
-                attn_implementation=_attention(head),
+                attn_implementation=PACKED,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             first = str(error).strip().splitlines()[0]
             raise DataError(f"the weights of {config.path} cannot be loaded as {head.name.lower()}: {first}") from error
-    # transformers draws what it does not find; only a new value head is meant to be drawn.
-    missing = [n for n in report["missing_keys"] if head is not Head.VALUE or n.startswith(f"{model.base_model_prefix}.")]
+    # transformers draws what it does not find; only a new head is meant to be drawn.
+    missing = _not_drawn(report["missing_keys"], model, head, trained)
     if missing:
         raise DataError(
             f"the weights of {config.path} are incomplete for {head.name.lower()}: {len(missing)} missing, first {sorted(missing)[:3]}; "
             "is it the right kind of model?"
         )
-    disable_dropout(model)
-    if head is not Head.SCORE:
-        check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
+    for name in report["missing_keys"] if head is Head.SCORE else ():
+        model.get_parameter(name).data.copy_(draw_weights(model, name, seed, _std(model, head)))
+    for name, parameter in model.named_parameters():
+        check_finite(name, parameter.detach(), str(config.path))
+    _prepare(model, head)
+    check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
     return model.train()
 
 
 def load_on_meta(
-    config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None
+    config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None, trained: bool = False
 ) -> tuple[PreTrainedModel, WeightSource] | None:
     """The model that `load_model` gives, without its weights, and what fills it; `check_packing` is left to who has filled it.
 
@@ -91,12 +99,13 @@ def load_on_meta(
     except ValueError:
         return None
     missing = missing_weights(model, files)
-    if missing is None or any(head is not Head.VALUE or n.startswith(f"{model.base_model_prefix}.") for n in missing):
+    if missing is None or _not_drawn(missing, model, head, trained):
         return None
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    disable_dropout(model)
-    return model.train(), WeightSource(files, {name: draw_weights(model, name, seed) for name in missing})
+    _prepare(model, head)
+    drawn = {name: draw_weights(model, name, seed, _std(model, head)) for name in missing}
+    return model.train(), WeightSource(files, drawn)
 
 
 def model_on_meta(config: ModelConfig, head: Head, pad_token_id: int | None = None) -> PreTrainedModel:
@@ -107,7 +116,7 @@ def model_on_meta(config: ModelConfig, head: Head, pad_token_id: int | None = No
             head.value,
             hf_config,
             dtype=torch.float32,
-            attn_implementation=_attention(head),
+            attn_implementation=PACKED,
             trust_remote_code=config.trust_remote_code,
         )
 
@@ -122,8 +131,21 @@ def _hf_config(config: ModelConfig, head: Head, pad_token_id: int | None) -> Any
     return hf_config
 
 
-def _attention(head: Head) -> str:
-    return "sdpa" if head is Head.SCORE else PACKED
+def _not_drawn(missing: Iterable[str], model: PreTrainedModel, head: Head, trained: bool) -> list[str]:
+    """Those of the missing weights that have to be in the folder."""
+    is_new = head is Head.VALUE or (head is Head.SCORE and trained)
+    return [name for name in missing if not is_new or name.startswith(f"{model.base_model_prefix}.")]
+
+
+def _std(model: PreTrainedModel, head: Head) -> float | None:
+    """The spread of a new score head: scores start so near to 0 that any two rows are as good as equal."""
+    return 1 / (model.config.get_text_config().hidden_size + 1) if head is Head.SCORE else None
+
+
+def _prepare(model: PreTrainedModel, head: Head) -> None:
+    disable_dropout(model)
+    if head is Head.SCORE:
+        read_scores(model)
 
 
 def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
@@ -134,28 +156,10 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return twin.eval()
 
 
-def pack_score_head(module: PreTrainedModel) -> nn.Module:
-    """Make a model with a score head attend to packed rows; returns the layer that gives a score for every token.
-
-    Raises ConfigError where the model has none.
-    """
-    layer = getattr(module, "score", None)
-    if not isinstance(layer, nn.Linear):
-        raise ConfigError(
-            f"{type(module).__name__} has no linear layer named score, which dividing its tokens among ranks needs; "
-            "set fsdp_config.ulysses_sequence_parallel_size=1"
-        )
-    module.set_attn_implementation(PACKED)
-    return layer
-
-
 @torch.no_grad()
-def check_packing(
-    module: nn.Module, model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype, score: nn.Module | None = None
-) -> None:
+def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ConfigError unless two packed rows, whole and with their prompt shared, give what each gives alone with transformers' own
-    attention. `module` is the model as it is called: itself, or what shards it (then every rank has to call this). `score` is the last
-    layer of a model that answers with one of its outputs (score head).
+    attention. `module` is the model as it is called: itself, or what shards it (then every rank has to call this).
 
     transformers leaves the mask to our attention function, so a family with another kind of attention (linear, ALiBi) would be computed
     wrongly and without a word.
@@ -165,15 +169,16 @@ def check_packing(
     prompt, one, two = (torch.randint(0, vocabulary, (n,), generator=generator).to(device) for n in (3, 4, 2))
     whole, other = torch.cat([prompt, one]), torch.cat([prompt, two])
     module.eval()
+    logits = partial(_logits, module, isinstance(model, ReadsScores))
     advice = "choose a model with causal softmax attention that goes through transformers' attention interface"
     try:
-        packed = _packed_logits(module, score, [whole, other], [0, 0], PackedLayout(torch.tensor([7, 5]), device))
+        packed = _packed_logits(logits, [whole, other], [0, 0], PackedLayout(torch.tensor([7, 5]), device))
         layout = PackedLayout(torch.tensor([3, 4, 2]), device, followers=[2])
-        shared = _packed_logits(module, score, [prompt, one, two], [0, 3, 3], layout)
+        shared = _packed_logits(logits, [prompt, one, two], [0, 3, 3], layout)
         model.set_attn_implementation(_own_attention(model))
         try:
             rows = ({"input_ids": row[None], "use_cache": False} for row in (whole, other))
-            alone = torch.cat([_logits(module, score, row) for row in rows])
+            alone = torch.cat([logits(row) for row in rows])
         finally:
             model.set_attn_implementation(PACKED)
     except ConfigError:
@@ -198,16 +203,18 @@ def _own_attention(model: PreTrainedModel) -> str:
 
 
 def _packed_logits(
-    module: nn.Module, score: nn.Module | None, segments: list[Tensor], first_positions: list[int], layout: PackedLayout
+    logits: Callable[[dict[str, Any]], Tensor], segments: list[Tensor], first_positions: list[int], layout: PackedLayout
 ) -> Tensor:
     positions = torch.cat([start + torch.arange(len(ids)) for start, ids in zip(first_positions, segments, strict=True)])
     ids = torch.cat(segments)[None]
     inputs = {"input_ids": ids, "position_ids": positions[None].to(ids.device), "use_cache": False, "layout": layout}
-    return _logits(module, score, inputs)
+    return logits(inputs)
 
 
-def _logits(module: nn.Module, score: nn.Module | None, inputs: dict[str, Any]) -> Tensor:
-    return (module(**inputs).logits if score is None else layer_output(module, score, inputs))[0].float()
+def _logits(module: nn.Module, scored: bool, inputs: dict[str, Any]) -> Tensor:
+    """What the model gives at each of N tokens: [N, V], or [N] scores."""
+    ids = inputs["input_ids"]
+    return module(**inputs, read_at=torch.arange(ids.shape[1])) if scored else module(**inputs).logits[0].float()
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 An adapted layer computes W x + s B (A x) with s = lora_alpha / lora_rank. A [r, in] is drawn uniformly from +-1/sqrt(in), B [out, r]
 starts at 0, so that training starts from the model. Outside the engine nobody knows: exported weights are W + s B A under their
-Hugging Face names. A value head is trained whole.
+Hugging Face names. A value or score head is trained whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREFIX = "base_model.model."
 
 
 class Lora:
-    """The adapters of one model; making it puts them into the model, and leaves nothing else to train but a value head."""
+    """The adapters of one model; making it puts them into the model, and leaves nothing else to train but a value or score head."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig, head: Head, seed: int) -> None:
         """Raises MissingExtra without peft, and ConfigError when target_modules names something that is not a linear layer inside."""
@@ -41,7 +41,7 @@ class Lora:
         from peft.tuners.lora import LoraLayer
 
         parts = {name.split(".")[0] for name, _ in model.named_parameters()}
-        heads = sorted(parts - {model.base_model_prefix}) if head is Head.VALUE else []
+        heads = sorted(parts - {model.base_model_prefix}) if head is not Head.LANGUAGE_MODEL else []
         self._config = LoraConfig(
             r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.target_modules, exclude_modules=heads or None
         )

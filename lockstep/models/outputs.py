@@ -1,15 +1,19 @@
-"""What is read off a forward pass that makes logits: log-probs and entropy of given tokens, sequence scores. All in float32."""
+"""What is read off a forward pass: log-probs and entropy of given tokens from logits, scores of whole rows. All in float32."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.errors import ConfigError
 
 
-def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    """Log-prob [M] of `targets` [M] and entropy [M] under softmax(logits [M, V] / temperature).
+def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob [M] of `targets` [M], entropy [M] and log-prob of the most likely token [M] under softmax(logits [M, V] / temperature).
 
     For models whose logits are not the plain product of their output layer (`hidden.py`). The entropy carries a gradient only when
     `entropy_grad` asks for it.
@@ -22,21 +26,35 @@ def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entrop
         # 0 * -inf at a forbidden token would be NaN, in the value and in the gradient; such a token adds nothing to the entropy.
         finite = logits.masked_fill(logits == -torch.inf, 0.0)
         entropy = log_normaliser - (probs * finite).sum(-1)
-    return log_probs, entropy
+    return log_probs, entropy, logits.detach().amax(-1) - log_normaliser.detach()
 
 
-def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """One score per row [R] of a right-padded block [R, L]."""
-    return model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, 0].float()
+class ReadsScores:
+    """Comes before the class of a model with a score head; see `read_scores`."""
+
+    def forward(self, *args: Any, read_at: Tensor | None = None, **inputs: Any) -> Any:
+        """The model's own forward; with `read_at` [M] the scores [M] at those places of a pack."""
+        if read_at is None:
+            return super().forward(*args, **inputs)  # type: ignore[misc]
+        hidden = self.base_model(**inputs).last_hidden_state[0, read_at]  # type: ignore[attr-defined]
+        return self.score(hidden).sum(-1)  # type: ignore[attr-defined]  # a sum over one number: FSDP2 warns about outputs that are views
 
 
-def layer_output(model: nn.Module, layer: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """What a layer of the model gives when the model is called with `inputs`."""
-    seen: list[Tensor] = []
-    handle = layer.register_forward_hook(lambda module, args, output: seen.append(output))
-    try:
-        model(**inputs)
-    finally:
-        handle.remove()
-    (output,) = seen
-    return output
+class ScoreLayer(nn.Linear):
+    """Computes in float32 whatever the model computes in: scores are compared by differences that half precision would round away."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
+
+
+def read_scores(model: PreTrainedModel) -> None:
+    """Let the forward of a model with a score head take `read_at`, in place. Raises ConfigError where its head is not a linear layer."""
+    if type(getattr(model, "score", None)) is not nn.Linear:
+        raise ConfigError(
+            f"{type(model).__name__} has no linear layer named score, which gives a score at the last token of a row; "
+            "use a decoder with transformers' usual head for sequence classification"
+        )
+    own = type(model)
+    model.__class__ = type(own.__name__, (ReadsScores, own), {"__module__": own.__module__})
+    model.score.__class__ = ScoreLayer

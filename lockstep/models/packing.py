@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,18 +42,24 @@ class TokenRows:
     """[M] each, on the device: those columns of the batch that have a number per response token."""
     indices: Sequence[Any]
     """The dataset's row number of each row, for messages."""
+    row_columns: dict[str, Tensor] = field(default_factory=dict)
+    """[rows] each, on the device: those columns of the batch that have a number per row."""
+    units: Sequence[Sequence[int]] | None = None
+    """Rows that a loss sees together (`DataProto.units`); None where each is one."""
 
     def chunks(self, max_tokens: int) -> list[TokenRows] | None:
-        """Runs of whole rows of at most `max_tokens` tokens each; None where a row has more."""
+        """Runs of whole rows, and of whole units, of at most `max_tokens` tokens each; None where one has more."""
         lengths = self.rows.lengths.tolist()
-        if max(lengths) > max_tokens:
+        if max(lengths if self.units is None else [sum(lengths[row] for row in unit) for unit in self.units]) > max_tokens:
             return None
         found, token = [], 0
-        for numbers in cut_into_micro_batches(lengths, Budget(max_tokens)):
-            rows = Rows(self.rows.lengths[numbers[0] : numbers[-1] + 1], self.rows.device)
+        for numbers in cut_into_micro_batches(lengths, Budget(max_tokens), units=self.units):
+            of_rows = slice(numbers[0], numbers[-1] + 1)
+            rows = Rows(self.rows.lengths[of_rows], self.rows.device)
             end = token + rows.num_tokens
             columns = {name: column[token:end] for name, column in self.columns.items()}
-            found.append(TokenRows(rows, columns, self.indices[numbers[0] : numbers[-1] + 1]))
+            row_columns = {name: column[of_rows] for name, column in self.row_columns.items()}
+            found.append(TokenRows(rows, columns, self.indices[of_rows], row_columns))
             token = end
         return found
 
@@ -72,9 +78,10 @@ class PackedRows:
     layout: PackedLayout
     """Where each row lies."""
     predict_at: Tensor
-    """[M]: the place in the pack whose output predicts each response token, which is that of the token before it in the row."""
+    """[M]: the place in the pack whose output predicts each response token, which is that of the token before it in the row. For a score
+    head [rows]: the last token of each row."""
     targets: Tensor
-    """[M]: the response tokens."""
+    """[M]: the response tokens; none for a score head."""
     tokens: TokenRows
     """Their rows and columns."""
     is_placeholder: bool = False
@@ -86,27 +93,46 @@ class PackedRows:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "layout": self.layout, "use_cache": False}
 
 
-def cut_into_micro_batches(token_counts: Sequence[int], budget: Budget, shared: Sequence[int] | None = None) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order. Raises ConfigError for a row that is longer than the token budget.
+def cut_into_micro_batches(
+    token_counts: Sequence[int],
+    budget: Budget,
+    shared: Sequence[int] | None = None,
+    units: Sequence[Sequence[int]] | None = None,
+) -> list[list[int]]:
+    """Row numbers of each micro-batch, in order.
 
-    `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1.
+    `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1. `units` are runs of rows that stay together; None
+    makes each row one. Raises ConfigError for a unit that is larger than the budget.
     """
+    free = [0] * len(token_counts) if shared is None else shared
     batches: list[list[int]] = []
     used = 0
-    for row, count in enumerate(token_counts):
-        if budget.max_rows is None and count > budget.max_tokens:
-            raise ConfigError(
-                f"row {row} has {count} tokens, more than a micro-batch may hold ({budget.max_tokens}); "
-                "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu, max_token_len_per_gpu)"
-            )
-        more = count - (shared[row] if shared is not None else 0)
-        full = len(batches[-1]) >= budget.max_rows if budget.max_rows and batches else used + more > budget.max_tokens
+    for unit in ([row] for row in range(len(token_counts))) if units is None else units:
+        # What the unit costs in the micro-batch of the row before, and in one of its own.
+        more = sum(token_counts[row] - free[row] for row in unit)
+        alone = more + free[unit[0]]
+        _check_fits(unit, alone, budget)
+        full = len(batches[-1]) + len(unit) > budget.max_rows if budget.max_rows and batches else used + more > budget.max_tokens
         if not batches or full:
             batches.append([])
-            used, more = 0, count
-        batches[-1].append(row)
+            used, more = 0, alone
+        batches[-1] += unit
         used += more
     return batches
+
+
+def _check_fits(unit: Sequence[int], tokens: int, budget: Budget) -> None:
+    rows = f"row {unit[0]} has" if len(unit) == 1 else f"rows {unit[0]} to {unit[-1]}, which are computed together, have"
+    if budget.max_rows is None and tokens > budget.max_tokens:
+        raise ConfigError(
+            f"{rows} {tokens} tokens, more than a micro-batch may hold ({budget.max_tokens}); "
+            "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu, max_token_len_per_gpu)"
+        )
+    if budget.max_rows is not None and len(unit) > budget.max_rows:
+        raise ConfigError(
+            f"rows {unit[0]} to {unit[-1]} are computed together, but a micro-batch may hold {budget.max_rows}; "
+            f"raise micro_batch_size_per_gpu to at least {len(unit)}"
+        )
 
 
 def shared_prompt_tokens(data: DataProto) -> list[int]:
@@ -115,51 +141,67 @@ def shared_prompt_tokens(data: DataProto) -> list[int]:
     return [n if again and n >= MIN_SHARED else 0 for n, again in zip(lengths, data.repeats_prompt(), strict=True)]
 
 
-def pack_rows(data: DataProto, device: torch.device) -> PackedRows:
-    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses.
+def pack_rows(data: DataProto, device: torch.device, scored: bool = False) -> PackedRows:
+    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses. Rows that are `scored`
+    are read at their last token, which their responses have one of.
 
     Without rows it is one prompt token and one response token: what a rank computes so that every rank joins every collective.
     Copies to the device do not wait for it: rows are packed while it works on those before.
     """
     if not len(data):
         token = Ragged.from_rows([[0]], dtype=torch.int64)
-        return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device), is_placeholder=True)
+        return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device, scored), is_placeholder=True)
     repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
-    return _pack_shared(data, repeated, device) if any(repeated) else _pack_whole(data, device)
+    prompts, responses = data.ragged("prompts"), data.ragged("responses")
+    laid = _lay_shared(prompts, responses, repeated, device) if any(repeated) else _lay_whole(prompts, responses, device)
+    ids, positions, predict_at, layout, last = laid
+    at, targets = (last, responses.values[:0]) if scored else (predict_at, responses.values)
+    return _packed(ids, positions, at, layout, targets, token_rows(data, device), device)
+
+
+def _packed(
+    ids: Tensor,
+    positions: Tensor,
+    predict_at: Tensor,
+    layout: PackedLayout,
+    targets: Tensor,
+    tokens: TokenRows,
+    device: torch.device,
+) -> PackedRows:
+    tensors = (x.to(device, non_blocking=True) for x in (ids[None], positions[None], predict_at, targets))
+    input_ids, position_ids, predict_at, targets = tensors
+    return PackedRows(input_ids, position_ids, layout, predict_at, targets, tokens)
 
 
 def token_rows(data: DataProto, device: torch.device) -> TokenRows:
-    """The response tokens of these rows, with every column that has a number per token."""
+    """The response tokens of these rows, with every column that has a number per token, and every one that has a number per row."""
     lengths = data.ragged("responses").lengths
-    columns = {
-        name: column.values.to(device, non_blocking=True)
-        for name, column in data.columns.items()
-        if isinstance(column, Ragged) and name not in ("prompts", "responses")
-    }
+    columns, row_columns = dict[str, Tensor](), dict[str, Tensor]()
+    for name, column in data.columns.items():
+        if isinstance(column, Tensor):
+            row_columns[name] = column.to(device, non_blocking=True)
+        elif name not in ("prompts", "responses"):
+            columns[name] = column.values.to(device, non_blocking=True)
     indices = data.non_tensor_batch.get("index", range(len(data)))
-    return TokenRows(Rows(lengths, device), columns, list(indices))
+    units = data.units() if "unit" in data.columns else None
+    return TokenRows(Rows(lengths, device), columns, list(indices), row_columns, units)
 
 
-def _pack_whole(data: DataProto, device: torch.device) -> PackedRows:
+_Laid = tuple[Tensor, Tensor, Tensor, PackedLayout, Tensor]
+"""Token ids [N], positions [N], where the response tokens are predicted [M], where the rows lie, and the last token of each [rows]."""
+
+
+def _lay_whole(prompts: Ragged, responses: Ragged, device: torch.device) -> _Laid:
     """Prompt and response of every row as one segment."""
-    prompts, responses = data.ragged("prompts"), data.ragged("responses")
     lengths = prompts.lengths + responses.lengths
     starts = torch.cumsum(lengths, 0) - lengths
-    input_ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
+    ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
     predict_at = torch.repeat_interleave(starts + prompts.lengths - 1, responses.lengths) + _offsets(responses.lengths)
-    return PackedRows(
-        input_ids=input_ids[None].to(device, non_blocking=True),
-        position_ids=_offsets(lengths)[None].to(device, non_blocking=True),
-        layout=PackedLayout(lengths, device),
-        predict_at=predict_at.to(device, non_blocking=True),
-        targets=responses.values.to(device, non_blocking=True),
-        tokens=token_rows(data, device),
-    )
+    return ids, _offsets(lengths), predict_at, PackedLayout(lengths, device), starts + lengths - 1
 
 
-def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device) -> PackedRows:
+def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], device: torch.device) -> _Laid:
     """The prompts, each once, then the responses, each a segment that continues its prompt."""
-    prompts, responses = data.ragged("prompts"), data.ragged("responses")
     first = [row for row, again in enumerate(repeated) if not again]
     prompt_of = torch.cumsum(~torch.tensor(repeated), 0) - 1
     own = prompts.select(torch.tensor(first))
@@ -171,40 +213,25 @@ def _pack_shared(data: DataProto, repeated: Sequence[bool], device: torch.device
     offsets = _offsets(responses.lengths)
     neighbour = torch.repeat_interleave(starts, responses.lengths) + offsets - 1
     predict_at = torch.where(offsets == 0, torch.repeat_interleave(prompt_ends[prompt_of] - 1, responses.lengths), neighbour)
-    positions = torch.repeat_interleave(prompts.lengths, responses.lengths) + offsets
-    return PackedRows(
-        input_ids=torch.cat([own.values, responses.values])[None].to(device, non_blocking=True),
-        position_ids=torch.cat([_offsets(own.lengths), positions])[None].to(device, non_blocking=True),
-        layout=PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers),
-        predict_at=predict_at.to(device, non_blocking=True),
-        targets=responses.values.to(device, non_blocking=True),
-        tokens=token_rows(data, device),
-    )
+    positions = torch.cat([_offsets(own.lengths), torch.repeat_interleave(prompts.lengths, responses.lengths) + offsets])
+    layout = PackedLayout(torch.cat([own.lengths, responses.lengths[filled]]), device, followers)
+    return torch.cat([own.values, responses.values]), positions, predict_at, layout, starts + responses.lengths - 1
 
 
 def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> PackedRows:
     """Rows of token ids end to end, to be read once each: where transformers scores a padded row, at its last token that is no padding.
 
-    There are no targets.
+    Without rows it stands for none, as in `pack_rows`.
     """
+    if not len(rows):
+        return replace(pack_sequences(Ragged.from_rows([[0]], dtype=torch.int64), pad_token_id, device), is_placeholder=True)
     starts = torch.cumsum(rows.lengths, 0) - rows.lengths
     last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
-    return PackedRows(
-        input_ids=rows.values[None].to(device, non_blocking=True),
-        position_ids=_offsets(rows.lengths)[None].to(device, non_blocking=True),
-        layout=PackedLayout(rows.lengths, device),
-        predict_at=(starts + last).to(device, non_blocking=True),
-        targets=rows.values[:0].to(device, non_blocking=True),
-        tokens=TokenRows(Rows(torch.ones_like(rows.lengths), device), {}, range(len(rows))),
-    )
+    tokens = TokenRows(Rows(torch.ones_like(rows.lengths), device), {}, range(len(rows)))
+    layout = PackedLayout(rows.lengths, device)
+    return _packed(rows.values, _offsets(rows.lengths), starts + last, layout, rows.values[:0], tokens, device)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
     """0, 1, 2, ... anew for each of `lengths`, end to end."""
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
-
-
-def pad_rows(rows: Ragged, pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask [R, L] padded on the right, for models that pool over whole sequences."""
-    mask = rows.like(torch.ones_like(rows.values)).pad(0)
-    return rows.pad(pad_token_id).to(device, non_blocking=True), mask.to(device, non_blocking=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @triton.jit
 def _statistics(
-    logits, targets, log_probs, log_normaliser, entropy, vocabulary, row_stride, inverse_temperature, BLOCK: tl.constexpr
+    logits, targets, log_probs, log_normaliser, entropy, top, vocabulary, row_stride, inverse_temperature, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
@@ -40,6 +40,7 @@ def _statistics(
     tl.store(log_probs + row, target - normaliser)
     tl.store(log_normaliser + row, normaliser)
     tl.store(entropy + row, tl.log(total) - weighted / total)
+    tl.store(top + row, largest - normaliser)
 
 
 @triton.jit
@@ -61,15 +62,12 @@ def _logit_gradient(
     tl.store(out + row * vocabulary + columns, (delta * inverse_temperature).to(out.dtype.element_ty), mask=inside)
 
 
-def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of `targets` [M], log of the normaliser [M] and entropy [M] of softmax(logits [M, V] / temperature)."""
+def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-prob of `targets`, log of the normaliser, entropy and largest log-prob, each [M], of softmax(logits [M, V] / temperature)."""
     rows, vocabulary = logits.shape
-    outputs = tuple(torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-    log_probs, log_normaliser, entropy = outputs
-    _statistics[(rows,)](
-        logits, targets, log_probs, log_normaliser, entropy, vocabulary, logits.stride(0), 1 / temperature, BLOCK=8192, num_warps=8
-    )  # fmt: skip
-    return log_probs, log_normaliser, entropy
+    outputs = tuple(torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
+    _statistics[(rows,)](logits, targets, *outputs, vocabulary, logits.stride(0), 1 / temperature, BLOCK=8192, num_warps=8)
+    return outputs  # type: ignore[return-value]
 
 
 def logit_gradient(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 
 def heads_for_tokens(query: Tensor, key: Tensor, value: Tensor, num_tokens: int, group: dist.ProcessGroup) -> list[Tensor]:
@@ -32,7 +33,7 @@ def heads_for_tokens(query: Tensor, key: Tensor, value: Tensor, num_tokens: int,
     whole = [query, *(_repeated(x, ranks) for x in (key, value))]
     blocks = [x[0].unflatten(0, (ranks, -1)) for x in whole]  # [W, H / W, n, D]
     flat = [block.flatten(1) for block in blocks]
-    received = _Exchange.apply(torch.cat(flat, 1), group).split([x.shape[1] for x in flat], 1)
+    received = _exchange(torch.cat(flat, 1), group).split([x.shape[1] for x in flat], 1)
     parts = (x.view(block.shape).transpose(0, 1).flatten(1, 2) for x, block in zip(received, blocks, strict=True))
     return [x[None, :, :num_tokens] for x in parts]
 
@@ -41,7 +42,7 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Give away heads, get tokens: [1, N, H / W, D] of all tokens becomes [1, n, H, D] of this rank's; what fills up the parts is 0."""
     ranks = group.size()
     filled = F.pad(x[0], (0, 0, 0, 0, 0, -x.shape[1] % ranks))
-    received = _Exchange.apply(filled.unflatten(0, (ranks, -1)), group)  # [W, n, H / W, D]
+    received = _exchange(filled.unflatten(0, (ranks, -1)), group)  # [W, n, H / W, D]
     return received.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -65,24 +66,9 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, 1)
 
 
-class _Exchange(torch.autograd.Function):
+def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[W, ...]: entry i goes to rank i, entry i of the result comes from it. The gradient goes the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(blocks, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grads[0], ctx.group), None
-
-
-def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    blocks = blocks.contiguous()
-    received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=group)
-    return received
+    return all_to_all_single(torch.empty_like(blocks, memory_format=torch.contiguous_format), blocks.contiguous(), group=group)
 
 
 class _Gather(torch.autograd.Function):

@@ -6,13 +6,12 @@ validation at step 10: val-core/x/acc/mean@1 0.731
 ```
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from types import FrameType
@@ -24,15 +23,30 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-_COLUMNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("reward", ".3f", ("critic/score/mean",)),
-    # KL to the reference where the run has one, else KL of the update.
-    ("kl", ".4f", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")),
-    ("entropy", ".2f", ("actor/entropy",)),
-    ("length", ".1f", ("response_length/mean",)),
-    ("seconds", ".1f", ("timing_s/step",)),
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which metrics of a step are shown."""
+
+    columns: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """(label, number format, metrics of which the first present one is shown); the last are the seconds."""
+    curve: tuple[str, str]
+    """The label and the metric whose course is drawn."""
+    validation: tuple[str, ...] = ("val-core/",)
+    """How the names of validation results begin."""
+
+
+PPO_VIEW = View(
+    (
+        ("reward", ".3f", ("critic/score/mean",)),
+        # KL to the reference where the run has one, else KL of the update.
+        ("kl", ".4f", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")),
+        ("entropy", ".2f", ("actor/entropy",)),
+        ("length", ".1f", ("response_length/mean",)),
+        ("seconds", ".1f", ("timing_s/step",)),
+    ),
+    curve=("reward", "critic/score/mean"),
 )
-"""(label, number format, metrics of which the first present one is shown)"""
 
 _RECENT_STEPS = 8
 _SPARKLINE_WIDTH = 50
@@ -55,7 +69,7 @@ class Display:
         """A stage of the step has begun."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step number `step` (from 1) is done. Metrics under val-core/ are shown as validation results."""
+        """Step number `step` (from 1) is done. Some of the metrics, as the view says, are shown as validation results."""
 
     def message(self, text: str) -> None:
         """Show a text that stays."""
@@ -70,20 +84,20 @@ class Display:
         self.close()
 
 
-def make_display(stream: TextIO | None = None) -> Display:
+def make_display(stream: TextIO | None = None, view: View = PPO_VIEW) -> Display:
     """A live view when `stream` (default: standard output) is a terminal that no debugger needs, else plain lines."""
     stream = sys.stdout if stream is None else stream
     is_capable = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if is_capable and not _is_under_debugger():
-        return LiveDisplay(Console(file=stream, force_terminal=True))
-    return PlainDisplay(stream)
+        return LiveDisplay(Console(file=stream, force_terminal=True), view)
+    return PlainDisplay(stream, view)
 
 
 class PlainDisplay(Display):
     """One line a step, which has the time of every stage; flushed, without control codes: for files, pipes and debuggers."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, view: View = PPO_VIEW) -> None:
+        self._stream, self._view = stream, view
         self._total_steps = 0
 
     def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
@@ -92,7 +106,7 @@ class PlainDisplay(Display):
             self.message(title)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        for line in _lines(step, self._total_steps, metrics):
+        for line in _lines(step, self._total_steps, metrics, self._view):
             self.message(line)
 
     def message(self, text: str) -> None:
@@ -112,8 +126,8 @@ class LiveDisplay(Display):
 
     shows_stages = True
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, view: View = PPO_VIEW) -> None:
+        self._console, self._view = console, view
         self._reset(total_steps=0, first_step=0, title="")
         self._live = self._new_live()
         self._is_open = False
@@ -127,7 +141,7 @@ class LiveDisplay(Display):
         self._stage: tuple[str, float] | None = None
         self._done_at = [time.monotonic()]
         self._recent: list[tuple[int, list[str]]] = []
-        self._rewards: list[float] = []
+        self._curve: list[float] = []
         self._stage_times = ""
 
     def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
@@ -144,14 +158,16 @@ class LiveDisplay(Display):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._return_from_debugger()
         # Lists are replaced or appended to, never cut: the refresh thread may be reading them.
-        if _has_step(metrics):
+        if _has_step(metrics, self._view):
             self._done = step
             self._done_at = [*self._done_at[-_RECENT_STEPS:], time.monotonic()]
-            self._recent = [*self._recent[1 - _RECENT_STEPS :], (step, _cells(metrics))]
-            self._rewards.append(float(metrics.get("critic/score/mean", math.nan)))
+            self._recent = [*self._recent[1 - _RECENT_STEPS :], (step, _cells(metrics, self._view))]
+            self._curve.append(float(metrics.get(self._view.curve[1], math.nan)))
             self._stage_times = _stage_times(metrics)
         is_live = self._live.is_started
-        for line in _validation_lines(step, metrics) if is_live else _lines(step, self._total_steps, metrics):
+        for line in (
+            _validation_lines(step, metrics, self._view) if is_live else _lines(step, self._total_steps, metrics, self._view)
+        ):
             self.message(line)
         if is_live:
             self._live.refresh()
@@ -200,12 +216,12 @@ class LiveDisplay(Display):
             name, since = stage
             parts.append(Text(f"{name}  {time.monotonic() - since:.0f} s"))
         if self._recent:
-            parts.append(_recent_table(self._recent))
+            parts.append(_recent_table(self._recent, self._view))
         if self._stage_times:
             parts.append(Text(f"seconds  {self._stage_times}"))
         bars = _ASCII_BARS if self._console.options.ascii_only else _BARS
-        if curve := sparkline(self._rewards, _SPARKLINE_WIDTH, bars):
-            parts.append(Text(f"reward  {curve}", no_wrap=True))
+        if curve := sparkline(self._curve, _SPARKLINE_WIDTH, bars):
+            parts.append(Text(f"{self._view.curve[0]}  {curve}", no_wrap=True))
         return Group(*parts)
 
     def _progress(self) -> Table:
@@ -249,38 +265,38 @@ def _finite_mean(numbers: Sequence[float]) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def _recent_table(rows: Sequence[tuple[int, list[str]]]) -> Table:
-    labels = ("step", *(label for label, _, _ in _COLUMNS))
+def _recent_table(rows: Sequence[tuple[int, list[str]]], view: View) -> Table:
+    labels = ("step", *(label for label, _, _ in view.columns))
     table = Table(*(Column(label, justify="right") for label in labels), box=None, pad_edge=False)
     for step, cells in rows:
         table.add_row(str(step), *cells)
     return table
 
 
-def _lines(step: int, total_steps: int, metrics: Mapping[str, float]) -> list[str]:
+def _lines(step: int, total_steps: int, metrics: Mapping[str, float], view: View) -> list[str]:
     """The step in one line, then its validation results."""
-    *cells, seconds = _cells(metrics)
-    shown = "  ".join(f"{label} {cell}" for (label, _, _), cell in zip(_COLUMNS, cells, strict=False))
+    *cells, seconds = _cells(metrics, view)
+    shown = "  ".join(f"{label} {cell}" for (label, _, _), cell in zip(view.columns, cells, strict=False))
     stages = _stage_times(metrics)
     line = f"step {step}/{total_steps}  {shown}  {seconds} s" + (f"  ({stages})" if stages else "")
-    return [*([line] if _has_step(metrics) else []), *_validation_lines(step, metrics)]
+    return [*([line] if _has_step(metrics, view) else []), *_validation_lines(step, metrics, view)]
 
 
-def _validation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+def _validation_lines(step: int, metrics: Mapping[str, float], view: View) -> list[str]:
     return [
         f"validation at step {step}: {name} {_number(value, '.3f')}"
         for name, value in metrics.items()
-        if name.startswith("val-core/")
+        if name.startswith(view.validation)
     ]
 
 
-def _has_step(metrics: Mapping[str, float]) -> bool:
+def _has_step(metrics: Mapping[str, float], view: View) -> bool:
     """False for the metrics of a validation alone, such as the one before the first step."""
-    return not _validation_lines(0, metrics) or any(cell != "-" for cell in _cells(metrics))
+    return not _validation_lines(0, metrics, view) or any(cell != "-" for cell in _cells(metrics, view))
 
 
-def _cells(metrics: Mapping[str, float]) -> list[str]:
-    return [_number(next((metrics[n] for n in names if n in metrics), None), spec) for _, spec, names in _COLUMNS]
+def _cells(metrics: Mapping[str, float], view: View) -> list[str]:
+    return [_number(next((metrics[n] for n in names if n in metrics), None), spec) for _, spec, names in view.columns]
 
 
 def _stage_times(metrics: Mapping[str, float]) -> str:

@@ -97,15 +97,16 @@ def average_updates(updates: Sequence[Metrics]) -> dict[str, float]:
     """One number a metric for a training step that made several optimizer steps.
 
     Max gives the largest and Min the smallest value; Mean and Sum the arithmetic mean of their values, every update
-    counting the same. A Mean of weight 0 measured nothing and is left out (nan when no update measured it). A metric
-    may be missing in some updates. Raises TypeError when a name has different kinds in different updates.
+    counting the same. A Mean of weight 0 measured nothing and is left out, the metric too when no update measured it. A
+    metric may be missing in some updates. Raises TypeError when a name has different kinds in different updates.
     """
-    return {name: _over_updates(found) for name, found in _by_name(updates).items()}
+    measured = ({name: metric for name, metric in update.items() if _is_measured(metric)} for update in updates)
+    return {name: _over_updates(found) for name, found in _by_name(list(measured)).items()}
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """The number each metric stands for."""
-    return {name: metric.value for name, metric in metrics.items()}
+    """The number that each metric stands for; what was not measured has none and is left out."""
+    return {name: metric.value for name, metric in metrics.items() if _is_measured(metric)}
 
 
 def _by_name(parts: Sequence[Metrics]) -> dict[str, list[Metric]]:
@@ -119,6 +120,10 @@ def _by_name(parts: Sequence[Metrics]) -> dict[str, list[Metric]]:
     return found
 
 
+def _is_measured(metric: Metric) -> bool:
+    return not (isinstance(metric, Mean) and metric.weight == 0)
+
+
 def _merged(found: list[Metric]) -> Metric:
     return reduce(lambda a, b: a.merge(b), found)
 
@@ -126,8 +131,7 @@ def _merged(found: list[Metric]) -> Metric:
 def _over_updates(found: list[Metric]) -> float:
     if isinstance(found[0], Max | Min):
         return _merged(found).value
-    measured = [m.value for m in found if not (isinstance(m, Mean) and m.weight == 0)]
-    return sum(measured) / len(measured) if measured else math.nan
+    return sum(metric.value for metric in found) / len(found)
 
 
 def _nan_or(choose: Callable[[float, float], float], a: float, b: float) -> float:

@@ -1,7 +1,5 @@
 """How long each stage of a training step takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,6 +6,7 @@ run goes on.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -26,8 +27,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in KNOWN_TRACKERS:
             raise ConfigError(f"trainer.logger names {name!r}, which is not known; choose some of: {', '.join(KNOWN_TRACKERS)}")
-        if name in _PACKAGES:
-            _PACKAGES[name]()
+        if name in _STARTS:
+            _starter(name)
 
 
 class Tracker(Protocol):
@@ -142,7 +143,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         # Older event files in the folder: TensorBoard hides their points from this step on.
         first_step = 0 if resume_step is None else resume_step + 1
-        self._writer = _summary_writer()(str(folder), purge_step=first_step)
+        self._writer = _starter("tensorboard")(str(folder), purge_step=first_step)
         self._writer.add_text("config", f"<pre>{json.dumps(dict(config), indent=2, default=str)}</pre>", resume_step or 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -161,7 +162,7 @@ class _Wandb:
         # A resumed run continues the same curve. Steps it repeats are there already: wandb ignores them.
         id_file = run_dir / "wandb_run_id.txt"
         run_id = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
-        self._run = _wandb_init()(
+        self._run = _starter("wandb")(
             project=project_name, name=experiment_name, dir=str(run_dir), config=dict(config), id=run_id, resume="allow"
         )
         id_file.write_text(f"{self._run.id}\n")
@@ -173,25 +174,20 @@ class _Wandb:
         self._run.finish(exit_code=exit_code)
 
 
-def _summary_writer() -> Any:
+_STARTS = {"tensorboard": ("torch.utils.tensorboard", "SummaryWriter"), "wandb": ("wandb", "init")}
+"""Tracker, which is its package -> the module and the name in it that starts it."""
+
+
+def _starter(tracker: str) -> Any:
+    module, name = _STARTS[tracker]
     try:
-        import tensorboard  # noqa: F401  (torch's module is there without it)
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtra("the tensorboard logger", "tensorboard", "logging") from error
-    return SummaryWriter
-
-
-def _wandb_init() -> Any:
-    try:
-        # `import wandb` would also accept a folder of that name, as wandb itself leaves behind.
-        from wandb import init
-    except ImportError as error:
-        raise MissingExtra("the wandb logger", "wandb", "logging") from error
-    return init
-
-
-_PACKAGES = {"tensorboard": _summary_writer, "wandb": _wandb_init}
+        importlib.import_module(tracker)  # torch's module of tensorboard is there without it
+        return getattr(importlib.import_module(module), name)
+    except (
+        ImportError,
+        AttributeError,
+    ) as error:  # a folder of that name, as wandb leaves behind, can be imported but has no such name
+        raise MissingExtra(f"the {tracker} logger", tracker, "logging") from error
 
 
 def _strict(value: float) -> float | str:

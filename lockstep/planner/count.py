@@ -12,8 +12,6 @@ megatron    e P / C + 4 T/R   with the weights     8 T / R   with the weights
 Gradients of several micro-batches are added up whole before they are divided: 4 T / C.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ such models the larger; weights that the rollout borrows come last, since it the
 that decided, a trained model recomputes as little as fits. Where not even the last choice fits into SHARE, they may fill LIMIT.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

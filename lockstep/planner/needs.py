@@ -1,13 +1,11 @@
 """The models of a worker as a plan counts them, and what a plan decided as the configuration that the worker loads them with."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts
+from lockstep.config.actor_rollout_ref import PPO_KEYS, ActorRolloutRefConfig, Parts, PolicyKeys
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.config.reward import RewardModelConfig
@@ -34,21 +32,27 @@ class Needs:
 
 
 def policy_needs(
-    config: ActorRolloutRefConfig, parts: Parts, *, load: Load, world_size: int, element: int
+    config: ActorRolloutRefConfig,
+    parts: Parts,
+    names: PolicyKeys = PPO_KEYS,
+    *,
+    load: Load,
+    world_size: int,
+    element: int,
+    head: Head = Head.LANGUAGE_MODEL,
 ) -> tuple[list[Model], Rollout | None]:
-    """The actor, the reference and the rollout, as far as they are among `parts`; `element` as in `count_model`."""
+    """The actor, the reference and the rollout, as far as they are among `parts`; `element` as in `count_model`, `names` for messages."""
     actor, ref, model = config.actor, config.ref, config.model
-    options: Any = {"model": model, "head": Head.LANGUAGE_MODEL, "load": load, "world_size": world_size, "element": element}
+    options: Any = {"model": model, "head": head, "load": load, "world_size": world_size, "element": element}
     models = []
     if parts.actor:
         # With adapters the actor is the reference too.
         passes = ("old_log_prob", "ref") if parts.reference and model.lora_rank else ("old_log_prob",)
-        keys = _trained_keys("actor_rollout_ref.actor", "actor_rollout_ref.model")
+        keys = _trained_keys(names.engine, names.tokens, names.model)
         budget = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
     if config.loads_reference(parts):
-        section = "actor_rollout_ref.ref"
-        keys = Keys(f"{section}.log_prob_max_token_len_per_gpu", f"{section}.param_offload", moments=None, recompute=None)
+        keys = Keys(names.reference_tokens, names.reference_offload, moments=None, recompute=None)
         tokens = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
         budget = (tokens, ref.log_prob_micro_batch_size_per_gpu)
         models.append(count_model("ref", keys, ("ref",), None, choice=config.reference_engine, budget=budget, **options))
@@ -64,17 +68,17 @@ def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, worl
     options: Any = {"choice": config, "model": config.model, "load": load, "world_size": world_size, "element": element}
     if isinstance(config, CriticConfig):
         budget = (config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
-        keys = _trained_keys("critic", "critic.model")
+        keys = _trained_keys("critic", "critic.ppo_max_token_len_per_gpu", "critic.model")
         return count_model("critic", keys, ("values",), "update_critic", head=Head.VALUE, budget=budget, **options)
     keys = Keys("reward_model.max_token_len_per_gpu", "reward_model.fsdp_config.param_offload", moments=None, recompute=None)
     budget = (config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
     return count_model("reward_model", keys, ("reward_model",), None, head=Head.SCORE, budget=budget, **options)
 
 
-def _trained_keys(section: str, model: str) -> Keys:
-    """The keys of a model that learns: its section, and that of its model."""
+def _trained_keys(section: str, tokens: str, model: str) -> Keys:
+    """The keys of a model that learns: its section, its token budget, and the section of its model."""
     return Keys(
-        tokens=f"{section}.ppo_max_token_len_per_gpu",
+        tokens=tokens,
         weights=f"{section}.fsdp_config.param_offload",
         moments=f"{section}.fsdp_config.optimizer_offload",
         recompute=f"{model}.recompute=auto and {model}.enable_gradient_checkpointing=true",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.verl.command import check_arguments, from_verl
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.trainer.program import run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
@@ -20,37 +19,20 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line says; returns the exit status.
+    """Train as the command line says; returns the exit status. `--from-verl` takes file and arguments as verl's."""
+    return run_program(arguments, PPOConfig, _load, run)
 
-    `--config FILE` reads a YAML file, `--from-verl` takes file and arguments as verl's, `--help` lists the keys.
-    """
-    # Read when torch loads its OpenMP library. Threads that spin while they wait make a small model many times slower on busy cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in arguments or "-h" in arguments:
-        from lockstep.config.reference import command_line_help
 
-        print(command_line_help())
-        return 0
-    try:
-        config_file, overrides = _split_arguments(arguments)
-        if "--from-verl" in overrides:
-            overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
-        check_arguments(overrides)
-        run(load_config(overrides, config_file))
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+def _load(overrides: list[str], config_file: Path | None) -> PPOConfig:
+    if "--from-verl" in overrides:
+        overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
+    check_arguments(overrides)
+    return load_config(overrides, config_file)
 
 
 def run(config: PPOConfig) -> None:
     """Train, and say what came of it."""
     # After the configuration has been checked: these imports bring torch.
-    from lockstep.single_controller.ray.cluster import connect, disconnect
     from lockstep.trainer.summary import summarise
     from lockstep.utils.device import resolve_device
     from lockstep.workers.rollout.registry import check_installed
@@ -60,24 +42,17 @@ def run(config: PPOConfig) -> None:
     embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
     if not embedded:
         check_engines(config)
-    uses_ray = config.trainer.worker_group == "ray" or (config.trainer.worker_group == "auto" and config.needs_ray)
-    started_ray = uses_ray and connect(**config.ray_kwargs.ray_init)
-    try:
+    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
         if embedded:
             config = with_embedded_task(config)
             check_engines(config)
-        result = _train(config, uses_ray)
-    finally:
-        if started_ray:
-            disconnect()
+        result = _train(config, group_cls)
     print(summarise(result, embedded))
 
 
-def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
+def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
     """The tutorial's code: roles, workers, pools, rewards, trainer."""
     from lockstep.rewards.manager import RewardManager
-    from lockstep.single_controller.local import LocalWorkerGroup
-    from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -85,7 +60,6 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
-    ray_worker_group_cls = RayWorkerGroup if uses_ray else LocalWorkerGroup
     # The trainer starts no critic and no reference policy that the config does not use.
     role_worker_mapping: dict[Enum, type] = {
         Role.ActorRollout: ActorRolloutRefWorker,
@@ -108,7 +82,7 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
             resource_pool_spec["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
             mapping[Role.RewardModel] = "reward_pool"
 
-    judging = reward_arguments(config)
+    judging = reward_arguments(config.reward)
     reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0, **judging)
     # Validation always uses the function reward.
     val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, **judging)
@@ -128,15 +102,6 @@ def _train(config: PPOConfig, uses_ray: bool) -> FitResult:
         return trainer.fit()
     finally:
         trainer.close()
-
-
-def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    if "--config" not in arguments:
-        return None, arguments
-    at = arguments.index("--config")
-    if at + 1 == len(arguments):
-        raise ConfigError("--config needs a file name after it")
-    return Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any, cast
 from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig
+from lockstep.config.reward import JudgeConfig
+from lockstep.config.stage import StageConfig
 from lockstep.errors import ConfigError
 
 
@@ -53,13 +55,28 @@ def check_engines(config: PPOConfig) -> None:
         check_engine(choice, hf_config, world_size, resolve_device(config.trainer.device), key)
 
 
-def reward_arguments(config: PPOConfig) -> dict[str, Any]:
+def check_stage_engine(config: StageConfig, longest: int) -> None:
+    """The same for the model of a recipe that learns from files, whose rows have up to `longest` tokens."""
+    from lockstep.utils.device import resolve_device
+    from lockstep.utils.hf_config import read_model_config
+    from lockstep.workers.engine.registry import check_engine
+
+    model, section = config.model, config.trainer
+    hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+    context = getattr(hf_config, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise ConfigError(f"data.max_length={longest} tokens, but {model.path} holds {context}; lower data.max_length")
+    ranks = section.n_gpus_per_node * section.nnodes
+    check_engine(config.engine, hf_config, ranks, resolve_device(section.device), "engine")
+
+
+def reward_arguments(reward: JudgeConfig) -> dict[str, Any]:
     """The arguments of RewardManager that the config decides."""
     from lockstep.rewards.graders import register_score
     from lockstep.rewards.sandbox import make_sandbox
     from lockstep.utils.files import load_object
 
-    reward, custom = config.reward, config.reward.custom_reward_function
+    custom = reward.custom_reward_function
     for data_source, reference in reward.rules.items():
         register_score(data_source)(_function(f"reward.rules.{data_source}", reference))
     return {

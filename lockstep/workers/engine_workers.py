@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators
-from lockstep.config.actor_rollout_ref import POLICY_ROLES, ActorRolloutRefConfig
+from lockstep.config.actor_rollout_ref import POLICY_ROLES, PPO_KEYS, ActorRolloutRefConfig, PolicyKeys
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.load import Head
 from lockstep.observability.metrics import Metric
@@ -27,11 +27,12 @@ from lockstep.planner.memory import MemoryPlan, Model, Rollout
 from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
+from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.losses import make_policy_loss
+from lockstep.workers.losses import Loss, make_policy_loss
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
@@ -42,13 +43,12 @@ from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
-_ACTOR_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-
 
 class ActorRolloutRefWorker(ModelWorker):
-    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref or actor_rollout_ref.
+    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
-    A part is an attribute from `init_model` on; a part that the role does not have is no attribute.
+    A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
+    where it is not PPO's; `keys` are the names in messages and metrics; `head` is what the model has on top (models/load.py).
     """
 
     actor: ActorPart
@@ -63,7 +63,10 @@ class ActorRolloutRefWorker(ModelWorker):
         seed: int,
         pad_token_id: int,
         total_updates: int,
-        max_response_length: int,
+        max_response_length: int | None = None,
+        make_loss: Callable[[], Loss] | None = None,
+        keys: PolicyKeys = PPO_KEYS,
+        head: str = "language_model",
     ) -> None:
         super().__init__()
         if role not in POLICY_ROLES:
@@ -71,10 +74,12 @@ class ActorRolloutRefWorker(ModelWorker):
         self.config, self.role, self.parts = config, role, POLICY_ROLES[role]
         self.seed, self.pad_token_id = seed, pad_token_id
         self.total_updates, self.max_response_length = total_updates, max_response_length
+        self.make_loss, self.keys, self.head = make_loss, keys, Head[head.upper()]
 
     def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
         """See `ModelWorker.count`."""
-        return policy_needs(self.config, self.parts, load=load, world_size=self.world_size, element=self._dtype.itemsize)
+        options: Any = {"load": load, "world_size": self.world_size, "element": self._dtype.itemsize, "head": self.head}
+        return policy_needs(self.config, self.parts, self.keys, **options)
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
@@ -90,7 +95,8 @@ class ActorRolloutRefWorker(ModelWorker):
         spec = functools.partial(
             EngineSpec,
             model=config.model,
-            head=Head.LANGUAGE_MODEL,
+            head=self.head,
+            pad_token_id=self.pad_token_id if self.head is Head.SCORE else None,
             total_updates=self.total_updates,
             device=self.device,
             seed=self.seed,
@@ -100,7 +106,8 @@ class ActorRolloutRefWorker(ModelWorker):
             attention = choice.attention if choice is not None else None
             engine = make_engine(config.actor, spec(optim=config.actor.optim, decoder_attention=attention))
             self.actor = ActorPart(engine, config, self._dtype)
-            self._policy_loss = make_policy_loss(config.actor, config.actor.loss_scale_factor or float(self.max_response_length))
+            scale = config.actor.loss_scale_factor or float(self.max_response_length or 0)
+            self._loss = make_policy_loss(config.actor, scale) if self.make_loss is None else self.make_loss()
         if config.loads_reference(parts):
             engine = make_engine(config.reference_engine, spec(optim=None))
             self.ref = ReferencePart(engine, reference_budget(config))
@@ -142,15 +149,15 @@ class ActorRolloutRefWorker(ModelWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
         actor = self.actor
-        with self.memory.stage("old_log_prob", data.token_counts().tolist(), actor.budget, _ACTOR_KEY):
+        with self.memory.stage("old_log_prob", data.token_counts().tolist(), actor.budget, self.keys.tokens):
             out = actor.engine.forward(data, actor.budget, self.config.rollout.temperature)
         return out.rename(["log_probs"], ["old_log_probs"])
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes ref_log_prob under the reference."""
-        ref, key = self.ref, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
-        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
+        ref = self.ref
+        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, self.keys.reference_tokens), ref.active():
             out = ref.engine.forward(data, ref.budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 
@@ -158,15 +165,23 @@ class ActorRolloutRefWorker(ModelWorker):
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
         config, engine, budget = self.config.actor, self.actor.engine, self.actor.budget
-        loss_fn = functools.partial(self._policy_loss, denominators=denominators)
+        loss_fn = functools.partial(self._loss, denominators=denominators)
         temperature, entropy_grad = self.config.rollout.temperature, config.entropy_coeff != 0
         started = time.perf_counter()
-        with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, _ACTOR_KEY), engine.on_device():
+        with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, self.keys.tokens), engine.on_device():
             metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
             result = engine.optim_step()
-        metrics |= update_metrics("actor", engine, mini_batch, result, started)
+        metrics |= update_metrics(self.keys.name, engine, mini_batch, result, started)
         self._weights_changed()
         return metrics | self.memory.take_peaks()
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def evaluate(self, rows: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        """The loss's metrics on this rank's share of some rows, without an update."""
+        actor = self.actor
+        loss_fn = functools.partial(self._loss, denominators=denominators)
+        with self.memory.stage("evaluate", rows.token_counts().tolist(), actor.budget, self.keys.tokens):
+            return actor.engine.evaluate(rows, loss_fn, actor.budget)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_weights(self) -> list[tuple[str, Tensor]] | None:
@@ -203,10 +218,9 @@ class ActorRolloutRefWorker(ModelWorker):
         assert not self.parts.actor, f"the rollout of a worker of role {self.role} has the actor's weights"
         return self.rollout.engine.receive(offer, self.device, self.rank)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write the actor to a folder."""
-        self.actor.engine.save(Path(local_path))
+    @property
+    def trained(self) -> TrainEngine:
+        return self.actor.engine
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import masked_sum, zero_outside
-from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss
+from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss, read_loss
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
@@ -55,14 +55,15 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
         # The sampler's log-probs are here to be compared with, in some updates only: no loss may come to depend on them.
         given = {name: column for name, column in columns.items() if name != "rollout_log_probs"}
         given |= {"old_log_prob": old_log_probs, "log_prob": log_probs, "response_mask": mask}
-        token_loss, token_metrics = policy_loss.function(**policy_loss.arguments(given, rows))
+        result = policy_loss.function(**policy_loss.arguments(given, rows))
+        token_loss, token_metrics = read_loss(policy_loss, result, log_probs)
         if "rollout_is_weights" in columns:
             token_loss = token_loss * zero_outside(columns["rollout_is_weights"], mask)
         of_tokens = partial(aggregate, mask=mask, denominators=denominators, rows=rows)
         loss = of_tokens(token_loss)
         metrics: Metrics = {
-            "check/log_probs": _finite("log-probs", log_probs, mask, tokens),
-            "check/policy_loss": _finite("policy loss", token_loss, mask, tokens),
+            "check/log_probs": finite("log-probs", log_probs, mask, tokens),
+            "check/policy_loss": finite("policy loss", token_loss, mask, tokens),
             "actor/pg_loss": pending_sum(loss),
         }
         if config.entropy_coeff:
@@ -93,7 +94,7 @@ def make_value_loss(config: CriticConfig) -> Loss:
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.values is not None
         columns, mask = tokens.columns, tokens.columns["response_mask"].bool()
-        metrics: Metrics = {"check/values": _finite("values", outputs.values, mask, tokens)}
+        metrics: Metrics = {"check/values": finite("values", outputs.values, mask, tokens)}
         token_loss, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
             values=columns["values"],
@@ -128,10 +129,12 @@ def _against_sampler(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
     }
 
 
-def _finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Pending:
+def finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Pending:
     """A check of the values [M] under the mask."""
     return all_finite(name, zero_outside(values, mask), tokens.rows, tokens.indices)
 
 
 def _largest(values: Tensor, mask: Tensor) -> Pending:
-    return pending_max(torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(()))
+    """The largest value (none is below 0) over unmasked tokens; no metric where there are none."""
+    largest = torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(())
+    return pending_max(largest, mask.sum())

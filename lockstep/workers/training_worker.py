@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.critic import CriticConfig
 from lockstep.config.reward import RewardModelConfig
+from lockstep.data.scored_text import ScoredText
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Metric
@@ -77,6 +78,7 @@ class TrainingWorker(ModelWorker):
             asked = spec(head=Head.VALUE, optim=config.optim, max_tokens=limit)
         else:
             self.tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+            self._text = ScoredText(self.tokenizer)
             asked = spec(head=Head.SCORE, optim=None, pad_token_id=self.tokenizer.pad_token_id)
         self.engine = make_engine(config, asked)
 
@@ -111,18 +113,12 @@ class TrainingWorker(ModelWorker):
         return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
 
     def render(self, prompt: str | list[dict[str, str]], response: str) -> list[int]:
-        """The token ids that the reward model judges: its chat template over the conversation, or prompt and response in a row."""
-        if self.tokenizer.chat_template is None:
-            text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-            return self.tokenizer(text + response)["input_ids"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        messages.append({"role": "assistant", "content": response})
-        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        """The token ids that the reward model judges, those that `lockstep reward-model` trains it on."""
+        return self._text.ids(prompt, response)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write the model to a folder."""
-        self.engine.save(Path(local_path))
+    @property
+    def trained(self) -> TrainEngine:
+        return self.engine
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:

@@ -29,7 +29,7 @@ def slow_kl(logprob, ref_logprob, kind):
 def slow_gradient(logprob, ref_logprob, kind):
     d = logprob - ref_logprob
     k3_is_clamped = abs(d) > 20 or math.exp(-d) + d - 1 > 10
-    k1, abs_, k2, k3 = 1.0, math.copysign(1.0, d) if d else 0.0, d, 0.0 if k3_is_clamped else 1 - math.exp(-d)
+    k1, abs_, k2, k3 = 1.0, math.copysign(1.0, d) if abs(d) >= 1e-4 else 0.0, d, 0.0 if k3_is_clamped else 1 - math.exp(-d)
     by_kind = {"kl": k1, "k1": k1, "abs": abs_, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
     return k2 if kind.endswith("+") else by_kind[kind]
 

@@ -18,7 +18,7 @@ def test_bfloat16_inputs_are_summed_in_float32() -> None:
 
     def run(dtype: torch.dtype, max_logits: int) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
-        log_probs, entropy = chunked_log_probs(targets, 0.8, True, *leaves, max_logits=max_logits)
+        log_probs, entropy, _ = chunked_log_probs(targets, 0.8, True, *leaves, max_logits=max_logits)
         assert log_probs.dtype == torch.float32
         gradients = torch.autograd.grad((weights[0] * log_probs + weights[1] * entropy).sum(), leaves)
         return [log_probs, entropy, *(g.float() for g in gradients)]
@@ -34,7 +34,7 @@ def test_the_logits_are_never_whole() -> None:
     weight = torch.randn(150_000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(16_384, device="cuda", dtype=torch.int64)
     torch.cuda.reset_peak_memory_stats()
-    log_probs, _ = chunked_log_probs(targets, 1.0, False, hidden, weight)
+    log_probs, *_ = chunked_log_probs(targets, 1.0, False, hidden, weight)
     log_probs.sum().backward()
     assert torch.cuda.max_memory_allocated() < 8e9
 
@@ -53,8 +53,11 @@ def test_the_kernels_give_what_plain_float64_gives_with_forbidden_tokens_among_t
     def run(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in (hidden, weight)]
         columns = chunked_log_probs(targets.to(device), 0.8, True, *leaves, bias.to(device, dtype), max_logits=16 * 70_000)
-        loss = sum((w.to(device, dtype) * column).sum() for w, column in zip(weights, columns, strict=True))
+        loss = sum((w.to(device, dtype) * column).sum() for w, column in zip(weights, columns, strict=False))
         return [x.double().cpu() for x in (*columns, *torch.autograd.grad(loss, leaves))]
 
-    for mine, want in zip(run("cuda", torch.float32), run("cpu", torch.float64), strict=True):
-        assert (mine - want).abs().max() <= 3e-6 * want.abs().max()
+    found, expected = run("cuda", torch.float32), run("cpu", torch.float64)
+    sizes = [want.abs().max() for want in expected]
+    sizes[2] = sizes[0]  # the largest log-prob is near 0: it is a difference of numbers as large as the others'
+    for mine, want, size in zip(found, expected, sizes, strict=True):
+        assert (mine - want).abs().max() <= 3e-6 * size

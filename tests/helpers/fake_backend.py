@@ -10,13 +10,13 @@ from torch import Tensor
 from helpers.fake_model import FakeModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.cpu.backend import CPUBackend
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.sampling import sample
 
 
-class FakeBackend(CPUBackend):
-    """See CPUBackend."""
+class FakeBackend(TorchBackend):
+    """See TorchBackend: its loop alone."""
 
     def __init__(self, model: FakeModel, mixed: bool = True) -> None:
         self.model, self.page_size, self.num_pages, self.mixed = model, model.page_size, model.num_pages, mixed

@@ -248,8 +248,8 @@ class CheckedScheduler(Scheduler):
         for mine, theirs in pairs:
             for own, other in zip(mine, theirs, strict=True):
                 assert number.setdefault(other, own) == own
-        assert len(set(number.values())) == len(number) == self.pool.num_used
-        assert all(self.pool.holders(own) == plain.holders(page) for page, own in number.items())
+        assert len(set(number.values())) == len(number) == self.pool.capacity - self.pool.num_free
+        assert all(self.pool._holders[own] == plain.holders(page) for page, own in number.items())
         # Who was preempted later in the plan has given up its copy, or the page that another has copied.
         for page, source in expected_copies.items():
             assert page not in number or number[page] in copies

@@ -17,14 +17,15 @@ from lockstep.algorithms.rows import Rows
 from lockstep.models.chunked_head import ChunkedLoss, LossPass, TokenOutputs, chunked_log_probs
 from lockstep.models.packing import TokenRows
 from lockstep.models.vocabulary_part import VocabularyPart
+from lockstep.workers.engine.base import LANGUAGE_COLUMNS
 
 
 def plain_log_probs(
     targets: Tensor, temperature: float, entropy_grad: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     log_probs = torch.log_softmax((hidden @ weight.t() + (0 if bias is None else bias)) / temperature, dim=-1)
     own = log_probs[torch.arange(len(targets)), targets]
-    return own, -(log_probs.exp() * log_probs).sum(-1)
+    return own, -(log_probs.exp() * log_probs).sum(-1), log_probs.detach().amax(-1)
 
 
 @settings(deadline=None, max_examples=40)
@@ -48,9 +49,9 @@ def test_values_and_gradients_equal_the_logits_written_out(
     def run(function: Callable[..., Any], **options: Any) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in inputs]
         bias = leaves[2] if with_bias else None
-        log_probs, entropy = function(targets, temperature, entropy_grad, leaves[0], leaves[1], bias, **options)
+        log_probs, entropy, top = function(targets, temperature, entropy_grad, leaves[0], leaves[1], bias, **options)
         loss = (weights[0] * log_probs).sum() + ((weights[1] * entropy).sum() if entropy_grad else 0)
-        return log_probs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)
+        return log_probs.detach(), entropy.detach(), top.detach(), *torch.autograd.grad(loss, leaves)
 
     mine, want = run(chunked_log_probs, max_logits=max_logits), run(plain_log_probs)
     for a, b in zip(mine, want, strict=True):
@@ -92,7 +93,7 @@ def test_a_loss_taken_chunk_by_chunk_is_that_of_the_log_probs(
             assert sum(metrics["rows"] for _, metrics, _ in asked.found) == len(sizes)
         else:
             columns = chunked_log_probs(targets, temperature, entropy_grad, *layer)
-            loss = asked.loss_of(dict(zip(("log_probs", "entropys"), columns, strict=True)), rows)
+            loss = asked.loss_of(dict(zip(LANGUAGE_COLUMNS, columns, strict=True)), rows)
         found = sum(part for part, _, _ in asked.found)
         return found, *torch.autograd.grad(loss, leaves, materialize_grads=True)
 
@@ -112,7 +113,8 @@ def test_a_divided_vocabulary_gives_what_a_whole_one_gives(ranks: int, vocab: in
     def gradients(hidden: Tensor, weight: Tensor, part: VocabularyPart | None) -> tuple[Tensor, ...]:
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         columns = chunked_log_probs(targets, 0.7, True, *leaves, part=part, max_logits=2 * rows)
-        loss = sum((w * column).sum() for w, column in zip(loss_weights, columns, strict=True))
+        assert not columns[2].requires_grad
+        loss = sum((w * column).sum() for w, column in zip(loss_weights, columns, strict=False))
         return *(column.detach() for column in columns), *torch.autograd.grad(loss, leaves)
 
     def on_rank() -> tuple[Tensor, ...]:
@@ -122,11 +124,12 @@ def test_a_divided_vocabulary_gives_what_a_whole_one_gives(ranks: int, vocab: in
         return gradients(hidden, mine, VocabularyPart(dist.group.WORLD, start, size, most=rows))
 
     results = run_distributed(on_rank, ranks)
-    log_probs, entropy, hidden_grad, weight_grad = gradients(hidden, weight, None)
+    *columns, hidden_grad, weight_grad = gradients(hidden, weight, None)
+    torch.testing.assert_close(columns[2], torch.log_softmax(hidden @ weight.t() / 0.7, -1).amax(-1), atol=1e-12, rtol=0)
     for result in results:
-        torch.testing.assert_close(result[:2], (log_probs, entropy), atol=1e-12, rtol=0)
-    torch.testing.assert_close(sum(result[2] for result in results), hidden_grad, atol=1e-12, rtol=0)
-    parts = torch.cat([result[3] for result in results])
+        torch.testing.assert_close(result[:3], tuple(columns), atol=1e-12, rtol=0)
+    torch.testing.assert_close(sum(result[3] for result in results), hidden_grad, atol=1e-12, rtol=0)
+    parts = torch.cat([result[4] for result in results])
     torch.testing.assert_close(parts[:vocab], weight_grad, atol=1e-12, rtol=0)
     assert not parts[vocab:].any()
 
@@ -134,7 +137,7 @@ def test_a_divided_vocabulary_gives_what_a_whole_one_gives(ranks: int, vocab: in
 def test_a_forbidden_token_makes_neither_entropy_nor_gradient_nan() -> None:
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[1.0], [0.5], [0.0]], requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf])
-    log_probs, entropy = chunked_log_probs(torch.tensor([0]), 2.0, True, hidden, weight, bias)
+    log_probs, entropy, _ = chunked_log_probs(torch.tensor([0]), 2.0, True, hidden, weight, bias)
     (log_probs.sum() + entropy.sum()).backward()
     torch.testing.assert_close(entropy[0], torch.distributions.Categorical(logits=torch.tensor([0.5, 0.25])).entropy())
     assert torch.isfinite(hidden.grad).all()
@@ -163,7 +166,7 @@ def test_neither_pass_makes_or_keeps_a_tensor_of_tokens_times_vocabulary() -> No
     def run(function: Callable[..., Any], **options: Any) -> int:
         saved.clear()
         with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-            log_probs, entropy = function(targets, 1.0, True, hidden, weight, None, **options)
+            log_probs, entropy, *_ = function(targets, 1.0, True, hidden, weight, None, **options)
             (log_probs.sum() + entropy.sum()).backward()
         return largest.numel
 
@@ -180,7 +183,7 @@ def test_a_vocabulary_that_is_split_over_ranks_gives_the_same_log_probs_entropy_
 
     def run(rows: slice, part: VocabularyPart | None) -> list[torch.Tensor]:
         own = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_(), bias[rows].clone().requires_grad_()]
-        log_probs, entropy = chunked_log_probs(targets, 0.7, True, *own, part=part, max_logits=16)
+        log_probs, entropy, _ = chunked_log_probs(targets, 0.7, True, *own, part=part, max_logits=16)
         (log_probs.sum() + 0.3 * (entropy**2).sum()).backward()
         return [log_probs.detach(), entropy.detach(), *(tensor.grad for tensor in own)]
 

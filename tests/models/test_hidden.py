@@ -50,10 +50,10 @@ def test_a_model_gives_the_same_numbers_and_gradients_with_and_without_logits(fa
         if without_logits:
             hand_out_hidden(model)
             read = partial(chunked_log_probs, targets, 0.7, entropy_grad)
-            log_probs, entropy = model(**inputs, read=read, read_at=predict_at)
+            log_probs, entropy, _ = model(**inputs, read=read, read_at=predict_at)
         else:
             logits = model(**inputs, logits_to_keep=predict_at).logits[0]
-            log_probs, entropy = logits_log_probs(logits, targets, 0.7, entropy_grad)
+            log_probs, entropy, _ = logits_log_probs(logits, targets, 0.7, entropy_grad)
         assert entropy.requires_grad == entropy_grad
         (weights[0] * log_probs + weights[1] * entropy).sum().backward()
         return log_probs.detach(), entropy.detach(), [p.grad for p in model.parameters()]

@@ -70,3 +70,25 @@ def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"model\.safetensors cannot be read"):
         WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize(("value", "words"), [(float("nan"), "1 NaN and 0 inf"), (float("-inf"), "0 NaN and 1 inf")])
+@pytest.mark.parametrize("safe", [True, False], ids=["read in parts", "loaded whole"])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, words: str, safe: bool) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[7, 3] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=rf"the weight model\.layers\.1\.mlp\.up_proj\.weight has {words} among 1536"):
+        if safe:
+            WeightFiles(tmp_path).read("model.layers.1.mlp.up_proj.weight", 0, 48)
+        else:
+            load_model(ModelConfig(path=str(tmp_path)), Head.LANGUAGE_MODEL, seed=0)
+
+
+def test_large_weights_whose_sum_overflows_are_finite(tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    assert WeightFiles(tmp_path).read("lm_head.weight", 0, 32).max() == 3e38

@@ -1,11 +1,23 @@
-import torch
+from pathlib import Path
 
-from lockstep.models.outputs import logits_log_probs
+import pytest
+import torch
+from helpers.families import FAMILIES
+from helpers.tiny import save_tiny_model
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from lockstep.config.engine import ModelConfig
+from lockstep.errors import ConfigError
+from lockstep.models.load import Head, load_model
+from lockstep.models.outputs import ScoreLayer, logits_log_probs
+from lockstep.models.packing import pack_sequences
+from lockstep.protocol import Ragged
 
 
 def test_a_forbidden_token_makes_neither_entropy_nor_gradient_nan() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 0.5], [0.2, 0.1, -torch.inf]], requires_grad=True)
-    log_probs, entropy = logits_log_probs(logits, torch.tensor([0, 1]), 2.0, entropy_grad=True)
+    log_probs, entropy, _ = logits_log_probs(logits, torch.tensor([0, 1]), 2.0, entropy_grad=True)
     (log_probs.sum() + entropy.sum()).backward()
     assert torch.isfinite(entropy).all()
     assert torch.isfinite(logits.grad).all()
@@ -17,3 +29,36 @@ def test_the_entropy_has_a_gradient_only_when_asked_for() -> None:
     logits, targets = torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1])
     assert logits_log_probs(logits, targets, 2.0, entropy_grad=True)[1].requires_grad
     assert not logits_log_probs(logits, targets, 2.0, entropy_grad=False)[1].requires_grad
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi", "gpt_neox", "gpt2", "mixtral"]
+)
+def test_scores_of_packed_rows_are_those_of_transformers_padded_block(model_type: str, tmp_path: Path) -> None:
+    """A row that ends with the padding token too, which transformers does not read."""
+    path = save_tiny_model(tmp_path, model_type, score_head=True, **FAMILIES[model_type])
+    rows = Ragged.from_rows([[5, 6, 7, 8, 9, 10, 11], [3], [4, 9, 0], [12, 0, 13, 14]])
+    packed = pack_sequences(rows, 0, torch.device("cpu"))
+    block, mask = rows.pad(0), rows.like(torch.ones_like(rows.values)).pad(0)
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    with torch.no_grad():
+        scores = load_model(ModelConfig(path=path), Head.SCORE, seed=0, pad_token_id=0).eval()(
+            **packed.inputs, read_at=packed.predict_at
+        )
+        expected = model(input_ids=block, attention_mask=mask).logits[:, 0]
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+    assert expected.std() > 0.01
+
+
+def test_a_head_that_is_no_linear_layer_named_score_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "roberta", score_head=True, is_decoder=True)
+    with pytest.raises(ConfigError, match="RobertaForSequenceClassification has no linear layer named score"):
+        load_model(ModelConfig(path=path), Head.SCORE, seed=0)
+
+
+def test_the_score_layer_computes_in_float32() -> None:
+    layer = nn.Linear(64, 1, bias=False).bfloat16()
+    hidden = torch.randn(8, 64, dtype=torch.bfloat16)
+    expected = hidden.double() @ layer.weight.double().t()
+    layer.__class__ = ScoreLayer
+    torch.testing.assert_close(layer(hidden).double(), expected, atol=1e-6, rtol=0)

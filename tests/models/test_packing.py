@@ -13,7 +13,6 @@ from lockstep.models.packing import (
     PackedRows,
     cut_into_micro_batches,
     pack_rows,
-    pad_rows,
     shared_prompt_tokens,
 )
 from lockstep.protocol import DataProto, Ragged
@@ -103,7 +102,69 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() ->
         assert shared_prompt_tokens(data) == [0, 2, 0, 0, 0]
 
 
-def test_padded_rows_carry_a_mask_that_does_not_depend_on_the_ids() -> None:
-    ids, mask = pad_rows(Ragged.from_rows([[4, 0, 5], [0]]), pad_token_id=0, device=torch.device("cpu"))
-    assert ids.tolist() == [[4, 0, 5], [0, 0, 0]]
-    assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+UNITS = st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=3), min_size=1, max_size=8)
+
+
+@given(units=UNITS, max_tokens=st.integers(33, 60), max_rows=st.none() | st.integers(3, 6), alike=st.booleans())
+def test_units_are_whole_in_micro_batches_and_in_chunks(
+    units: list[list[tuple[int, int]]], max_tokens: int, max_rows: int | None, alike: bool
+) -> None:
+    """Prompts are `alike` in a unit, as in a pair, or all differ."""
+    prompts = [[number if alike else 10 * number + i] * unit[0][0] for number, unit in enumerate(units) for i in range(len(unit))]
+    responses = [[1] * t for unit in units for _, t in unit]
+    ids = [number for number, unit in enumerate(units) for _ in unit]
+    data = DataProto.from_dict(
+        {"prompts": Ragged.from_rows(prompts), "responses": Ragged.from_rows(responses), "unit": torch.tensor(ids)}
+    )
+    counts, shared, budget = data.token_counts().tolist(), shared_prompt_tokens(data), Budget(max_tokens, max_rows)
+    batches = cut_into_micro_batches(counts, budget, shared, data.units())
+    assert [row for batch in batches for row in batch] == list(range(len(ids)))
+    homes = {unit: {i for i, batch in enumerate(batches) if any(ids[row] == unit for row in batch)} for unit in ids}
+    assert all(len(home) == 1 for home in homes.values())
+    for batch in batches:
+        packed = pack_rows(data.select_idxs(batch), torch.device("cpu"))
+        assert len(batch) <= max_rows if max_rows else packed.input_ids.shape[1] <= max_tokens
+        chunks = packed.tokens.chunks(20) or []
+        assert [unit for chunk in chunks for unit in chunk.row_columns["unit"].tolist()] == [ids[row] for row in batch]
+        assert all(chunk.rows.num_tokens <= 20 for chunk in chunks)
+        for before, after in pairwise(chunks):
+            assert before.row_columns["unit"][-1] != after.row_columns["unit"][0]
+
+
+def test_a_pair_costs_its_prompt_once_and_a_chunk_holds_it_whole() -> None:
+    prompts, responses = Ragged.from_rows([[1] * 7] * 4), Ragged.from_rows([[2] * 3, [3] * 5, [4] * 2, [5] * 2])
+    data = DataProto.from_dict({"prompts": prompts, "responses": responses, "unit": torch.tensor([0, 0, 1, 1])})
+    assert pack_rows(data.select_idxs([0, 1]), torch.device("cpu")).input_ids.shape[1] == 7 + 3 + 5
+    tokens = pack_rows(data, torch.device("cpu")).tokens
+    assert [chunk.rows.lengths.tolist() for chunk in tokens.chunks(8) or []] == [[3, 5], [2, 2]]
+    assert tokens.chunks(7) is None
+    counts, shared = data.token_counts().tolist(), shared_prompt_tokens(data)
+    assert cut_into_micro_batches(counts, Budget(15), shared, data.units()) == [[0, 1], [2, 3]]
+    with pytest.raises(ConfigError, match=r"rows 0 to 1, which are computed together, have 15 tokens.*\(14\)"):
+        cut_into_micro_batches(counts, Budget(14), shared, data.units())
+    with pytest.raises(
+        ConfigError, match="rows 0 to 1 are computed together, but a micro-batch may hold 1; raise micro_batch_size"
+    ):
+        cut_into_micro_batches(counts, Budget(99, max_rows=1), shared, data.units())
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=30), max_tokens=st.integers(20, 60),
+    max_rows=st.none() | st.integers(1, 5),
+)  # fmt: skip
+def test_without_units_rows_are_cut_as_they_always_were(
+    rows: list[tuple[int, bool]], max_tokens: int, max_rows: int | None
+) -> None:
+    counts = [count for count, _ in rows]
+    shared = [count // 2 if again and i else 0 for i, (count, again) in enumerate(rows)]
+    batches: list[list[int]] = []
+    used = 0
+    for row, count in enumerate(counts):
+        more = count - shared[row]
+        if not batches or (len(batches[-1]) >= max_rows if max_rows else used + more > max_tokens):
+            batches.append([])
+            used, more = 0, count
+        batches[-1].append(row)
+        used += more
+    for units in (None, [[row] for row in range(len(counts))]):
+        assert cut_into_micro_batches(counts, Budget(max_tokens, max_rows), shared, units) == batches

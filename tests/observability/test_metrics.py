@@ -59,8 +59,9 @@ def test_updates_leave_out_means_of_nothing_but_not_broken_numbers() -> None:
     averaged = average_updates([{"a": nothing, "b": nothing, "c": broken}, {"a": some, "b": nothing, "c": some}])
     assert math.isnan(nothing.value)
     assert averaged["a"] == 2.0
-    assert math.isnan(averaged["b"])
+    assert "b" not in averaged
     assert math.isnan(averaged["c"])
+    assert values({"a": nothing, "b": some}) == {"b": 2.0}
 
 
 @pytest.mark.parametrize("one", KINDS, ids=lambda m: type(m).__name__)

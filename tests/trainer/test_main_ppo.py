@@ -14,7 +14,7 @@ from lockstep.config import load_config
 from lockstep.errors import ResourceError
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer import main_ppo
-from lockstep.trainer.ppo.role import Role
+from lockstep.trainer.role import Role
 
 ENGINES = ("megatron", "torchtitan", "veomni")
 """Those that are packages of their own."""

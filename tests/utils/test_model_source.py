@@ -1,8 +1,11 @@
 import importlib.util
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers.rollouts import sampling
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
@@ -37,6 +40,69 @@ def test_smollm2_is_a_model_that_talks_sense() -> None:
     )
     assert tokenizer.decode(completion.ids, skip_special_tokens=True) == "The capital of France is Paris."
     assert completion.finish_reason == "stop"
+
+
+@needs_smollm2
+def test_smollm2_ends_with_its_templates_own_end_of_turn() -> None:
+    tokenizer = hf_tokenizer(SMOLLM2)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    said = max(i for i, token_id in enumerate(ids) if tokenizer.decode([token_id]) == "b")
+    assert ids[said + 1] == tokenizer.eos_token_id == 2
+    assert (tokenizer.bos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    """A model of one layer whose begin, end and pad tokens are 1, 2 and 3."""
+    gguf = pytest.importorskip("gguf")
+    tokens = ["<unk>", "<begin>", "<end>", "<pad>", "a", "b", "ab", "ba"]
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_context_length(16)
+    writer.add_embedding_length(4)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(4)
+    writer.add_head_count(1)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, 3, 1, 1, 1, 1])
+    writer.add_token_merges(["a b", "b a"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(3)
+    names = [f"blk.0.{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")]
+    for name in ("token_embd.weight", *names):
+        writer.add_tensor(name, np.ones((len(tokens) if name.startswith("token") else 4, 4), dtype=np.float32))
+    for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"):
+        writer.add_tensor(name, np.ones(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tmp_path / "tiny.gguf"
+
+
+def test_begin_end_and_pad_tokens_are_the_files_own(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever transformers makes of them: 5.17 takes the begin token for the end token, and no pad token."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read = AutoTokenizer.from_pretrained
+
+    def mistaken(*args: Any, **kwargs: Any) -> Any:
+        tokenizer = read(*args, **kwargs)
+        tokenizer.eos_token, tokenizer.pad_token = "<begin>", None
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", mistaken)
+    folder = model_folder(str(tiny_gguf))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", read)
+    tokenizer = read(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<begin>", "<end>", "<pad>")
+    for config in (AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder)):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 3)
 
 
 def test_other_paths_are_left_alone() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.counted import token_numbers
+from lockstep.algorithms.kl import absolute
 from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.policy_losses.ratio import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
 from lockstep.algorithms.rows import Rows
@@ -103,7 +104,8 @@ def kl_cov(
     loss  = -A rho + cov_selected ppo_kl_coef |log_prob - old_log_prob|
     ```
 
-    The log-ratio is kept within -20 and 20. `cov_selected` [M] is what `choose_kl_cov` says. `pg_clipfrac` is 0.
+    The log-ratio is kept within -20 and 20; where it is rounding, below 1e-4, its absolute value has no gradient
+    (`kl.absolute`). `cov_selected` [M] is what `choose_kl_cov` says. `pg_clipfrac` is 0.
 
     Raises ConfigError when ppo_kl_coef is negative.
     """
@@ -113,7 +115,7 @@ def kl_cov(
             "actor_rollout_ref.actor.policy_loss.ppo_kl_coef"
         )
     log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
-    penalty = zero_outside(cov_selected, response_mask).bool() * log_ratio.abs()
+    penalty = zero_outside(cov_selected, response_mask).bool() * absolute(log_ratio)
     return -zero_outside(advantages, response_mask) * log_ratio.exp() + ppo_kl_coef * penalty, token_metrics(log_ratio)
 
 

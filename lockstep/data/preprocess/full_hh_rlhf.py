@@ -1,11 +1,10 @@
-"""Dialogues with a preferred and a rejected answer: Dahoas/full-hh-rlhf, and Anthropic/hh-rlhf, which it is made from.
+"""Dialogues with a preferred and a rejected answer: Dahoas/full-hh-rlhf, Anthropic/hh-rlhf, which it is made from, and those like
+UltraFeedback.
 
-The first has a prompt that ends with `Assistant:` and the answers apart; the second has whole dialogues in chosen and rejected. Either
-becomes a list of messages in one of three forms: `rl` (prompts, scored by a reward model), `sft` (prompt and response), `rm` (prompt,
-chosen, rejected).
+The first has a prompt that ends with `Assistant:` and the answers apart; the second has whole dialogues in chosen and rejected, the
+third has them as messages. Each becomes a list of messages in one of three forms: `rl` (prompts, scored by a reward model), `sft`
+(prompt and response), `rm` (prompt, chosen, rejected).
 """
-
-from __future__ import annotations
 
 import itertools
 import re
@@ -58,6 +57,11 @@ def _rm(row: SourceRow, _: str) -> WrittenRow:
 
 def _answered(row: SourceRow, column: str) -> tuple[list[Message], str]:
     """The messages before an answer, and the answer."""
+    if isinstance(row.get(column), list):
+        *messages, last = [{"role": text(message, "role"), "content": text(message, "content")} for message in row[column] or [{}]]
+        if last["role"] != "assistant" or not messages:
+            raise UnusableRow(f"{column} is not a dialogue that ends with an answer")
+        return messages, last["content"]
     if "prompt" in row:
         *messages, last = parse_dialogue(text(row, "prompt"))
         if last["role"] != "assistant" or last["content"]:
@@ -72,12 +76,17 @@ def _answered(row: SourceRow, column: str) -> tuple[list[Message], str]:
     return messages, last["content"]
 
 
-def _recipe(convert: Any, **columns: pa.DataType) -> Recipe:
-    return Recipe(hub_id="Dahoas/full-hh-rlhf", ability="alignment", convert=convert, columns=columns, extra_info={})
+def _recipes(hub_id: str, secondary: str) -> dict[str, Recipe]:
+    def recipe(convert: Any, **columns: pa.DataType) -> Recipe:
+        return Recipe(hub_id=hub_id, ability="alignment", convert=convert, columns=columns, extra_info={}, secondary=secondary)
+
+    return {
+        "rl": recipe(_rl, reward_model=REWARD_MODEL),
+        "sft": recipe(_sft, response=pa.string()),
+        "rm": recipe(_rm, chosen=pa.string(), rejected=pa.string()),
+    }
 
 
-RECIPES = {
-    "rl": _recipe(_rl, reward_model=REWARD_MODEL),
-    "sft": _recipe(_sft, response=pa.string()),
-    "rm": _recipe(_rm, chosen=pa.string(), rejected=pa.string()),
-}
+RECIPES = _recipes("Dahoas/full-hh-rlhf", secondary=r"(?!)")
+ULTRAFEEDBACK = _recipes("HuggingFaceH4/ultrafeedback_binarized", secondary=r"_(sft|gen)-")
+"""Its files for supervised training and generation hold the same rows in another order."""

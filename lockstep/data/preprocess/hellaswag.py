@@ -1,7 +1,5 @@
 """HellaSwag: choose the ending that continues a text. The hub has labels "0" to "3", GitHub 0 to 3; test rows have none."""
 
-from __future__ import annotations
-
 import re
 
 import pyarrow as pa

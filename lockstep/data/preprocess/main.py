@@ -1,20 +1,27 @@
 """`lockstep preprocess DATASET --source PATH_OR_HUB_ID --out FOLDER`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.data.preprocess import full_hh_rlhf, gsm8k, hellaswag, math_dataset
+from lockstep.data.preprocess import chat, full_hh_rlhf, gsm8k, hellaswag, humaneval, math_dataset, mbpp
 from lockstep.data.preprocess.recipe import Recipe
-from lockstep.data.preprocess.sources import find_files
+from lockstep.data.preprocess.sources import SourceFiles, find_files
 from lockstep.data.preprocess.writing import write_split
 from lockstep.errors import DataError, LockstepError
 
-RECIPES = {"gsm8k": gsm8k.RECIPE, "math": math_dataset.RECIPE, "hellaswag": hellaswag.RECIPE}
+RECIPES = {
+    "gsm8k": gsm8k.RECIPE,
+    "math": math_dataset.RECIPE,
+    "hellaswag": hellaswag.RECIPE,
+    "humaneval": humaneval.RECIPE,
+    "mbpp": mbpp.RECIPE,
+    "chat": chat.RECIPE,
+}
+PREFERENCES = {"full_hh_rlhf": full_hh_rlhf.RECIPES, "ultrafeedback": full_hh_rlhf.ULTRAFEEDBACK}
+"""Datasets that are written in several forms: `--split` names one."""
 
 TRAIN_FILE, HELD_OUT_FILE = "train.parquet", "test.parquet"
 
@@ -23,10 +30,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     parsed = _parser().parse_args(list(arguments))
     try:
-        if parsed.dataset == "full_hh_rlhf":
-            preprocess(full_hh_rlhf.RECIPES[parsed.split], parsed.source, Path(parsed.out))
+        if parsed.dataset in PREFERENCES:
+            preprocess(PREFERENCES[parsed.dataset][parsed.split], parsed.source, Path(parsed.out))
         else:
-            preprocess(RECIPES[parsed.dataset], parsed.source, Path(parsed.out), parsed.instruction)
+            preprocess(RECIPES[parsed.dataset], parsed.source, Path(parsed.out), getattr(parsed, "instruction", None))
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -41,6 +48,9 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
     written.
     """
     found = find_files(sources or [recipe.hub_id], recipe.secondary)
+    split_of = None if found.is_named else recipe.split_of
+    if split_of:
+        found = SourceFiles(dict.fromkeys(("train", "validation", "test"), found.splits["train"]), [])
     held_out = next((name for name in recipe.held_out if name in found.splits), None)
     targets = {split: target for split, target in (("train", TRAIN_FILE), (held_out, HELD_OUT_FILE)) if split in found.splits}
     instruction = recipe.instruction if instruction is None else instruction
@@ -51,10 +61,13 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
         with tempfile.TemporaryDirectory(dir=out, prefix=".preprocess-") as unfinished:
             for split, target in targets.items():
                 paths = [file.fetch() for file in found.splits[str(split)]]
-                account = accounts[split] = write_split(recipe, instruction, str(split), paths, Path(unfinished) / target)
-                if not account.num_written:
+                account = accounts[split] = write_split(recipe, instruction, str(split), paths, Path(unfinished) / target, split_of)
+                if not account.num_written and (account.num_read or not split_of):
                     reasons = f"\n{account.table()}" if account.unusable else " there are none"
                     raise DataError(f"no row of the split {split!r} can be used:{reasons}")
+            targets = {split: target for split, target in targets.items() if accounts[split].num_written}
+            if not targets:
+                raise DataError("no row belongs to a split for training or validation")
             for target in targets.values():
                 (Path(unfinished) / target).replace(out / target)
     except OSError as error:
@@ -73,17 +86,19 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lockstep preprocess", description="Make the parquet files that training reads.")
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
-    for name, recipe in [*RECIPES.items(), ("full_hh_rlhf", full_hh_rlhf.RECIPES["rl"])]:
-        command = datasets.add_parser(name, help=f"{recipe.hub_id} ({recipe.ability})")
+    for name, recipe in [*RECIPES.items(), *((name, forms["rl"]) for name, forms in PREFERENCES.items())]:
+        on_hub = "/" in recipe.hub_id
+        command = datasets.add_parser(name, help=f"{recipe.hub_id} ({recipe.ability})" if on_hub else recipe.ability)
+        default = f" (default {recipe.hub_id})" if on_hub else ""
         command.add_argument(
-            "--source", nargs="+", help=f"folders, files or the id of a dataset on the hub (default {recipe.hub_id})"
+            "--source", nargs="+", required=not on_hub, help=f"folders, files or the id of a dataset on the hub{default}"
         )
         command.add_argument("--out", required=True, help=f"folder for {TRAIN_FILE} and {HELD_OUT_FILE}")
-        if name == "full_hh_rlhf":
+        if name in PREFERENCES:
             command.add_argument(
-                "--split", choices=list(full_hh_rlhf.RECIPES), default="rl", help="what the rows are for (default rl)"
+                "--split", choices=list(PREFERENCES[name]), default="rl", help="what the rows are for (default rl)"
             )
-        else:
+        elif recipe.has_prompt:
             command.add_argument("--instruction", help="text after the question, instead of our own; '' for none")
     return parser
 

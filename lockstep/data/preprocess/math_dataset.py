@@ -4,8 +4,6 @@ Reads MATH-lighteval and lighteval/MATH (problem, level, type, solution), MATH-5
 original files of hendrycks/math (one JSON object a file, in train/ and test/, a folder a subject).
 """
 
-from __future__ import annotations
-
 import pyarrow as pa
 
 from lockstep.data.preprocess.recipe import REWARD_MODEL, Recipe, SourceRow, UnusableRow, WrittenRow, ask, text
@@ -26,7 +24,7 @@ def convert(row: SourceRow, instruction: str) -> WrittenRow:
     subject = row.get("subject") if is_math_500 else row.get("type")
     return WrittenRow(
         prompt=ask(problem, instruction),
-        columns={"reward_model": {"style": "rule", "ground_truth": answer}},
+        columns={"reward_model": {"style": "rule", "ground_truth": answer}, "response": solution},
         extra_info={
             "question": problem,
             "answer": solution,
@@ -42,7 +40,7 @@ RECIPE = Recipe(
     ability="math",
     instruction=INSTRUCTION,
     convert=convert,
-    columns={"reward_model": REWARD_MODEL},
+    columns={"reward_model": REWARD_MODEL, "response": pa.string()},
     extra_info={"question": pa.string(), "answer": pa.string(), "level": pa.string(), "subject": pa.string()},
     secondary=r"(^|/)(algebra|counting_and_probability|geometry|intermediate_algebra|number_theory|prealgebra|precalculus)/",
 )

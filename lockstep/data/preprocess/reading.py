@@ -3,8 +3,6 @@
 A row that cannot be read is given as the UnusableRow that says why, in its place; a file that cannot be read raises DataError.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

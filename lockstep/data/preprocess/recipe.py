@@ -1,7 +1,5 @@
 """What a dataset's own module says, and how it says that a row cannot be used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +21,8 @@ class UnusableRow(Exception):
 class WrittenRow:
     """A row as it is written, without what is the same for all rows."""
 
-    prompt: list[Message]
+    prompt: list[Message] | None
+    """None where the recipe has no such column."""
     columns: dict[str, Any]
     """The recipe's own columns, such as reward_model."""
     extra_info: dict[str, Any]
@@ -49,6 +48,9 @@ class Recipe:
     """Files with this pattern in their name hold rows a second time, or in another form: used only when there is nothing else."""
     held_out: tuple[str, ...] = ("test", "validation")
     """The split to validate on: the first of these that is there."""
+    has_prompt: bool = True
+    split_of: Callable[[SourceRow], str | None] | None = None
+    """The split that a row of a single file belongs to whose name has none; None: all are for training."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -57,7 +59,7 @@ class Recipe:
         return pa.schema(
             {
                 "data_source": pa.string(),
-                "prompt": MESSAGES,
+                **({"prompt": MESSAGES} if self.has_prompt else {}),
                 "ability": pa.string(),
                 **self.columns,
                 "extra_info": pa.struct(extra),

@@ -4,8 +4,6 @@ A source is a folder (a copy of a hub repository, or of the original files), a f
 the name of the file or of a folder above it: `main/train-00000-of-00001.parquet`, `val.jsonl`, `MATH/test/algebra/1.json`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +36,8 @@ class SourceFiles:
 
     splits: dict[str, list[SourceFile]]
     unused: list[str]
+    is_named: bool = True
+    """Whether names say the splits; False for a single file without one, which is then for training."""
 
 
 def find_files(sources: Sequence[str], secondary: str) -> SourceFiles:
@@ -49,7 +49,7 @@ def find_files(sources: Sequence[str], secondary: str) -> SourceFiles:
     primary = [file for file in files if not re.search(secondary, str(file.name)) and _split_of(file.name)]
     used = primary or [file for file in files if _split_of(file.name)]
     if not used and len(files) == 1:
-        return SourceFiles({"train": files}, [])
+        return SourceFiles({"train": files}, [], is_named=False)
     splits: dict[str, list[SourceFile]] = {}
     for file in used:
         splits.setdefault(str(_split_of(file.name)), []).append(file)

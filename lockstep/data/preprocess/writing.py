@@ -1,10 +1,8 @@
 """Rows through a recipe into a parquet file, with an account of those that cannot be used."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,8 @@ import pyarrow.parquet as pq
 
 from lockstep.data.preprocess.reading import read_rows
 from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow
+
+SplitOf = Callable[[SourceRow], str | None]
 
 _ROW_GROUP = 10_000
 _SHOWN = 100
@@ -40,37 +40,51 @@ class Account:
         return "\n".join(f"  {count:>{widths[0]}}  {reason:<{widths[1]}}  {first}" for count, reason, first in rows)
 
 
-def write_split(recipe: Recipe, instruction: str, split: str, paths: Sequence[Path], target: Path) -> Account:
-    """Convert the rows of `paths` and write them to `target`. Rows are numbered over all paths, whether they are used or not."""
+def write_split(
+    recipe: Recipe, instruction: str, split: str, paths: Sequence[Path], target: Path, split_of: SplitOf | None = None
+) -> Account:
+    """Convert the rows of `paths` and write them to `target`. Rows are numbered over all paths, whether they are used or not.
+
+    With `split_of`, rows of other splits are passed over.
+    """
     account = Account()
     with pq.ParquetWriter(target, recipe.schema) as writer:
-        examples = _examples(recipe, instruction, split, paths, account)
+        examples = _examples(recipe, instruction, split, _rows(paths, split, split_of), account)
         while rows := list(itertools.islice(examples, _ROW_GROUP)):
             writer.write_table(pa.Table.from_pylist(rows, recipe.schema))
             account.num_written += len(rows)
     return account
 
 
-def _examples(recipe: Recipe, instruction: str, split: str, paths: Sequence[Path], account: Account) -> Iterator[dict[str, Any]]:
+def _rows(paths: Sequence[Path], split: str, split_of: SplitOf | None) -> Iterator[tuple[Path, int, SourceRow | UnusableRow]]:
+    """Every row with its file and its number there."""
     for path in paths:
         for position, row in enumerate(read_rows(path)):
-            index = account.num_read
-            account.num_read += 1
-            try:
-                if isinstance(row, UnusableRow):
-                    raise row
-                _check_unicode(row)
-                example = recipe.convert(row, instruction)
-            except UnusableRow as reason:
-                account.add_unusable(str(reason), f"{path.name} row {position}{_excerpt(row)}")
-                continue
-            yield {
-                "data_source": example.data_source or recipe.hub_id,
-                "prompt": example.prompt,
-                "ability": recipe.ability,
-                **example.columns,
-                "extra_info": {"split": split, "index": index, **example.extra_info},
-            }
+            if split_of is None or isinstance(row, UnusableRow) or split_of(row) == split:
+                yield path, position, row
+
+
+def _examples(
+    recipe: Recipe, instruction: str, split: str, rows: Iterable[tuple[Path, int, SourceRow | UnusableRow]], account: Account
+) -> Iterator[dict[str, Any]]:
+    for path, position, row in rows:
+        index = account.num_read
+        account.num_read += 1
+        try:
+            if isinstance(row, UnusableRow):
+                raise row
+            _check_unicode(row)
+            example = recipe.convert(row, instruction)
+        except UnusableRow as reason:
+            account.add_unusable(str(reason), f"{path.name} row {position}{_excerpt(row)}")
+            continue
+        yield {
+            "data_source": example.data_source or recipe.hub_id,
+            "prompt": example.prompt,
+            "ability": recipe.ability,
+            **example.columns,
+            "extra_info": {"split": split, "index": index, **example.extra_info},
+        }
 
 
 def _check_unicode(row: SourceRow) -> None:

@@ -5,8 +5,6 @@ given those it names. To add one, write a file here and a line in `_RULES`, or d
 your own in `reward.rules`.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Exact match: the response is the ground truth, apart from white space around it."""
 
-from __future__ import annotations
-
 from lockstep.errors import DataError
 
 

@@ -4,8 +4,6 @@ docs/rewards.md lists what counts as the number after `####`. So that the time i
 last 100 `####` and 1,000 characters after each, flexible at the last 10,000 characters, and a number has at most 200 characters.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from fractions import Fraction

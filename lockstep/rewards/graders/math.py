@@ -9,8 +9,6 @@ Most rows are decided by spelling and exact fractions; the rest goes to one proc
 docs/rewards.md lists what counts as equal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -4,8 +4,6 @@ r"""One spelling for the many ways to write the same LaTeX: no layout, one name 
 `spell` changes how an answer is written, never what it says: units, percent signs, texts and brackets stay, for `math_structure` to read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -17,40 +15,19 @@ _UNICODE = {
     "α": r"\alpha ", "β": r"\beta ", "²": "^2", "³": "^3", "ℝ": r"\mathbb{R}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
     "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "√": r"\sqrt ", "£": r"\pounds ", "€": r"\euro ",
 }  # fmt: skip
-_COMMANDS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
-    **dict.fromkeys(("leq", "leqslant"), r"\le"),
-    **dict.fromkeys(("geq", "geqslant"), r"\ge"),
-    **dict.fromkeys(("times", "ast"), r"\cdot"),
-    **dict.fromkeys(("text", "textbf", "textit", "textrm", "textnormal", "textsf", "texttt", "mbox", "hbox", "mathrm", "mathsf"), r"\text"),
-    **dict.fromkeys(("left", "right", "middle", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr"), ""),
-    **dict.fromkeys(("displaystyle", "textstyle", "limits", "mathbf", "mathit", "boldsymbol", "bm", "rm", "bf", "thinspace"), ""),
-    **dict.fromkeys(("quad", "qquad"), " "),
-    **dict.fromkeys(("vert", "lvert", "rvert"), "|"),
-    "neq": r"\ne", "lt": "<", "gt": ">", "degree": r"^\circ", "varnothing": r"\emptyset", "lbrace": r"\{", "rbrace": r"\}",
-    "simeq": r"\approx", "varphi": r"\phi", "colon": ":", "R": r"\mathbb{R}", "vee": r"\lor", "wedge": r"\land", "backslash": r"\setminus",
+_SYNONYMS = {
+    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\le": "leq leqslant", r"\ge": "geq geqslant", r"\cdot": "times ast",
+    r"\text": "text textbf textit textrm textnormal textsf texttt mbox hbox mathrm mathsf",
+    "": "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr displaystyle textstyle limits mathbf mathit boldsymbol"
+    " bm rm bf thinspace",
+    " ": "quad qquad", "|": "vert lvert rvert", r"\ne": "neq", "<": "lt", ">": "gt", r"^\circ": "degree", r"\emptyset": "varnothing",
+    r"\{": "lbrace", r"\}": "rbrace", r"\approx": "simeq", r"\phi": "varphi", ":": "colon", r"\mathbb{R}": "R", r"\lor": "vee",
+    r"\land": "wedge", r"\setminus": "backslash",
 }  # fmt: skip
+_COMMANDS = {command: spelled for spelled, commands in _SYNONYMS.items() for command in commands.split()}
 """Command -> what says the same."""
-_FUNCTIONS = (
-    "arcsin",
-    "arccos",
-    "arctan",
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "log",
-    "ln",
-    "exp",
-    "pi",
-    "theta",
-    "alpha",
-    "beta",
-)
-_NO_WORDS = {*_FUNCTIONS, "sqrt", "gcd", "lcm", "mod", "min", "max", "det"}
+_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|theta|alpha|beta"
+_NO_WORD = re.compile(rf"{_FUNCTIONS}|sqrt|gcd|lcm|mod|min|max|det")
 
 _SKIP_TEXT = r"\\text\{[^{}]*\}|"
 # Words without \text: at the start or after a value and a blank, with nothing but punctuation behind them.
@@ -106,9 +83,7 @@ def _spell_operators(text: str) -> str:
     text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", text)
     text = re.sub(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(_SKIP_TEXT + r"(?<![\\a-zA-Z])(infinity|inf)(?![a-zA-Z])", _unless_text(lambda _: r"\infty "), text)
-    text = re.sub(
-        rf"{_SKIP_TEXT}(?<![\\a-zA-Z{{])({'|'.join(_FUNCTIONS)})(?![a-zA-Z}}])", _unless_text(lambda m: rf"\{m[1]} "), text
-    )
+    text = re.sub(rf"{_SKIP_TEXT}(?<![\\a-zA-Z{{])({_FUNCTIONS})(?![a-zA-Z}}])", _unless_text(lambda m: rf"\{m[1]} "), text)
     text = re.sub(
         _SKIP_TEXT + r",?\s*(?<![\\a-zA-Z])(and|or)(?![a-zA-Z])", _unless_text(lambda m: r"\lor " if m[1] == "or" else ", "), text
     )
@@ -122,7 +97,7 @@ def _unless_text(replacement: Callable[[re.Match[str]], str]) -> Callable[[re.Ma
 
 def _wrap_words(match: re.Match[str]) -> str:
     words = re.findall("[a-zA-Z]+", match[1] or "")
-    if any(len(word) >= 3 and word not in _NO_WORDS for word in words):
+    if any(len(word) >= 3 and not _NO_WORD.fullmatch(word) for word in words):
         return rf"\text{{{match[1]}}}"
     return match[0]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.rewards.graders.math_values import Judge, Leaf, read_leaf
@@ -38,12 +38,12 @@ _MIRRORED = {">": "<", ">=": "<="}
 _UNORDERED = ("list", "union")
 _INTERVALS = ("()", "(]", "[)", "[]")
 _REALS = Group("()", (Leaf(r"-\infty"), Leaf(r"\infty")))
-_NAMED: dict[str, Node] = {
-    r"\mathbb{r}": _REALS, r"\text{all real numbers}": _REALS, r"\text{all reals}": _REALS, r"\text{all real number}": _REALS,
-    r"\text{no solution}": Leaf(r"\emptyset"), r"\text{no solutions}": Leaf(r"\emptyset"), r"\text{no real solution}": Leaf(r"\emptyset"),
-    r"\text{no real solutions}": Leaf(r"\emptyset"), r"\text{empty set}": Leaf(r"\emptyset"),
-    r"\text{infinity}": Leaf(r"\infty"),
-}  # fmt: skip
+_NAMES: tuple[tuple[str, Node], ...] = (
+    (r"\\mathbb\{r\}|\\text\{all real(s| numbers?)\}", _REALS),
+    (r"\\text\{(no (real )?solutions?|empty set)\}", Leaf(r"\emptyset")),
+    (r"\\text\{infinity\}", Leaf(r"\infty")),
+)
+"""Pattern of what is written in words -> what it says."""
 
 # -- reading ----------------------------------------------------------------------------------------------------------------------
 
@@ -66,13 +66,15 @@ def parse(text: str, depth: int = _MAX_DEPTH) -> Node:
     parts, signs = _split(text, tuple(_RELATIONS))
     if len(parts) > 1:
         return _relation([parse(part, depth - 1) for part in parts], [_RELATIONS[sign] for sign in signs])
-    return _enclosed(text, depth) or _plus_minus(text, depth) or _NAMED.get(text.casefold()) or read_leaf(text)
+    named = next((node for words, node in _NAMES if re.fullmatch(words, text, re.IGNORECASE)), None)
+    return _enclosed(text, depth) or _plus_minus(text, depth) or named or read_leaf(text)
 
 
 def _enclosed(text: str, depth: int) -> Node | None:
     """A set, a pair, an interval or a matrix; None when no pair of brackets goes around the whole text."""
     tokens = list(_TOKEN.finditer(text))
-    if len(tokens) < 2 or _closing_token(tokens) != len(tokens) - 1:
+    depths = list(itertools.accumulate(_step(token[0]) for token in tokens))
+    if len(tokens) < 2 or min(depths[:-1]) <= 0 or depths[-1] > 0:
         return None
     opening, closing, inner = tokens[0][0], tokens[-1][0], text[tokens[0].end() : tokens[-1].start()]
     if opening.startswith(r"\begin"):
@@ -105,11 +107,11 @@ def _matrix(begin: str, inner: str, depth: int) -> Node | None:
 
 
 def _plus_minus(text: str, depth: int) -> Node | None:
-    if not re.search(r"\\pm(?![a-zA-Z])|\\mp(?![a-zA-Z])", text):
-        return None
-    upper = re.sub(r"\\mp(?![a-zA-Z])", "-", re.sub(r"\\pm(?![a-zA-Z])", "+", text))
-    lower = re.sub(r"\\mp(?![a-zA-Z])", "+", re.sub(r"\\pm(?![a-zA-Z])", "-", text))
-    return Group("list", (parse(re.sub(r"^\s*\+", "", upper), depth - 1), parse(re.sub(r"^\s*\+", "", lower), depth - 1)))
+    def branch(upper: str, lower: str) -> Node:
+        signed = re.sub(r"\\mp(?![a-zA-Z])", lower, re.sub(r"\\pm(?![a-zA-Z])", upper, text))
+        return parse(re.sub(r"^\s*\+", "", signed), depth - 1)
+
+    return Group("list", (branch("+", "-"), branch("-", "+"))) if re.search(r"\\(pm|mp)(?![a-zA-Z])", text) else None
 
 
 def _list(items: list[Node], is_union: bool) -> Node:
@@ -176,16 +178,6 @@ def _step(token: str) -> int:
     return -1 if token in _CLOSING or token.startswith(r"\end") else 0
 
 
-def _closing_token(tokens: Sequence[re.Match[str]]) -> int:
-    """Index of the token that closes the first one; -1 when the first opens nothing or is never closed."""
-    depth = 0
-    for i, token in enumerate(tokens):
-        depth += _step(token[0])
-        if depth <= 0:
-            return i if i else -1
-    return -1
-
-
 # -- names ----------------------------------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(
@@ -215,7 +207,8 @@ def equal(answer: Node, truth: Node, judge: Judge) -> bool:
     """Whether an answer says what the truth says. Raises what the judge raises."""
     if answer == truth and answer != Leaf(""):
         return True
-    answer, truth = _alike(answer, truth)
+    answer, truth = _opened(answer, truth, _is_label), _opened(truth, answer, _is_name)
+    answer, truth = _like(answer, truth), _like(truth, answer)
     if isinstance(answer, Leaf) and isinstance(truth, Leaf):
         return judge.leaf(answer, truth)
     if isinstance(answer, Leaf) or isinstance(truth, Leaf):
@@ -268,23 +261,17 @@ def _equal_in_some_order(answers: Sequence[Node], truths: Sequence[Node], judge:
     return True
 
 
-def _alike(answer: Node, truth: Node) -> tuple[Node, Node]:
-    """Both sides in one form: x = 5 beside 5, 1 < x beside an interval, x = 1, y = 2 beside a pair."""
-    if _kind(answer) == "=" != _kind(truth) and not _is_inequality(truth):
-        assert isinstance(answer, Group)
-        answer = answer.items[1] if _is_label(answer.items[0]) else answer
-    elif _kind(truth) == "=" != _kind(answer) and not _is_inequality(answer):
-        assert isinstance(truth, Group)
-        truth = truth.items[1] if _is_name(truth.items[0]) else truth
-    if _is_inequality(answer) and _kind(truth) in (*_INTERVALS, "union"):
-        answer = as_interval(answer) or answer
-    elif _is_inequality(truth) and _kind(answer) in (*_INTERVALS, "union"):
-        truth = as_interval(truth) or truth
-    elif _kind(answer) == "list" and _kind(truth) == "()":
-        answer = _as_pair(answer) or answer
-    elif _kind(truth) == "list" and _kind(answer) == "()":
-        truth = _as_pair(truth) or truth
-    return answer, truth
+def _opened(node: Node, other: Node, opens: Callable[[Node], bool]) -> Node:
+    """5 for x = 5 (where it `opens` with x) beside what is no relation."""
+    is_alone = _kind(node) == "=" != _kind(other) and not _is_inequality(other)
+    return node.items[1] if isinstance(node, Group) and is_alone and opens(node.items[0]) else node
+
+
+def _like(node: Node, other: Node) -> Node:
+    """1 < x as an interval beside an interval, x = 1, y = 2 as a pair beside a pair."""
+    if _is_inequality(node) and _kind(other) in (*_INTERVALS, "union"):
+        return as_interval(node) or node
+    return (_as_pair(node) if _kind(node) == "list" and _kind(other) == "()" else None) or node
 
 
 def _kind(node: Node) -> str:

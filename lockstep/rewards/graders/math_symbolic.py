@@ -8,8 +8,6 @@ Decimals are read as exact fractions before, so 0.333 is not 1/3. What has no nu
 equal nothing that is written in another way.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import random

@@ -4,8 +4,6 @@ r"""Values of answers: what is left when lists, brackets and relations are taken
 `math_symbolic` has the judge that does it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +75,7 @@ def _close_up(text: str) -> str:
 
 _DECIMAL = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER_FORMS: list[tuple[re.Pattern[str], Callable[..., Fraction]]] = [
-    (re.compile(rf"({_DECIMAL})\.?"), lambda a: Fraction(a)),
+    (re.compile(rf"({_DECIMAL})\.?"), Fraction),
     (re.compile(rf"\\frac\{{(-?(?:{_DECIMAL}))\}}\{{(-?(?:{_DECIMAL}))\}}"), lambda a, b: Fraction(a) / Fraction(b)),
     (re.compile(rf"({_DECIMAL})/({_DECIMAL})"), lambda a, b: Fraction(a) / Fraction(b)),
     (re.compile(r"([0-9]+)\\frac\{([0-9]+)\}\{([0-9]+)\}"), lambda a, b, c: int(a) + Fraction(int(b), int(c))),

@@ -10,8 +10,6 @@ There is no answer where the statement or line that counts names two choices, wh
 the line that counts is one of a list of the choices, and where two endings are quoted. Only the last 10,000 characters are looked at.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 It carries what can also be had from the call's result, only earlier: a message that is lost costs time, never a result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -98,7 +98,7 @@ def _share_rows(args: Args, kwargs: Kwargs, world_size: int) -> list[list[int]]:
     if others:
         raise ValueError(f"all DataProto arguments must have the same number of rows, got {sizes}")
     for batch in batches.values() if world_size > 1 else ():
-        if batch.token_counts().any():
+        if batch.token_counts().any() or "unit" in batch.columns:
             return share_rows(batch, world_size)
     return [list(range(a, b)) for a, b in pairwise(rows * rank // world_size for rank in range(world_size + 1))]
 
@@ -182,16 +182,20 @@ def row_cost(tokens: int) -> int:
 
 
 def share_rows(batch: DataProto, parts: int) -> list[list[int]]:
-    """Row numbers of each part, balanced by cost. Neighbouring rows of one prompt stay together where there are enough prompts.
+    """Row numbers of each part, balanced by cost. Neighbouring rows of one prompt stay together where there are enough prompts, those of
+    one unit (`DataProto.units`) always.
 
     Together they compute their prompt once.
     """
     counts = batch.token_counts().tolist()
     repeats = batch.repeats_prompt() if "prompts" in batch.columns else [False] * len(counts)
-    groups: list[list[int]] = []
-    for row, again in enumerate(repeats):
-        groups[-1].append(row) if again else groups.append([row])
+    units, groups = batch.units(), list[list[int]]()
+    for unit in units:
+        if repeats[unit[0]]:
+            groups[-1] += unit
+        else:
+            groups.append(list(unit))
     if len(groups) < _GROUPS_PER_RANK * parts:
-        groups = [[row] for row in range(len(counts))]
+        groups = units
     shares = balanced_partition([sum(row_cost(counts[row]) for row in group) for group in groups], parts)
     return [[row for group in share for row in groups[group]] for share in shares]

@@ -1,8 +1,6 @@
 """The worker's side of a group: one host in a process holds the workers of all co-located roles and runs the calls sent
 to them."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import inspect

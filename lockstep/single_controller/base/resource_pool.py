@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -107,41 +108,29 @@ Entry = tuple[int, int]
 def _search(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> dict[Entry, int] | None:
     """The node of every entry, or None: depth first, the hardest entries first, each on the fullest node that takes
     it."""
-    room = [node.free for node in nodes]
-    entries = [(p, e) for p, pool in enumerate(pools) for e in range(len(pool.store))]
+    needs = {(p, e): pool.needs(count) for p, pool in enumerate(pools) for e, count in enumerate(pool.store)}
     # Stable, so that equal entries keep their order and early ranks get early nodes.
-    entries.sort(key=lambda entry: pools[entry[0]].needs(pools[entry[0]].store[entry[1]]), reverse=True)
-    chosen: dict[Entry, int] = {}
-    taken: list[set[int]] = [set() for _ in pools]
-    tries = 0
+    entries = sorted(needs, key=lambda entry: needs[entry], reverse=True)
+    tries = itertools.count()
 
-    def settle(depth: int) -> bool:
-        nonlocal tries
+    def settle(depth: int, state: list[tuple[_Amount, frozenset[int]]]) -> dict[Entry, int] | None:
+        """The nodes of the entries from `depth` on; `state` is the room of each node, and the pools that have an entry there."""
         if depth == len(entries):
-            return True
-        p, e = entries[depth]
-        need = pools[p].needs(pools[p].store[e])
-        options = [n for n in range(len(nodes)) if n not in taken[p] and need.fits(room[n])]
-        seen: set[tuple[_Amount, frozenset[int]]] = set()
-        for n in sorted(options, key=lambda n: room[n]):
-            # Nodes with the same room that hold the same pools are interchangeable: one failure speaks for all.
-            kind = room[n], frozenset(q for q in range(len(pools)) if n in taken[q])
-            if kind in seen:
+            return {}
+        entry = entries[depth]
+        need, pool = needs[entry], frozenset({entry[0]})
+        # Nodes with the same room that hold the same pools are interchangeable: one failure speaks for all.
+        failed: set[tuple[_Amount, frozenset[int]]] = set()
+        for n, (room, held) in sorted(enumerate(state), key=lambda item: item[1][0]):
+            if pool <= held or not need.fits(room) or (room, held) in failed or next(tries) >= _MAX_TRIES:
                 continue
-            seen.add(kind)
-            tries += 1
-            if tries > _MAX_TRIES:
-                return False
-            room[n] = room[n].plus(need, -1)
-            taken[p].add(n)
-            chosen[p, e] = n
-            if settle(depth + 1):
-                return True
-            room[n] = room[n].plus(need)
-            taken[p].remove(n)
-        return False
+            rest = settle(depth + 1, [*state[:n], (room.plus(need, -1), held | pool), *state[n + 1 :]])
+            if rest is not None:
+                return rest | {entry: n}
+            failed.add((room, held))
+        return None
 
-    return chosen if settle(0) else None
+    return settle(0, [(node.free, frozenset()) for node in nodes])
 
 
 def _what_is_short(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> str:

@@ -63,12 +63,8 @@ class Worker:
         # Here rather than in __init__, so that a subclass's constructor sees its rank before (or without) calling
         # super().
         worker, place = super().__new__(cls), _current.get(WorkerEnvironment())
-        worker.rank, worker.world_size, worker.local_rank, worker.device = (
-            place.rank,
-            place.world_size,
-            place.local_rank,
-            place.device,
-        )
+        for name in ("rank", "world_size", "local_rank", "device"):
+            setattr(worker, name, getattr(place, name))
         return worker
 
 

@@ -1,8 +1,6 @@
 """A group of one process, which is this one: no Ray, no threads, no copies, so a debugger steps from the driver into
 the worker."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reaching Ray: the lazy import, and connecting to a cluster under a deadline."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Waiting for the answers of several Ray actors: the first failure ends the wait, and so does the deadline."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

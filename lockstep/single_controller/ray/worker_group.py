@@ -6,8 +6,6 @@ call:   put each rank's arguments in the object store -> submit -> wait (first f
 ```
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,23 +1,21 @@
-"""`lockstep check loss|advantage NAME`: does batching change a loss or an estimator of your own?
+"""`lockstep check loss|advantage|preference NAME`: does batching change a loss or an estimator of your own?
 
 NAME is `path.py:function`, or a registered name. Each property of `properties` is tried on many small batches; for one that does not
 hold, the smallest batch that breaks it is shown.
 """
 
-from __future__ import annotations
-
 import functools
-import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, as_command
 
 USAGE = """usage: lockstep check loss NAME [argument=number ...]
        lockstep check advantage NAME [argument=number ...]
+       lockstep check preference NAME [argument=number ...]
 
 NAME is path.py:function, or the name of a registered loss or estimator. Arguments of its own are given as argument=number.
 --examples N tries N batches for each property (default 100)."""
@@ -25,21 +23,17 @@ NAME is path.py:function, or the name of a registered loss or estimator. Argumen
 _EXAMPLES = 100
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Run the properties; 0 when all hold, 1 when one does not or the command cannot be run."""
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE)
         return 0
-    try:
-        if len(arguments) < 2 or arguments[0] not in ("loss", "advantage"):
-            raise ConfigError(f"expected 'loss' or 'advantage' and a name, got {' '.join(arguments)!r}\n{USAGE}")
-        max_examples, others = _split_examples(list(arguments[2:]))
-        given = dict(_argument(text) for text in others)
-        check = check_loss if arguments[0] == "loss" else check_advantage
-        return 0 if check(arguments[1], given, max_examples) else 1
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    checks = {"loss": check_loss, "advantage": check_advantage, "preference": check_preference}
+    if len(arguments) < 2 or arguments[0] not in checks:
+        raise ConfigError(f"expected 'loss', 'advantage' or 'preference' and a name, got {' '.join(arguments)!r}\n{USAGE}")
+    max_examples, others = _split_examples(list(arguments[2:]))
+    return 0 if checks[arguments[0]](arguments[1], dict(map(_argument, others)), max_examples) else 1
 
 
 def check_loss(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
@@ -77,6 +71,21 @@ def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMP
     return _run(name, given, names, subject, advantage_cases(), ADVANTAGE_PROPERTIES, {}, max_examples)
 
 
+def check_preference(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
+    """Check the preference loss `name`, called with its own defaults and `given`; prints a line a property. True when all hold.
+
+    Raises ConfigError or DataError when there is no such loss or it asks for something that no run has.
+    """
+    from lockstep.algorithms.preference_losses import get_preference_loss, preference_inputs
+    from lockstep.tools.check.cases import pair_cases
+    from lockstep.tools.check.pairs import PAIR_PROPERTIES, PAIR_WARNINGS, PreferenceSubject
+    from lockstep.utils.files import load_reference
+
+    loss = load_reference(name) or get_preference_loss(name)
+    names = preference_inputs(loss)
+    return _run(name, given, names, PreferenceSubject(loss, given), pair_cases(), PAIR_PROPERTIES, PAIR_WARNINGS, max_examples)
+
+
 def _run(
     name: str,
     given: Collection[str],
@@ -88,7 +97,6 @@ def _run(
     max_examples: int,
 ) -> bool:
     from lockstep.tools.check.cases import smallest_failure
-    from lockstep.tools.check.properties import SHAPES
 
     for key in given:
         if key not in names:
@@ -104,8 +112,8 @@ def _run(
         holds = holds and is_warning
         print(f"  {'warning' if is_warning else 'FAILED '}  {label}: {(check.__doc__ or '').strip()}")
         print(textwrap.indent(f"{violation}\nthe smallest batch:\n{_describe(case, names)}", " " * 11))
-        if label == SHAPES:
-            break  # every other property would say the same again
+        if check is next(iter(properties.values())):
+            break  # the shapes are wrong: every other property would say the same again
     print(f"{name}: {'every property holds' if holds else 'a property does not hold'} ({max_examples} batches for each)")
     return holds
 
@@ -118,7 +126,7 @@ def _describe(case: Any, names: Collection[str]) -> str:
         rows = (" ".join(f"{v:g}" if m else "." for v, m in zip(*pair, strict=True)) for pair in pairs)
         lines.append(f"{name:20} " + "  ".join(f"[{row}]" for row in rows))
     lines += [f"{name:20} {x.tolist()}" for name, x in case.of_rows.items() if name in names]
-    return "\n".join([*lines, *([f"{'loss_agg_mode':20} {case.mode}"] if hasattr(case, "mode") else [])])
+    return "\n".join([*lines, *([f"{'loss_agg_mode':20} {case.mode}"] if case.mode else [])])
 
 
 def _split_examples(arguments: list[str]) -> tuple[int, list[str]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.errors import MissingExtra
-from lockstep.tools.check.properties import Case, LossCase, Violation
+from lockstep.tools.check.properties import Case, Violation
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
@@ -24,13 +24,13 @@ _MAX_ROWS, _MAX_WIDTH, _PARTS = 4, 3, 2
 
 
 @st.composite
-def loss_cases(draw: st.DrawFn) -> LossCase:
+def loss_cases(draw: st.DrawFn) -> Case:
     """Up to 4 rows of up to 3 tokens, masks with holes, empty rows, log-ratios from 0 to far beyond every clamp."""
     mask = draw(_masks())
     scale = draw(st.sampled_from([1.0, 8.0]))
     tokens = {name: draw(_numbers(mask.shape)) for name in _LOSS_TOKENS}
     tokens["log_prob"] = tokens["old_log_prob"] + scale * draw(_numbers(mask.shape))
-    return LossCase(
+    return Case(
         tokens=tokens,
         mask=mask,
         of_rows={"row_keys": torch.arange(len(mask)) * 7 + draw(st.integers(0, 3))},
@@ -54,6 +54,19 @@ def advantage_cases(draw: st.DrawFn) -> Case:
         "reward_parts": draw(_numbers((rows, _PARTS))),
     }
     return Case(tokens=tokens, of_rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
+
+
+@st.composite
+def pair_cases(draw: st.DrawFn) -> Case:
+    """Up to 4 pairs, with log-probs from far below 0 to 0, ties, and lengths of 1 to 3."""
+    shape = draw(st.integers(1, _MAX_ROWS)), 2
+    scale = draw(st.sampled_from([0.25, 1.0, 300.0]))
+    names = ("log_prob", "ref_log_prob", "mismatched_log_prob", "mismatched_ref_log_prob")
+    columns = {name: -scale * draw(_numbers(shape)).abs() for name in names}
+    columns["length"] = draw(_numbers(shape)).abs().clamp(1, 3).round()
+    columns["margin"] = draw(_numbers(shape[:1])).abs()[:, None].expand(shape)
+    order, cut = draw(st.permutations(range(shape[0]))), draw(st.integers(0, shape[0]))
+    return Case(tokens=columns, of_rows={}, mask=torch.ones(shape, dtype=torch.bool), order=order, cut=cut)
 
 
 def smallest_failure(

@@ -6,13 +6,10 @@ registered, `lockstep check` on a function of yours. Properties compare padded b
 tokens end to end, and its results are put into blocks again.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +23,13 @@ from lockstep.algorithms.rows import Rows
 
 TOLERANCE = 1e-9
 """Relative and absolute, of sums in float64 that are taken in another order."""
+_ROUNDING, _ROUNDING_TOLERANCE = 1e-7, 1e-4
+"""A change of a log-prob as float32 makes it, and of a gradient that is not seen in training."""
 _EXTRA_COLUMNS = 2
 _SCALE_FACTOR = 5.0
 
-C = TypeVar("C", bound="Case")
-C_contra = TypeVar("C_contra", bound="Case", contravariant=True)
 Results = dict[str, Tensor]
 """What a subject makes of a case, by name: a number of the whole batch [], or one number per token [B, T]."""
-
-SHAPES = "one number a token"
-"""The property without which the others say nothing."""
 
 
 class Violation(AssertionError):
@@ -56,6 +50,10 @@ class Case:
     """Another order of the rows."""
     is_wide: bool = False
     """Whether a function of flat columns gets the masked tokens at the ends of rows. It does not otherwise, so that lengths differ."""
+    mode: str = ""
+    """A loss: its `loss_agg_mode`."""
+    cut: int = 0
+    """A loss: rows before this one are the first micro-batch (or rank), the others the second."""
 
     @cached_property
     def rows(self) -> Rows:
@@ -72,47 +70,31 @@ class Case:
         return x.new_zeros(self.mask.shape).index_put((self.rows.index, self.rows.positions), x)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossCase(Case):
-    """A mini-batch for a loss; the gradient is taken of the tokens' `log_prob`."""
-
-    mode: str
-    """A `loss_agg_mode`."""
-    cut: int
-    """Rows before this one are the first micro-batch (or rank), the others the second."""
-
-
-class Subject(Protocol[C_contra]):
-    """A loss or an estimator with the numbers it is called with."""
-
-    def evaluate(self, case: C_contra) -> Results:
-        """What it makes of the whole batch. Raises Violation when that is not one number per token."""
-
-
 @dataclass(frozen=True)
 class LossSubject:
-    """A policy loss: the aggregated loss, its gradient by log_prob, and the metrics."""
+    """A policy loss and the numbers it is called with: the aggregated loss, its gradient by log_prob, and the metrics."""
 
     loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     parameters: Mapping[str, Any]
 
-    def evaluate(self, case: LossCase) -> Results:
+    def evaluate(self, case: Case) -> Results:
+        """What it makes of the whole batch. Raises Violation when that is not one number per token."""
         return self.of_parts(case, [list(range(len(case.mask)))])[0]
 
-    def of_parts(self, case: LossCase, parts: list[list[int]]) -> list[Results]:
+    def of_parts(self, case: Case, parts: list[list[int]]) -> list[Results]:
         """The results of each of these parts of a mini-batch."""
         known = {name: x for name, x in case.tokens.items() if name != "log_prob"} | {"response_mask": case.mask}
         prepare = bind_prepare(self.loss, self.parameters)
         columns = {} if prepare is None else prepare({**case.flat(known), **case.of_rows}, case.rows)
-        prepared = dataclasses.replace(case, tokens=case.tokens | {name: case.block(x) for name, x in columns.items()})
+        prepared = replace(case, tokens=case.tokens | {name: case.block(x) for name, x in columns.items()})
         denominators = Denominators.of(case.mask.flatten(), Rows.of_padded(case.mask))
-        return [self._part(_select(prepared, part), denominators) for part in parts]
+        return [self._part(select(prepared, part), denominators) for part in parts]
 
-    def _part(self, case: LossCase, denominators: Denominators) -> Results:
+    def _part(self, case: Case, denominators: Denominators) -> Results:
         log_prob = case.tokens["log_prob"].clone().requires_grad_()
         are_blocks = takes_blocks(self.loss)
-        tokens = {**case.tokens, "log_prob": log_prob}
-        loss, metrics = _call("the policy loss", self.loss, self.parameters, case, tokens, are_blocks, REMEDY)
+        bound = Bound("the policy loss", self.loss, self.parameters, REMEDY, takes_blocks=False)
+        loss, metrics = _call(bound, replace(case, tokens=case.tokens | {"log_prob": log_prob}), are_blocks)
         named = {"the loss": loss} | {f"metric {name!r}": x for name, x in metrics.items()}
         hint = ": return it before any mean, agg_loss divides by the counts of the whole mini-batch"
         results = _blocks(case, named, are_blocks, hint)
@@ -129,28 +111,31 @@ class LossSubject:
 
 @dataclass(frozen=True)
 class AdvantageSubject:
-    """An estimator: advantages and returns."""
+    """An estimator and the numbers it is called with: advantages and returns."""
 
     estimator: Callable[..., tuple[Tensor, Tensor]]
     parameters: Mapping[str, Any]
 
     def evaluate(self, case: Case) -> Results:
+        """As a loss does."""
         what = "the advantage estimator"
         are_blocks = "rows" not in input_names(what, self.estimator)
-        others = {**case.of_rows, "index": case.of_rows["group"].numpy().astype(str).astype(object)}
-        result = _call(what, self.estimator, {**self.parameters, **others}, case, case.tokens, are_blocks, "no run has it")
+        others = {**self.parameters, **case.of_rows, "index": case.of_rows["group"].numpy().astype(str).astype(object)}
+        result = _call(Bound(what, self.estimator, others, "no run has it", takes_blocks=False), case, are_blocks)
         return _blocks(case, dict(zip(("advantages", "returns"), result, strict=True)), are_blocks)
 
 
+Subject = Any
+"""A LossSubject, an AdvantageSubject, or one of pairs."""
 Property = Callable[[Any, Any], None]
 
 
-def is_per_token(subject: Subject[C], case: C) -> None:
+def is_per_token(subject: Subject, case: Case) -> None:
     """The results have one number a token; means are taken later, over the whole mini-batch."""
     subject.evaluate(_clean(case))
 
 
-def is_finite(subject: Subject[C], case: C) -> None:
+def is_finite(subject: Subject, case: Case) -> None:
     """Finite numbers give finite results (a loss: its gradient too), and none outside the mask."""
     for name, x in subject.evaluate(_clean(case)).items():
         if not x.isfinite().all():
@@ -159,22 +144,22 @@ def is_finite(subject: Subject[C], case: C) -> None:
             raise Violation(f"not 0 outside the mask: {name}; clean the inputs with masked.zero_outside")
 
 
-def ignores_masked_tokens(subject: Subject[C], case: C) -> None:
+def ignores_masked_tokens(subject: Subject, case: Case) -> None:
     """What lies under the zeros of the mask, NaN too, changes nothing."""
     garbage = {name: torch.where(case.mask, x, torch.nan) for name, x in case.tokens.items()}
-    changed = subject.evaluate(dataclasses.replace(case, tokens=garbage))
+    changed = subject.evaluate(replace(case, tokens=garbage))
     _same("with NaN under the mask", changed, subject.evaluate(_clean(case)))
 
 
-def ignores_padding(subject: Subject[C], case: C) -> None:
+def ignores_padding(subject: Subject, case: Case) -> None:
     """More columns on the right change nothing."""
     tokens = {name: _widened(x, torch.nan) for name, x in case.tokens.items()}
-    wide = dataclasses.replace(case, tokens=tokens, mask=_widened(case.mask, False), is_wide=True)
+    wide = replace(case, tokens=tokens, mask=_widened(case.mask, False), is_wide=True)
     expected = {name: _widened(x, 0.0) if x.dim() else x for name, x in subject.evaluate(case).items()}
     _same(f"with {_EXTRA_COLUMNS} more columns of padding", subject.evaluate(wide), expected)
 
 
-def ignores_the_order_of_rows(subject: Subject[C], case: C) -> None:
+def ignores_the_order_of_rows(subject: Subject, case: Case) -> None:
     """Rows in another order keep their own results, and a loss its value."""
     _same_rows(f"with the rows in the order {case.order}", subject, case, case.order)
 
@@ -185,7 +170,7 @@ def ignores_empty_rows(subject: AdvantageSubject, case: Case) -> None:
     _same_rows("without the rows that have no token", subject, case, kept)
 
 
-def adds_up_over_parts(subject: LossSubject, case: LossCase) -> None:
+def adds_up_over_parts(subject: LossSubject, case: Case) -> None:
     """Micro-batches and ranks: the losses and gradients of the parts of a mini-batch add up to those of the whole."""
     rows = list(range(len(case.mask)))
     whole, first, second = subject.of_parts(case, [rows, rows[: case.cut], rows[case.cut :]])
@@ -193,37 +178,44 @@ def adds_up_over_parts(subject: LossSubject, case: LossCase) -> None:
     _same(f"with the rows cut into {case.cut} and {len(rows) - case.cut}", added, whole)
 
 
-def without_advantage_is_flat(subject: LossSubject, case: LossCase) -> None:
+def ignores_rounding(subject: LossSubject, case: Case) -> None:
+    """Before the first step of a batch new and old log-probs are the same but for rounding, which must not steer the gradient."""
+    tokens = _clean(case).tokens
+    old = tokens["old_log_prob"]
+    noise = _ROUNDING * torch.ones_like(old).cumsum(0).cumsum(1).remainder(2).sub(0.5).mul(2)
+    same, rounded = (
+        subject.evaluate(replace(case, tokens=tokens | {"log_prob": old + zero_outside(change, case.mask)}))
+        for change in (torch.zeros_like(old), noise)
+    )
+    if not torch.allclose(same["the gradient"], rounded["the gradient"], rtol=0, atol=_ROUNDING_TOLERANCE):
+        raise Violation(
+            f"where log_prob is old_log_prob, a change of {_ROUNDING:g} changes the gradient:\n  before {_shown(same['the gradient'])}\n"
+            f"  after  {_shown(rounded['the gradient'])}"
+        )
+
+
+def without_advantage_is_flat(subject: LossSubject, case: Case) -> None:
     """Where all advantages are 0 there is nothing to learn. Not a law: a loss may have a term of its own, as dro has."""
     tokens = {**_clean(case).tokens, "advantages": torch.zeros_like(case.tokens["advantages"])}
-    if (subject.evaluate(dataclasses.replace(case, tokens=tokens))["the gradient"].abs() > TOLERANCE).any():
+    if (subject.evaluate(replace(case, tokens=tokens))["the gradient"].abs() > TOLERANCE).any():
         raise Violation("the gradient is not 0 although every advantage is")
 
 
 _SHARED: dict[str, Property] = {
-    SHAPES: is_per_token,
+    "one number a token": is_per_token,
     "finite": is_finite,
     "masked tokens": ignores_masked_tokens,
     "padding": ignores_padding,
     "order of rows": ignores_the_order_of_rows,
 }
-LOSS_PROPERTIES: dict[str, Property] = {**_SHARED, "micro-batches and ranks": adds_up_over_parts}
+LOSS_PROPERTIES: dict[str, Property] = {**_SHARED, "micro-batches and ranks": adds_up_over_parts, "rounding": ignores_rounding}
 LOSS_WARNINGS: dict[str, Property] = {"no advantage, no gradient": without_advantage_is_flat}
 ADVANTAGE_PROPERTIES: dict[str, Property] = {**_SHARED, "empty rows": ignores_empty_rows}
 
 
-def _call(
-    what: str,
-    function: Callable[..., Any],
-    others: Mapping[str, Any],
-    case: Case,
-    tokens: Mapping[str, Tensor],
-    are_blocks: bool,
-    remedy: str,
-) -> Any:
+def _call(bound: Bound, case: Case, are_blocks: bool) -> Any:
     """Call the function with blocks, or with flat columns and the rows if it names them."""
-    blocks = {**tokens, "response_mask": case.mask}
-    bound = Bound(what, function, others, remedy, takes_blocks=False)
+    blocks = case.tokens | {"response_mask": case.mask}
     return bound(blocks if are_blocks else case.flat(blocks), case.rows)
 
 
@@ -237,23 +229,24 @@ def _blocks(case: Case, results: Mapping[str, Any], are_blocks: bool, hint: str 
     return {name: x if are_blocks else case.block(x) for name, x in results.items()}
 
 
-def _clean(case: C) -> C:
-    return dataclasses.replace(case, tokens={name: zero_outside(x, case.mask) for name, x in case.tokens.items()})
+def _clean(case: Case) -> Case:
+    return replace(case, tokens={name: zero_outside(x, case.mask) for name, x in case.tokens.items()})
 
 
-def _select(case: C, rows: list[int]) -> C:
+def select(case: Case, rows: list[int]) -> Case:
+    """These rows of the case alone."""
     tokens, others = ({name: x[rows] for name, x in part.items()} for part in (case.tokens, case.of_rows))
-    return dataclasses.replace(case, tokens=tokens, of_rows=others, mask=case.mask[rows])
+    return replace(case, tokens=tokens, of_rows=others, mask=case.mask[rows])
 
 
 def _widened(x: Tensor, filler: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, _EXTRA_COLUMNS), value=filler)
 
 
-def _same_rows(change: str, subject: Subject[C], case: C, rows: list[int]) -> None:
+def _same_rows(change: str, subject: Subject, case: Case, rows: list[int]) -> None:
     """These rows alone, in this order, have the results that they have in the whole batch."""
     expected = {name: x[rows] if x.dim() else x for name, x in subject.evaluate(case).items()}
-    _same(change, subject.evaluate(_select(case, rows)), expected)
+    _same(change, subject.evaluate(select(case, rows)), expected)
 
 
 def _same(change: str, actual: Results, expected: Results) -> None:

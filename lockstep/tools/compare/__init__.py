@@ -7,10 +7,8 @@ arithmetic  cosines, effective sample sizes, the strongest pushes
 tokens      tokens as text
 ```
 
-The tables and the picture are drawn by `observability.comparison` and `comparison_svg`; docs/compare.md explains the numbers.
+The tables and the picture are drawn by `report` and `svg`; docs/compare.md explains the numbers.
 """
-
-from __future__ import annotations
 
 import argparse
 import re
@@ -19,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, as_command
 
 _RECORD = (
     "trainer.total_training_steps=1",
@@ -33,23 +31,17 @@ _RECORD = (
 """What --record runs unless it is told otherwise: one step, with a critic so that its values are there."""
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Compare, or record; 0 when at least two algorithms could be compared, 1 when the command cannot be run."""
     overrides = [text for text in arguments if re.match(r"\+*[a-z_]+\.[\w.]+=", text)]
-    try:
-        given = _parser().parse_args([text for text in arguments if text not in overrides])
-        if given.record is not None:
-            _record(given.record, overrides)
-        elif given.batch is not None:
-            _compare(given, overrides)
-        else:
-            raise ConfigError("name a recorded batch, or make one with --record DIR (lockstep compare --help)")
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    given = _parser().parse_args([text for text in arguments if text not in overrides])
+    if given.record is not None:
+        _record(given.record, overrides)
+    elif given.batch is not None:
+        _compare(given, overrides)
+    else:
+        raise ConfigError("name a recorded batch, or make one with --record DIR (lockstep compare --help)")
     return 0
 
 

@@ -4,8 +4,6 @@ A *push* is -d loss / d log_prob of a token: how much a small step down the loss
 advantage times everything the loss does with it: ratio, clip, weight, aggregation.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

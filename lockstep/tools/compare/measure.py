@@ -4,8 +4,6 @@ The policy is loaded once. For each algorithm the trainer's own stages give the 
 its micro-batches, and the gradients are read where the optimizer would. The whole batch is one mini-batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +25,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
-from lockstep.observability.metrics import Metric
+from lockstep.observability.metrics import Metric, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.worker import WorkerEnvironment
@@ -64,7 +62,7 @@ class Measured:
 
     gradient: dict[str, Tensor]
     """Parameter -> gradient, float32 on the CPU."""
-    metrics: dict[str, Metric]
+    metrics: dict[str, float]
     """What the policy loss reports."""
     pushes: Ragged
     """-d loss / d log_prob."""
@@ -72,11 +70,6 @@ class Measured:
     """[M], of the response tokens."""
     rows: DataProto
     """The mini-batch as the engine got it: with advantages, and the mask after the correction."""
-
-    def reported(self, name: str) -> float | None:
-        """A metric of the policy loss; None when it has no such metric."""
-        metric = self.metrics.get(f"actor/{name}")
-        return metric.value if metric is not None else None
 
 
 def compare(
@@ -100,7 +93,10 @@ def compare(
     Raises DataError when the policy does not know the batch's tokens, ConfigError when fewer than two algorithms can be compared. An
     algorithm that the batch has not the columns for is listed in `not_comparable`.
     """
-    batch, shared = recording.batch, _neutral(recording.config, changes or {})
+    # Without what concerns only the machine and the schedule of the recorded run.
+    neutral = {"critic.enable": True, "trainer.critic_warmup": 0, "trainer.device": "auto", "trainer.worker_group": "auto"}
+    everywhere = dict(changes or {})
+    batch, shared = recording.batch, with_changes(recording.config, neutral | everywhere)
     policy = model or recording.model
     _check_tokens(batch, shared, policy)
     measured: list[tuple[Algorithm, Measured]] = []
@@ -109,15 +105,14 @@ def compare(
     with loaded_policy(shared, policy, drift or 0.0) as engine:
         for algorithm in algorithms if drift is not None else ():
             with suppress(LockstepError):
-                measure(engine, batch, _configure(shared, algorithm, changes or {}, batch))
+                measure(engine, batch, _configure(shared, algorithm.changes | everywhere, batch))
                 drifted = algorithm.name
                 break
         if drifted is not None:
             engine.optim_step()
         for algorithm in algorithms:
             try:
-                config = _configure(shared, algorithm, changes or {}, batch)
-                measured.append((algorithm, measure(engine, batch, config)))
+                measured.append((algorithm, measure(engine, batch, _configure(shared, algorithm.changes | everywhere, batch))))
             except LockstepError as error:
                 not_comparable.append((algorithm.name, str(error)))
     if len(measured) < 2:
@@ -125,7 +120,7 @@ def compare(
         raise ConfigError(f"{len(measured)} of {len(algorithms)} algorithms could be computed, and a comparison needs two{listed}")
     tokenizer = hf_tokenizer(str(recording.model), shared.actor_rollout_ref.model.trust_remote_code)
     dots = arithmetic.dots([m.gradient for _, m in measured])
-    largest = max(m.metrics["actor/log_ratio_max"].value for _, m in measured)
+    largest = max(m.metrics["actor/log_ratio_max"] for _, m in measured)
     return Comparison(
         source=_source(recording, policy) | {"drift": drift, "drift_algorithm": drifted, "largest_log_ratio": largest},
         results=[_result(*each, dots[k][k] ** 0.5, batch, tokenizer, num_tokens) for k, each in enumerate(measured)],
@@ -219,7 +214,7 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
         engine.module.zero_grad()
         metrics = engine.forward_backward(rows, watched, budget, temperature, entropy_grad=actor.entropy_coeff != 0)
         gradient = {name: tensor.float().cpu().clone() for name, tensor in own_gradients(engine.module)}
-    return Measured(gradient, metrics, pushes, log_probs.values, rows)
+    return Measured(gradient, values(metrics), pushes, log_probs.values, rows)
 
 
 def _result(
@@ -230,34 +225,29 @@ def _result(
     weights = rows.ragged("rollout_is_weights").values[mask] if "rollout_is_weights" in rows else 1.0
     up, down = arithmetic.strongest(m.pushes, num_tokens)
     ratio = (m.log_probs - rows.ragged("old_log_probs").values).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    shown = tokens.Shown(batch, tokenizer, m.pushes, rows.ragged("advantages"), m.pushes.like(ratio))
+    numbers = {"push": m.pushes, "advantage": rows.ragged("advantages"), "ratio": m.pushes.like(ratio)}
+    shown = partial(tokens.token_push, batch, tokenizer, numbers)
     return AlgorithmResult(
         name=algorithm.name,
         settings=dict(algorithm.changes),
-        loss=m.metrics["actor/loss"].value,
+        loss=m.metrics["actor/loss"],
         grad_norm=grad_norm,
-        clip_fraction=m.reported("pg_clipfrac"),
-        dual_clip_fraction=m.reported("pg_clipfrac_lower"),
+        clip_fraction=m.metrics.get("actor/pg_clipfrac"),
+        dual_clip_fraction=m.metrics.get("actor/pg_clipfrac_lower"),
         masked_fraction=(~mask).double().mean().item(),
         silent_fraction=(pushes == 0).double().mean().item(),
         ratio_effective=arithmetic.effective_share(ratio[mask] * weights),
         push_effective=arithmetic.effective_share(pushes[mask].abs()),
         largest_push=float(pushes.abs().max()),
-        pushed_up=[shown.token(row, position) for row, position in up],
-        pushed_down=[shown.token(row, position) for row, position in down],
+        pushed_up=[shown(*place) for place in up],
+        pushed_down=[shown(*place) for place in down],
         row_pushes=Rows(m.pushes.lengths).sum(pushes.double()).tolist(),
     )
 
 
-def _neutral(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
-    """The recorded configuration without what concerns only the machine and the schedule of its run, and with `changes`."""
-    own = {"critic.enable": True, "trainer.critic_warmup": 0, "trainer.device": "auto", "trainer.worker_group": "auto"}
-    return with_changes(config, own | dict(changes))
-
-
-def _configure(shared: PPOConfig, algorithm: Algorithm, changes: Mapping[str, Any], batch: DataProto) -> PPOConfig:
+def _configure(shared: PPOConfig, changes: Mapping[str, Any], batch: DataProto) -> PPOConfig:
     """The configuration of one algorithm. Raises ConfigError when it cannot work, or the batch lacks a column that it reads."""
-    config = with_changes(shared, algorithm.changes | dict(changes))
+    config = with_changes(shared, changes)
     checks.check_algorithm(config)
     estimator = config.algorithm.adv_estimator
     needed = [name for name in required_inputs(load_reference(estimator) or estimator) if name in _HOW_TO_RECORD]

@@ -9,8 +9,6 @@ mine.yaml                 any keys of the configuration
 ```
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

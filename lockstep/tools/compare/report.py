@@ -1,6 +1,4 @@
-"""What several algorithms would do with one batch: the record, and its tables for a terminal. The picture is in comparison_svg."""
-
-from __future__ import annotations
+"""What several algorithms would do with one batch: the record, and its tables for a terminal. The picture is in `svg`."""
 
 import dataclasses
 import json

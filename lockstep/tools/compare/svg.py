@@ -1,229 +1,138 @@
-"""A comparison as one SVG, written by hand: no drawing library, no script, one white page that any browser shows.
+"""A comparison as one SVG: tables of coloured cells, which rich draws. No script, one white page that any browser shows.
 
 Three parts, in which every row is an algorithm: the cosines with the norms and fractions; the push on each response; pieces of responses,
 token by token. Blue is agreement, or more likely; red is the opposite.
 """
 
-from __future__ import annotations
-
-import itertools
+import io
 import math
-import textwrap
-import unicodedata
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Iterator
+from itertools import pairwise
 
-from lockstep.tools.compare.report import SHARES, Comparison, Excerpt, describe_source, number, visible
+from rich.cells import cell_len
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
 
-_MARGIN, _ROW, _CELL, _BAR, _COLUMN = 28, 26, 50, 150, 74
-_MAX_RESPONSES = 256
-"""Responses that the second part has room for."""
-_STRIP_ROW, _TOKEN_ROW = 15, 15
-_LABEL_CHARACTER, _MONO_CHARACTER = 7.0, 7.3
-"""Width of a character of 12 pixels, in the proportional font (on the safe side) and in the other."""
+from lockstep.tools.compare.report import SHARES, AlgorithmResult, Comparison, Excerpt, describe_source, number, visible
+
+_WIDTH = 200
+_MAX_RESPONSES, _LINE = 256, 80
+"""Responses that the second part has room for, and how many of them stand on one line."""
 _LEVELS = 12
-_UP, _DOWN, _INK, _GREY, _FAINT = (33, 102, 172), (178, 24, 43), "#1f2328", "#656d76", "#eaeef2"
-_SANS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-_MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+_UP, _DOWN, _FULL, _EMPTY = (33, 102, 172), (178, 24, 43), "on #afb8c1", "on #eaeef2"
+_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">
+<style>
+.{unique_id}-matrix {{ font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; font-size: {char_height}px }}
+{styles}
+</style>
+<defs>{lines}</defs>
+<rect width="{width}" height="{height}" fill="#fff"/>
+<g transform="translate({terminal_x}, 8)">{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g>
+</svg>
+"""
 
 
 def draw_comparison(comparison: Comparison) -> str:
     """The picture, as the text of an SVG file."""
-    names = [r.name for r in comparison.results]
-    left = _MARGIN + 14 + max(_LABEL_CHARACTER * len(name) for name in names)
-    page = _Page()
-    page.text(_MARGIN, 38, "What each algorithm would do with the same batch", font_size=19, font_weight=600)
-    y = page.paragraph(60.0, describe_source(comparison.source))
-    y = _draw_gradients(page, comparison, left, y + 14)
-    y = _draw_responses(page, comparison, left, y + 40)
-    y = _draw_excerpts(page, comparison, left, y + 40)
-    for name, reason in comparison.not_comparable:
-        y = page.paragraph(y, f"{name}: not comparable, {reason}", indent=12)
-    return page.svg(y)
-
-
-def _draw_gradients(page: _Page, comparison: Comparison, left: float, y: float) -> float:
-    """Cosines, norms and fractions; returns where the part ends."""
-    results, size = comparison.results, len(comparison.results)
-    longest = max(_LABEL_CHARACTER * len(r.name) for r in results)
-    y = _heading(page, y, "Gradients", "cosine between each two; norm; shares of tokens") + longest * math.sin(math.radians(40)) + 4
-    for k, result in enumerate(results):
-        page.text(left + k * _CELL + _CELL / 2 + 4, y - 6, result.name, turn=-40)
-    bars = left + size * _CELL + 22
-    columns = bars + _BAR + 62
-    shares = {label: name for label, name in SHARES.items() if label != "dual clip"}
-    page.text(bars, y - 6, "|gradient|", fill=_GREY)
-    for c, label in enumerate(shares):
-        page.text(columns + c * _COLUMN, y - 6, label, fill=_GREY)
-    largest = max(r.grad_norm for r in results) or 1.0
-    for i, (result, row) in enumerate(zip(results, comparison.cosines, strict=True)):
-        top, middle = y + i * _ROW, y + i * _ROW + _ROW / 2 + 4
-        page.text(left - 8, middle, result.name, text_anchor="end")
-        for j, cosine in enumerate(row):
-            x = left + j * _CELL
-            page.rect(x, top, _CELL - 2, _ROW - 2, _FAINT if cosine is None else _colour(cosine))
-            ink = "#fff" if abs(cosine or 0.0) > 0.6 else _INK
-            page.text(x + _CELL / 2 - 1, middle, number(cosine, 2), text_anchor="middle", fill=ink)
-        width = max(result.grad_norm / largest * _BAR, 1)
-        page.rect(bars, top + 4, width, _ROW - 10, "#57606a")
-        page.text(bars + width + 6, middle, f"{result.grad_norm:.3g}")
-        for c, name in enumerate(shares.values()):
-            x, value = columns + c * _COLUMN, getattr(result, name)
-            page.rect(x, top + 4, _COLUMN - 14, _ROW - 10, _FAINT)
-            if value is not None:
-                page.rect(x, top + 4, (_COLUMN - 14) * min(value, 1.0), _ROW - 10, "#afb8c1")
-            page.text(x + 6, middle, number(value))
-    page.widen(columns + len(shares) * _COLUMN)
-    return y + size * _ROW
-
-
-def _draw_responses(page: _Page, comparison: Comparison, left: float, y: float) -> float:
-    """The push on each response: one column a response, prompts side by side; returns where the part ends."""
-    count = min(len(comparison.row_scores), _MAX_RESPONSES)
-    cut = f"; the first {count} of {len(comparison.row_scores)}" if count < len(comparison.row_scores) else ""
+    console = Console(record=True, file=io.StringIO(), width=_WIDTH, color_system="truecolor", force_terminal=True)
+    console.print(
+        Text("What each algorithm would do with the same batch", "bold"), Text(describe_source(comparison.source)), sep="\n"
+    )
+    _heading(console, "Gradients", "cosine between each two; norm; shares of tokens")
+    console.print(_gradients(comparison))
+    total = len(comparison.row_scores)
+    cut = f"; the first {_MAX_RESPONSES} of {total}" if total > _MAX_RESPONSES else ""
     about = f"the sum of the pushes on each response, those to one prompt together; blue: more likely, red: less likely{cut}"
-    y = _heading(page, y, "Responses", about) + 10
-    width = max(3.0, min(14.0, math.floor(880 / count)))
-    x, places = left, []
-    for before, prompt in itertools.pairwise([comparison.row_prompts[0], *comparison.row_prompts[:count]]):
-        x += 3.0 if prompt != before else 0.0
-        places.append(x)
-        x += width
-    page.text(left - 8, y + 11, "reward", text_anchor="end", fill=_GREY)
-    scores = comparison.row_scores[:count]
+    _heading(console, "Responses", about)
+    console.print(*_responses(comparison), sep="\n")
+    _heading(console, "Tokens", "the push on each token of responses with strong ones; blue: more likely, red: less likely")
+    console.print(Columns([_excerpt(comparison, excerpt) for excerpt in comparison.excerpts], padding=(1, 4)))
+    console.print(*(Text(visible(f"{name}: not comparable, {reason}")) for name, reason in comparison.not_comparable), sep="\n")
+    return console.export_svg(theme=DEFAULT_TERMINAL_THEME, code_format=_SVG)
+
+
+def _heading(console: Console, title: str, about: str) -> None:
+    console.print(Text.assemble("\n", (f"{title}  ", "bold"), (about, "dim")))
+
+
+def _gradients(comparison: Comparison) -> Table:
+    """Cosines, norms and fractions."""
+    shares = {label: name for label, name in SHARES.items() if label != "dual clip"}
+    table = _table()
+    table.add_row("", "", *(f"({i})".center(8) for i, _ in enumerate(comparison.results, 1)), "|gradient|", *shares)
+    largest = max(r.grad_norm for r in comparison.results) or 1.0
+    for i, (r, row) in enumerate(zip(comparison.results, comparison.cosines, strict=True), 1):
+        cosines = [Text(number(cosine, 2).center(8), _colour(cosine)) for cosine in row]
+        fractions = [getattr(r, share) for share in shares.values()]
+        norm = _meter(f"{r.grad_norm:.3g}", r.grad_norm / largest, 20)
+        table.add_row(f"({i})", _name(r), *cosines, norm, *(_meter(number(f), f or 0.0, 9) for f in fractions))
+    return table
+
+
+def _responses(comparison: Comparison) -> Iterator[Table | Text]:
+    """The push on each response: one column a response, prompts side by side."""
+    scores = comparison.row_scores[:_MAX_RESPONSES]
     low, high = min(scores), max(scores)
-    greys = [(s - low) / ((high - low) or 1.0) for s in scores]
-    page.cells(places, [width] * count, greys, y, _STRIP_ROW - 3, _grey)
-    y += _STRIP_ROW + 3
-    for result in comparison.results:
-        page.text(left - 8, y + 11, result.name, text_anchor="end")
-        page.cells(places, [width] * count, _scaled(result.row_pushes[:count]), y, _STRIP_ROW - 2, _colour)
-        y += _STRIP_ROW
-    page.text(left, y + 15, f"reward from {low:g} (white) to {high:g} (black)", fill=_GREY, font_size=11)
-    page.widen(x)
-    return y + 15
+    greys = [round(240 - 200 * (score - low) / ((high - low) or 1.0)) for score in scores]
+    rows = [(Text("reward"), [f"on #{3 * f'{grey:02x}'}" for grey in greys])]
+    for r in comparison.results:
+        pushes = r.row_pushes[:_MAX_RESPONSES]
+        rows.append((_name(r), [_push_colour(push, max(map(abs, pushes))) for push in pushes]))
+    for first in range(0, len(scores), _LINE):
+        prompts = comparison.row_prompts[first : first + _LINE]
+        gaps = ["", *(" " * (a != b) for a, b in pairwise(prompts))]
+        table = _table()
+        for name, colours in rows:
+            line = Text()
+            for gap, colour in zip(gaps, colours[first : first + _LINE], strict=False):
+                line.append(gap).append(" ", colour)
+            table.add_row(name, line)
+        yield table
+    yield Text(f"reward from {low:g} (white) to {high:g} (black)", "dim")
 
 
-def _draw_excerpts(page: _Page, comparison: Comparison, left: float, y: float) -> float:
-    """Pieces of responses, side by side while they fit; returns where the part ends."""
-    if not comparison.excerpts:
-        return y
-    y = _heading(page, y, "Tokens", "the push on each token of responses with strong ones; blue: more likely, red: less likely")
-    peaks = [r.largest_push for r in comparison.results]
-    x, height = left, 51 + _TOKEN_ROW * len(peaks)
-    for excerpt in comparison.excerpts:
-        about = f"row {excerpt.row}, reward {excerpt.score:g}: …{excerpt.prompt}"
-        shown = [visible(token).replace(" ", "␣") for token in excerpt.tokens]
-        widths = [max(_MONO_CHARACTER * _columns(token) + 8, 18) for token in shown]
-        width = max(sum(widths) + 36, 6.5 * _columns(about) + 24)
-        if x > left and x + width > max(page.width, 1200):
-            x, y = left, y + height
-        page.text(x, y + 26, about, fill=_GREY, font_size=11)
-        names = [r.name for r in comparison.results] if x == left else []
-        _draw_excerpt(page, excerpt, x + (12 if excerpt.start else 0), y + 44, shown, widths, names, peaks)
-        page.widen(x + width)
-        x += width
-    return y + height + 24
+def _excerpt(comparison: Comparison, excerpt: Excerpt) -> Table:
+    """A piece of a response: the tokens above, a line for each algorithm below."""
+    tokens = [visible(token).replace(" ", "␣") for token in excerpt.tokens]
+    table = _table(Text(visible(f"row {excerpt.row}, reward {excerpt.score:g}: …{excerpt.prompt}")))
+    table.add_row("", "…" if excerpt.start else "", *map(Text, tokens), "…" if excerpt.is_cut else "")
+    for r, pushes in zip(comparison.results, excerpt.pushes, strict=True):
+        cells = [
+            Text(" " * cell_len(token), _push_colour(push, r.largest_push)) for token, push in zip(tokens, pushes, strict=True)
+        ]
+        table.add_row(_name(r), " ", *cells)
+    return table
 
 
-def _draw_excerpt(
-    page: _Page,
-    excerpt: Excerpt,
-    left: float,
-    y: float,
-    shown: Sequence[str],
-    widths: Sequence[float],
-    names: Sequence[str],
-    peaks: Sequence[float],
-) -> None:
-    """One piece: the tokens above, a line for each algorithm below, beginning with its name if names are given."""
-    *x, end = itertools.accumulate(widths, initial=left)
-    for at, token, width in zip(x, shown, widths, strict=True):
-        page.text(at + width / 2, y, token, text_anchor="middle", font_family=_MONO)
-    if excerpt.start:
-        page.text(left - 2, y, "…", text_anchor="end", font_family=_MONO)
-    if excerpt.is_cut:
-        page.text(end + 2, y, "…", font_family=_MONO)
-    for i, (pushes, peak) in enumerate(zip(excerpt.pushes, peaks, strict=True)):
-        top = y + 7 + i * _TOKEN_ROW
-        for name in names[i : i + 1]:
-            page.text(left - 8, top + 11, name, text_anchor="end")
-        page.cells(x, [width - 2 for width in widths], _scaled(pushes, peak), top, _TOKEN_ROW - 2, _colour)
+def _table(title: Text | None = None) -> Table:
+    return Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
 
 
-def _heading(page: _Page, y: float, title: str, about: str) -> float:
-    page.text(_MARGIN, y, title, font_size=15, font_weight=600)
-    page.text(_MARGIN + 10.0 * len(title) + 8, y, about, fill=_GREY)
-    return y
+def _name(result: AlgorithmResult) -> Text:
+    return Text(visible(result.name))
 
 
-def _scaled(pushes: Sequence[float], peak: float | None = None) -> list[float]:
-    """In [-1, 1]; the square root lets small pushes be seen beside large ones."""
-    peak = max((abs(p) for p in pushes), default=0.0) if peak is None else peak
-    return [math.copysign(math.sqrt(min(abs(p) / peak, 1.0)), p) if peak else 0.0 for p in pushes]
+def _meter(text: str, share: float, width: int) -> Text:
+    """The text on a bar that is filled up to `share`."""
+    filled = round(width * min(share, 1.0))
+    meter = Text(text.ljust(width), _EMPTY)
+    meter.stylize(_FULL, 0, filled)
+    return meter
 
 
-def _colour(value: float) -> str:
-    """White at 0 to blue at 1 and red at -1, in steps."""
+def _push_colour(push: float, peak: float) -> str:
+    """The square root lets small pushes be seen beside large ones."""
+    return _colour(math.copysign(math.sqrt(min(abs(push) / peak, 1.0)), push) if peak else 0.0)
+
+
+def _colour(value: float | None) -> str:
+    """White at 0 to blue at 1 and red at -1, in steps; grey where there is no number."""
+    if value is None:
+        return _EMPTY
     step = min(round(abs(value) * _LEVELS), _LEVELS) / _LEVELS
-    return "#" + "".join(f"{round(246 + (c - 246) * step):02x}" for c in (_UP if value >= 0 else _DOWN))
-
-
-def _grey(value: float) -> str:
-    return "#" + 3 * f"{round(240 - 200 * round(value * _LEVELS) / _LEVELS):02x}"
-
-
-def _columns(text: str) -> int:
-    """How many columns a monospaced font needs."""
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)
-
-
-class _Page:
-    """Shapes in the order in which they are drawn. `width` is how far they reach, as far as `widen` was told."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self.width = 900.0
-
-    def widen(self, x: float) -> None:
-        """Something is drawn up to x."""
-        self.width = max(self.width, x)
-
-    def rect(self, x: float, y: float, width: float, height: float, fill: str) -> None:
-        self._parts.append(f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" rx="2" fill="{fill}"/>')
-
-    def cells(
-        self,
-        places: Sequence[float],
-        widths: Sequence[float],
-        values: Sequence[float],
-        y: float,
-        height: float,
-        colour: Callable[[float], str],
-    ) -> None:
-        """Rectangles on one line, one path for each colour: a few bytes each."""
-        paths: dict[str, str] = defaultdict(str)
-        for x, width, value in zip(places, widths, values, strict=True):
-            paths[colour(value)] += f"M{x:.4g} {y:.4g}h{width:.4g}v{height:.4g}h-{width:.4g}z"
-        self._parts += [f'<path fill="{fill}" d="{path}"/>' for fill, path in paths.items()]
-
-    def text(self, x: float, y: float, text: str, *, fill: str = _INK, turn: float = 0.0, **attributes: object) -> None:
-        extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
-        extra += f' transform="rotate({turn:g} {x:.4g} {y:.4g})"' if turn else ""
-        self._parts.append(f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}"{extra}>{escape(visible(text))}</text>')
-
-    def paragraph(self, y: float, text: str, indent: float = 0.0) -> float:
-        """Grey lines at the margin, all but the first moved by `indent`; returns where the next one goes."""
-        lines = textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
-        for i, line in enumerate(lines):
-            self.text(_MARGIN + (indent if i else 0), y + 17 * i, line, fill=_GREY)
-        return y + 17 * len(lines)
-
-    def svg(self, height: float) -> str:
-        width, height = math.ceil(self.width + _MARGIN), math.ceil(height + _MARGIN)
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-            f'font-family="{_SANS}" font-size="12">\n<rect width="{width}" height="{height}" fill="#fff"/>\n'
-        )
-        return head + "\n".join(self._parts) + "\n</svg>\n"
+    shades = "".join(f"{round(246 + (c - 246) * step):02x}" for c in (_UP if value >= 0 else _DOWN))
+    return f"{'#ffffff' if step > 0.6 else '#000000'} on #{shades}"

@@ -1,9 +1,6 @@
 """Tokens as text, where they stand in a response."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.protocol import DataProto, Ragged
@@ -19,32 +16,20 @@ _PROMPT = 60
 """Characters of the end of a prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What is needed to show the tokens of one algorithm."""
-
-    batch: DataProto
-    tokenizer: Any
-    pushes: Ragged
-    advantages: Ragged
-    ratios: Ragged
-
-    def token(self, row: int, position: int) -> TokenPush:
-        """The token at a place, with its context and numbers."""
-        prompt, response = (self.batch.ragged(name)[row].tolist() for name in ("prompts", "responses"))
-        ids, at = prompt + response, len(prompt) + position
-        push = float(self.pushes[row][position])
-        return TokenPush(
-            row=row,
-            position=position,
-            token=self.tokenizer.decode(ids[at : at + 1]),
-            before=self.tokenizer.decode(ids[max(at - _CONTEXT, 0) : at]),
-            after=self.tokenizer.decode(ids[at + 1 : at + 1 + _CONTEXT]),
-            push=push,
-            share=abs(push) / float(self.pushes.values.abs().double().sum()),
-            advantage=float(self.advantages[row][position]),
-            ratio=float(self.ratios[row][position]),
-        )
+def token_push(batch: DataProto, tokenizer: Any, numbers: Mapping[str, Ragged], row: int, position: int) -> TokenPush:
+    """The token at a place, with its context and its `numbers`: push, advantage and ratio."""
+    prompt, response = (batch.ragged(name)[row].tolist() for name in ("prompts", "responses"))
+    ids, at = prompt + response, len(prompt) + position
+    own = {name: float(column[row][position]) for name, column in numbers.items()}
+    return TokenPush(
+        row=row,
+        position=position,
+        token=tokenizer.decode(ids[at : at + 1]),
+        before=tokenizer.decode(ids[max(at - _CONTEXT, 0) : at]),
+        after=tokenizer.decode(ids[at + 1 : at + 1 + _CONTEXT]),
+        share=abs(own["push"]) / float(numbers["push"].values.abs().double().sum()),
+        **own,
+    )
 
 
 def excerpts(batch: DataProto, pushes: Sequence[Ragged], tokenizer: Any, count: int) -> list[Excerpt]:

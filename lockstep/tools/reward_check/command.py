@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.progress import Progress
+
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, as_command
 from lockstep.trainer.setup import reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lockstep.rewards.manager import RewardManager
     from lockstep.tools.reward_check.report import Report
     from lockstep.tools.reward_check.scoring import Case, Subject
@@ -27,35 +28,27 @@ _WIDTH = 160
 """Columns of the tables where there is no terminal."""
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Check the rewards as the command line says: 0 when nothing is wrong, 1 when something is, 2 for a command line that means nothing."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in main_ppo
-    if list(arguments[:1]) != ["check"]:
-        if list(arguments[:1]) in (["-h"], ["--help"]):
-            print(_parser().format_help())
-            return 0
-        said = f"not {arguments[0]!r}" if arguments else "not nothing"
-        print(
-            f"error: usage: lockstep rewards check [options] [key=value ...]; expected 'check' after 'rewards', {said}",
-            file=sys.stderr,
-        )
+    first = arguments[0] if arguments else "nothing"
+    if first in ("-h", "--help"):
+        print(_parser().format_help())
+        return 0
+    if first != "check":
+        usage = "lockstep rewards check [options] [key=value ...]"
+        print(f"error: usage: {usage}; expected 'check' after 'rewards', not {first!r}", file=sys.stderr)
         return 2
-    options = _parser().parse_intermixed_args(arguments[1:])
-    try:
-        config = load_config(options.overrides, options.config)
-        for name in ("rows", "model_samples"):
-            if getattr(options, name) is not None and getattr(options, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
-        console = _console()
-        report = check(config, options.rows, options.model_samples, options.gold_score, console)
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     from lockstep.tools.reward_check.tables import print_report
 
+    options = _parser().parse_intermixed_args(arguments[1:])
+    config = load_config(options.overrides, options.config)
+    for name, number in (("rows", options.rows), ("model-samples", options.model_samples)):
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {number}")
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
+    report = check(config, options.rows, options.model_samples, options.gold_score, console)
     print_report(report, console)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +89,7 @@ def check(
     datasets = {"train": open_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)}
     if config.data.val_files:
         datasets["val"] = open_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
-    manager = RewardManager(tokenizer=tokenizer, num_examine=0, **reward_arguments(config))
+    manager = RewardManager(tokenizer=tokenizer, num_examine=0, **reward_arguments(config.reward))
     try:
         check_rewards(config, manager, manager, datasets["train"], datasets.get("val"))
         sources = {tag.data_source for dataset in datasets.values() if hasattr(dataset, "tags") for tag in dataset.tags()}
@@ -174,18 +167,9 @@ def _notes(config: PPOConfig, num_model_only: int, missed: set[str | None], mode
 @contextmanager
 def _progress(console: Console | None, total: int) -> Iterator[Callable[[], None]]:
     """Inside: a bar on a terminal, moved on by calling what is yielded."""
-    from rich.progress import Progress
-
     with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as progress:
         task = progress.add_task("scoring", total=total)
         yield lambda: progress.advance(task)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    is_terminal = sys.stdout.isatty()
-    return Console(width=None if is_terminal else _WIDTH, markup=False, highlight=False, emoji=False)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,5 @@
 """Responses that a reward must survive, and what each of them may earn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum

@@ -13,8 +13,6 @@ any other        the ground truth itself
 None is "this row has no right answer to try".
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -61,14 +59,14 @@ def _as_text(ground_truth: Any, extra: Mapping[str, Any]) -> str | None:
     return str(ground_truth) if isinstance(ground_truth, str | int | float) else None
 
 
-def _gsm8k(ground_truth: Any, extra: Mapping[str, Any]) -> str | None:
-    answer = extra.get("answer")
-    return answer if isinstance(answer, str) and "####" in answer else f"#### {ground_truth}"
+def _worked_out(key: str, mark: str, form: str) -> GoldResponse:
+    """The text under `key` of extra_info when it has the mark of an answer, else the ground truth in this form."""
 
+    def build(ground_truth: Any, extra: Mapping[str, Any]) -> str | None:
+        text = extra.get(key)
+        return text if isinstance(text, str) and mark in text else form.format(ground_truth)
 
-def _math(ground_truth: Any, extra: Mapping[str, Any]) -> str | None:
-    solution = extra.get("solution")
-    return solution if isinstance(solution, str) and r"\boxed" in solution else rf"\boxed{{{ground_truth}}}"
+    return build
 
 
 def _multiple_choice(ground_truth: Any, extra: Mapping[str, Any]) -> str | None:
@@ -89,8 +87,8 @@ def _code(ground_truth: Any, extra: Mapping[str, Any]) -> str | None:
 
 
 _BUILDERS: dict[str, GoldResponse] = {
-    "gsm8k": _gsm8k,
-    "math": _math,
+    "gsm8k": _worked_out("answer", "####", "#### {}"),
+    "math": _worked_out("solution", r"\boxed", r"\boxed{{{}}}"),
     "multiple_choice": _multiple_choice,
     "code": _code,
     "exact_match": _as_text,

@@ -1,11 +1,10 @@
 """What is wrong with a reward, from what its judges said: problems with examples, counts, times."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rewards.outcome import Failure, Outcome, Score
@@ -42,17 +41,17 @@ class Example:
     response: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One kind of problem with one data_source."""
 
     kind: str
     """A key of ERRORS or WARNINGS."""
     data_source: str | None
-    count: int = 0
-    by_response: dict[str, int] = field(default_factory=dict)
+    count: int
+    by_response: dict[str, int]
     """Kind of response -> how often."""
-    examples: list[Example] = field(default_factory=list)
+    examples: list[Example]
     """A few, of as many kinds of response as possible."""
 
     @property
@@ -138,40 +137,29 @@ def make_report(
     more than silence. `escapes` are the signs that a program was outside the sandbox. A response that must earn nothing and is paid, or
     one that must earn less than the right answer of its row and does not, is a warning.
     """
-    problems: dict[tuple[str, str | None], Problem] = {}
-
-    def add(kind: str, source: str | None, example: Example) -> None:
-        problem = problems.setdefault((kind, source), Problem(kind, source))
-        problem.count += 1
-        if example.response_kind is not None:
-            problem.by_response[example.response_kind] = problem.by_response.get(example.response_kind, 0) + 1
-        problem.examples.append(example)
-
+    # (kind of problem, data_source) -> kind of response -> examples
+    found: dict[tuple[str, str | None], dict[str | None, list[Example]]] = defaultdict(lambda: defaultdict(list))
     targets = _gold_targets(results, gold_score)
     scores = {(result.row, result.kind): result.lowest for result in results}
     for result in results:
-        for kind, text in _failures(result):
-            add(kind, result.source, _example(result, text))
-        if result.kind == GOLD:
-            # Stated by the user, the target is all there is to compare with.
-            silence = scores.get((result.row, "empty")) if gold_score is None else None
-            verdict = _gold_verdict(result.lowest, targets.get(result.source), silence)
-        else:
-            verdict = _paid_verdict(result.case.response.earns, result.highest, scores.get((result.row, GOLD)))
-        if verdict is not None:
-            add(verdict[0], result.source, _example(result, verdict[1]))
+        # Stated by the user, the target is all there is to compare with.
+        silence = scores.get((result.row, "empty")) if gold_score is None else None
+        for kind, text in (
+            *_failures(result),
+            *_verdict(result, targets.get(result.source), silence, scores.get((result.row, GOLD))),
+        ):
+            found[kind, result.source][result.kind].append(_example(result, text))
     for text in escapes:
-        add("escape", None, Example(text))
+        found["escape", None][None].append(Example(text))
     groups = _groups(results)
     if groups is not None and groups.num_without_signal == groups.num_groups:
         text = f"{groups.num_groups} groups of {groups.samples} samples: the task is too hard or too easy for this model"
-        add("no signal", None, Example(text))
-    for problem in problems.values():
-        problem.examples = _different(problem.examples)
+        found["no signal", None][None].append(Example(text))
     order = [*ERRORS, *WARNINGS]
+    problems = [_problem(*key, found[key]) for key in sorted(found, key=lambda key: (order.index(key[0]), str(key[1])))]
     unasked = sum(not result.outcomes for result in results)
     return Report(
-        problems=sorted(problems.values(), key=lambda problem: (order.index(problem.kind), str(problem.data_source))),
+        problems=problems,
         sources=_sources(results, targets, problems),
         kinds=_kinds(results),
         groups=groups,
@@ -180,47 +168,40 @@ def make_report(
     )
 
 
-def _gold_verdict(score: float | None, target: float | None, silence: float | None) -> tuple[str, str] | None:
-    """What is wrong with a right answer's score; `silence` is that of an empty response."""
-    if score is None or target is None:
-        return None
-    if score < target:
-        return "gold wrong", f"score {score:g}, not {target:g}"
-    if silence is not None and score <= min(silence, 0.0):
-        return "gold wrong", f"score {score:g}, no more than an empty response"
-    return None
+def _verdict(result: CaseResult, target: float | None, silence: float | None, gold: float | None) -> Iterator[tuple[str, str]]:
+    """(kind, text) of what is wrong with a score. `target` is what a right answer must get, `silence` what an empty response to the same
+    row gets, `gold` what a right answer to it does.
+    """
+    earns, low, high = result.case.response.earns, result.lowest, result.highest
+    if low is None or high is None:
+        return
+    if result.kind == GOLD:
+        if target is not None and low < target:
+            yield "gold wrong", f"score {low:g}, not {target:g}"
+        elif silence is not None and low <= min(silence, 0.0):
+            yield "gold wrong", f"score {low:g}, no more than an empty response"
+    elif high > 0 and earns is Earns.NO_ESCAPE:
+        yield "escape", f"score {high:g}: it ran the right program, which it does only outside"
+    elif high > 0 and earns is Earns.NOTHING:
+        yield "hack", f"score {high:g}" + ("" if gold is None else f"; a right answer gets {gold:g}")
+    elif high > 0 and earns is Earns.LESS_THAN_GOLD and gold is not None and high >= gold:
+        yield "hack", f"score {high:g}, as much as a right answer"
 
 
-def _paid_verdict(earns: Earns, score: float | None, gold: float | None) -> tuple[str, str] | None:
-    """What is wrong with the score of another response; `gold` is that of a right answer to the same row."""
-    if score is None or score <= 0:
-        return None
-    if earns is Earns.NO_ESCAPE:
-        return "escape", f"score {score:g}: it ran the right program, which it does only outside"
-    if earns is Earns.NOTHING:
-        return "hack", f"score {score:g}" + ("" if gold is None else f"; a right answer gets {gold:g}")
-    if earns is Earns.LESS_THAN_GOLD and gold is not None and score >= gold:
-        return "hack", f"score {score:g}, as much as a right answer"
-    return None
+def _problem(kind: str, source: str | None, by_response: Mapping[str | None, list[Example]]) -> Problem:
+    """With a few examples: the first of each kind of response, then the second ones, and so on."""
+    counts = {response: len(examples) for response, examples in by_response.items()}
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_response.values()))
+    named = {response: count for response, count in counts.items() if response is not None}
+    return Problem(kind, source, sum(counts.values()), named, list(filter(None, turns))[:_NUM_EXAMPLES])
 
 
-def _different(examples: Sequence[Example]) -> list[Example]:
-    """A few examples: the first of each kind of response, then the second ones, and so on."""
-    seen: Counter[str | None] = Counter()
-    turns = []
-    for i, example in enumerate(examples):
-        turns.append((seen[example.response_kind], i))
-        seen[example.response_kind] += 1
-    return [examples[i] for _, i in sorted(turns)[:_NUM_EXAMPLES]]
-
-
-def _failures(result: CaseResult) -> list[tuple[str, str]]:
+def _failures(result: CaseResult) -> Iterator[tuple[str, str]]:
     """(kind, text) of what went wrong with the calls: each kind once, and a difference between them."""
-    found = {outcome.kind: outcome.text for outcome in result.outcomes if isinstance(outcome, Failure)}
-    values = [outcome.kind if isinstance(outcome, Failure) else outcome.value for outcome in result.outcomes]
-    told = [value if isinstance(value, str) else f"score {value:g}" for value in values]
-    differs = [("differs", f"first {told[0]}, then {told[1]}")] if len(set(values)) > 1 else []
-    return [*found.items(), *differs]
+    yield from {outcome.kind: outcome.text for outcome in result.outcomes if isinstance(outcome, Failure)}.items()
+    told = [outcome.kind if isinstance(outcome, Failure) else f"score {outcome.value:g}" for outcome in result.outcomes]
+    if len({outcome.kind if isinstance(outcome, Failure) else outcome.value for outcome in result.outcomes}) > 1:
+        yield "differs", f"first {told[0]}, then {told[1]}"
 
 
 def _gold_targets(results: Sequence[CaseResult], gold_score: float | None) -> dict[str | None, float]:
@@ -252,14 +233,14 @@ def _groups(results: Sequence[CaseResult]) -> Groups | None:
 
 
 def _sources(
-    results: Sequence[CaseResult], targets: Mapping[str | None, float], problems: Mapping[tuple[str, str | None], Problem]
+    results: Sequence[CaseResult], targets: Mapping[str | None, float], problems: Sequence[Problem]
 ) -> list[SourceSummary]:
     summaries = []
     for source in dict.fromkeys(result.source for result in results):
         of_source = [result for result in results if result.source == source]
         has_gold = {result.row: result.case.subject.gold is not None for result in of_source}
         num_scored = sum(result.kind == GOLD and result.lowest is not None for result in of_source)
-        num_wrong = sum(problem.count for key, problem in problems.items() if key == ("gold wrong", source))
+        num_wrong = sum(p.count for p in problems if (p.kind, p.data_source) == ("gold wrong", source))
         seconds = [s for result in of_source for s in result.seconds]
         summaries.append(
             SourceSummary(

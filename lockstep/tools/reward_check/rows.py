@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +64,9 @@ def choose_rows(datasets: Mapping[str, Any], num_rows: int, num_sources: int, se
         found.setdefault(row.data_source, []).append(row)
         if sum(len(rows) >= share for rows in found.values()) >= num_sources:
             break
-    return _spread(list(found.values()), num_rows)
-
-
-def _spread(sources: Sequence[list[TriedRow]], num_rows: int) -> list[TriedRow]:
-    """The first rows of each source, one at a time in turn, until there are `num_rows`."""
-    turns = sorted((turn, number) for number, rows in enumerate(sources) for turn in range(len(rows)))
-    chosen = sorted((number, turn) for turn, number in turns[:num_rows])
-    return [sources[number][turn] for number, turn in chosen]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*found.values()))
+    chosen = list(filter(None, turns))[:num_rows]
+    return sorted(chosen, key=lambda row: list(found).index(row.data_source))
 
 
 def _as_text(prompt: Any) -> str:

@@ -1,7 +1,5 @@
 """Make the responses to try, and ask the reward manager about each of them twice."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

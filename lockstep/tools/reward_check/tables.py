@@ -1,7 +1,5 @@
 """A report as a person reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

@@ -4,8 +4,6 @@ Each program probes for one thing that lies outside. Only when it finds it, it g
 outside. A file and a connection are seen from here as well, whatever the score is.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

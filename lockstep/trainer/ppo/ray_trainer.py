@@ -27,20 +27,21 @@ from lockstep.observability.trackers import check_trackers
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import WorkerGroup, share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
+from lockstep.trainer.launch import Workers
 from lockstep.trainer.ppo import checks, recording, stages
 from lockstep.trainer.ppo.drift import Drift, Source
 from lockstep.trainer.ppo.groups import Groups
-from lockstep.trainer.ppo.launch import Workers
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, silent_peaks, timing_metrics
 from lockstep.trainer.ppo.prompts import Prompts, open_dataset
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
-from lockstep.trainer.ppo.resources import ResourcePoolManager
 from lockstep.trainer.ppo.reward_columns import greedy_baseline
 from lockstep.trainer.ppo.rewards import Scorer
-from lockstep.trainer.ppo.role import Role
+from lockstep.trainer.ppo.roles import role_specs, weight_exchange
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
+from lockstep.trainer.resources import ResourcePoolManager
+from lockstep.trainer.role import Role
 from lockstep.trainer.run import FitResult, Run
 from lockstep.utils.device import resolve_device
 from lockstep.utils.hf_config import stop_token_ids
@@ -93,6 +94,9 @@ class RayPPOTrainer(Run):
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)
 
         self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id)
+        self.new_groups = partial(
+            Groups, algorithm.filter_groups, data.train_batch_size, config.actor_rollout_ref.rollout.n, schedule.steps_per_epoch
+        )
         stop_ids = stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer)
         self.sampling, self.val_sampling = config.sampling(stop_ids), config.sampling(stop_ids, validation=True)
         self.drift = Drift(config, self.display.message)
@@ -102,26 +106,28 @@ class RayPPOTrainer(Run):
         self.correction = read_correction(algorithm.rollout_correction)
         self.actor_prompts, self.critic_prompts = config.actor_mini_batch_prompts, config.critic_mini_batch_prompts
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
-        self.workers = Workers(config, self.role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.display.message)
+        self.workers = Workers(config.trainer, resource_pool_manager, ray_worker_group_cls, self.display.message)
         self.worker_groups = self.workers.by_role
 
     def init_workers(self) -> None:
-        """Check the resources, start a process per slot of the pools, load every role's model. No process is left when this fails."""
+        """Take the run's folder, check the resources, start a process per slot of the pools, load every role's model. No process is left
+        when this fails."""
+        self.open_folder()
         workers = self.workers
-        workers.start(self.total_steps, self.tokenizer.pad_token_id)
+        workers.start(role_specs(self.config, self.role_worker_mapping, self.total_steps, self.tokenizer.pad_token_id))
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
         self.rollout_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Rollout")
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
-        self.weight_exchange, self.num_gpus = workers.weight_exchange(), self.resource_pool_manager.get_n_gpus()
-        self.scorer = Scorer(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
-        self.val_scorer = Scorer(self.val_reward_fn, None, self.tokenizer, self.config)
+        self.weight_exchange, self.num_gpus = weight_exchange(workers, self.config), self.resource_pool_manager.get_n_gpus()
+        self.scorer = Scorer.of(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 
     def close(self) -> None:
-        """End the worker processes, and those of the rewards."""
+        """End the worker processes, and those of the rewards, and let other runs have the folder."""
+        self.close_folder()
         self.workers.close()
         for reward_fn in (self.reward_fn, self.val_reward_fn):
             if hasattr(reward_fn, "close"):
@@ -134,18 +140,18 @@ class RayPPOTrainer(Run):
         step, config, timer = self.global_steps + 1, self.config, self.timer
         actor = config.actor_rollout_ref.actor
         with timer.stage("step"):
-            groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
+            groups = self.new_groups()
             while not groups.are_complete:  # once, unless algorithm.filter_groups drops some
                 batch, number = self.prompts.next()
                 scoring = self.scorer.begin(batch)
                 with timer.stage("gen"):
                     stages.generate(self.rollout_wg, batch, self.sampling, number, getattr(scoring, "add", None))
                 with timer.stage("reward"):
-                    scored, metrics = self.scorer.score(batch, number, scoring)
+                    scored, found = self.scorer.score(batch, number, scoring)
                 if self.needs_baseline:
                     with timer.stage("gen_max"):
-                        metrics |= self.greedy_baseline(batch, number)
-                groups.add(batch, scored, metrics)
+                        found |= self.greedy_baseline(batch, number)
+                groups.add(batch, scored, found)
             batch, scored, metrics = groups.join(self.display.message)
 
             updates = self._mini_batches(step, batch, self.actor_prompts, actor.ppo_epochs)
@@ -219,7 +225,10 @@ class RayPPOTrainer(Run):
 
     def _validate(self) -> dict[str, float]:
         """Generate on the validation prompts with rollout.val_kwargs and score them with the function reward."""
-        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, self.val_scorer, self.config, self.global_steps)
+        judge, config = Scorer.of(self.val_reward_fn, None, self.tokenizer, self.config), self.config
+        n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
+        options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir}
+        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -229,11 +238,17 @@ class RayPPOTrainer(Run):
             "num_train_rows": len(self.train_dataset),
         }
 
-    def _save(self, folder: Path) -> None:
-        self.actor_wg.save_checkpoint(str(folder / "actor"))
-        self.tokenizer.save_pretrained(folder / "actor")
+    def _save(self, folder: Path) -> list[Path]:
+        in_background = self.config.trainer.save_in_background
+        reports = self.actor_wg.begin_checkpoint(str(folder / "actor"), in_background)
         if self.critic_wg is not None:
-            self.critic_wg.save_checkpoint(str(folder / "critic"))
+            reports += self.critic_wg.begin_checkpoint(str(folder / "critic"), in_background)
+        self.tokenizer.save_pretrained(folder / "actor")
+        return [Path(report) for report in reports]
+
+    def _finish_save(self) -> list[str]:
+        groups = [group for group in (self.actor_wg, self.critic_wg) if group is not None]
+        return [error for group in groups for error in group.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_dataset):

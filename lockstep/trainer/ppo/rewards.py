@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import RewardError
+from lockstep.observability.metrics import Max, Mean, Metric, Min, Sum
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo.metrics import row_sums
@@ -26,13 +28,15 @@ from lockstep.trainer.ppo.scored import Scored
 
 
 @dataclass(frozen=True, slots=True)
-class Scorer:
-    """The score stage: asks `reward_model` (or None) and `reward_fn`, and writes down which rewards are missing."""
+class Judge:
+    """Asks `reward_fn`, and writes down which rewards are missing."""
 
     reward_fn: Any
-    reward_model: Any
     tokenizer: Any
-    config: PPOConfig
+    max_failure_rate: float
+    """Largest share of a batch whose reward may be missing."""
+    run_dir: Path
+    """Where missing rewards are recorded."""
 
     def begin(self, batch: DataProto) -> Any:
         """Start scoring a batch of prompts while it is generated: `add(row, token ids)` of what is returned takes a response.
@@ -42,13 +46,26 @@ class Scorer:
         return self.reward_fn.begin(batch) if hasattr(self.reward_fn, "begin") else None
 
     def judge(self, batch: DataProto, number: int, scoring: Any = None) -> Scored:
-        """`score` with the reward function alone; missing rewards are recorded under the batch's `number`."""
-        scored = score(self.reward_fn, batch, self.config.reward.max_failure_rate, scoring)
+        """`score` with the reward function; missing rewards are recorded under the batch's `number`."""
+        scored = score(self.reward_fn, batch, self.max_failure_rate, scoring)
         if any(scored.failures):
-            record_failures(self.config.trainer.run_dir, number, batch, scored, self.tokenizer)
+            record_failures(self.run_dir, number, batch, scored, self.tokenizer)
         return scored
 
-    def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, float]]:
+
+@dataclass(frozen=True, slots=True)
+class Scorer(Judge):
+    """The score stage of a step: the reward model (or None), the function, and what the configuration adds."""
+
+    reward_model: Any
+    config: PPOConfig
+
+    @classmethod
+    def of(cls, reward_fn: Any, reward_model: Any, tokenizer: Any, config: PPOConfig) -> Scorer:
+        """With the config's values."""
+        return cls(reward_fn, tokenizer, config.reward.max_failure_rate, config.trainer.run_dir, reward_model, config)
+
+    def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, Metric]]:
         """Reads responses. Writes token_level_scores, with the penalty for length, and where they are used rm_scores and reward_parts.
 
         `scoring` is what `begin` returned. Returns what else the judges said, and metrics.
@@ -59,7 +76,7 @@ class Scorer:
         metrics = reward_metrics(scored)
         overlong = self.config.reward.overlong_buffer
         if overlong.enable:
-            metrics |= penalise_overlong(batch, overlong, self.config.data.max_response_length)
+            metrics |= penalise_overlong(batch, scored, overlong, self.config.data.max_response_length)
         if keys := self.config.algorithm.gdpo_reward_keys:
             set_parts(batch, scored, keys)
         return scored, metrics
@@ -118,14 +135,14 @@ def _read_rewards(rewards: Any, responses: Ragged, failures: list[Failure | None
     return scores.like(torch.where(torch.repeat_interleave(missing, scores.lengths), 0.0, scores.values))
 
 
-def reward_metrics(scored: Scored) -> dict[str, float]:
+def reward_metrics(scored: Scored) -> dict[str, Metric]:
     """reward/{judge}/{mean, max, min}, reward/missing_ratio and reward/missing/{kind}."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Metric] = {}
     for judge, values in scored.parts.items():
         known = [value for value in values if value is not None]
         if known:
-            summary = {"mean": sum(known) / len(known), "max": max(known), "min": min(known)}
+            summary: dict[str, Metric] = {"mean": Mean(sum(known), len(known)), "max": Max(max(known)), "min": Min(min(known))}
             metrics |= {f"reward/{judge}/{name}": value for name, value in summary.items()}
     kinds = Counter(failure.kind for failure in scored.failures if failure is not None)
-    metrics["reward/missing_ratio"] = kinds.total() / max(len(scored.failures), 1)
-    return metrics | {f"reward/missing/{kind}": float(count) for kind, count in kinds.items()}
+    metrics["reward/missing_ratio"] = Mean(kinds.total(), len(scored.failures))
+    return metrics | {f"reward/missing/{kind}": Sum(float(count)) for kind, count in kinds.items()}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
+from lockstep.algorithms.advantages import read_estimate
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
@@ -149,10 +150,11 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
     if estimation.kl_kind is not None:
         old, reference = (batch.ragged(name).values for name in ("old_log_probs", "ref_log_prob"))
         penalty = kl_penalty(old, reference, estimation.kl_kind)
-        kl = masked_mean(rows.mean(penalty, mask), rows.sum(mask)).item()
         rewards = rewards - kl_control.value * torch.where(mask, penalty, 0.0)
-        metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_control.value}
-        kl_control.update(kl, n_steps=len(batch))
+        metrics = {"actor/reward_kl_penalty_coeff": kl_control.value}
+        if mask.any():
+            metrics["actor/reward_kl_penalty"] = masked_mean(rows.mean(penalty, mask), rows.sum(mask)).item()
+            kl_control.update(metrics["actor/reward_kl_penalty"], n_steps=len(batch))
     optional = {name: batch.columns[name] for name in _OPTIONAL_INPUTS if name in batch}
     columns = {
         "token_level_rewards": rewards,
@@ -162,7 +164,7 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
     }
-    advantages, returns = estimation.estimator(columns, rows)
+    advantages, returns = read_estimate(estimation.estimator, estimation.estimator(columns, rows), rows)
     for name, values in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
         _set_tokens(batch, name, values)
     return metrics
@@ -190,7 +192,7 @@ def update_actor(
 
     Where there was no pass for the old log-probs (the batch has no entropys), the first mini-batch, before any step, tells what that
     pass would have: the metrics training/rollout_*, and, returned too, the largest |log-prob| difference between sampler and trainer.
-    Without rollout_log_probs there is nothing to compare: None.
+    Without rollout_log_probs, or a token of the policy in that mini-batch, there is nothing to compare: None.
     """
     updates: list[dict[str, Metric]] = []
     for rows in mini_batches:
@@ -203,7 +205,7 @@ def update_actor(
         updates[-1]["actor/skipped_rows"] = Mean(float(len(mini_batch) - len(kept)), float(len(mini_batch)))
     found = {name: updates[0].pop(name).value for name in list(updates[0]) if name.startswith("sampler/")}
     metrics = average_updates(updates)
-    if not found:
+    if "sampler/log_ratio_max" not in found:
         return metrics, None
     metrics |= _sampler_metrics(**{name.removeprefix("sampler/"): value for name, value in found.items()})
     return metrics, found["sampler/log_ratio_max"]
@@ -313,13 +315,14 @@ def _lost(name: str, before: Tensor, after: Tensor, rows: Rows) -> dict[str, flo
 
 
 def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:
-    """The row numbers that have a part in the gradient of the policy loss; at least one, since an update is made in any case."""
+    """The row numbers that have a part in the gradient of the policy loss; at least one, since an update is made in any case, and where
+    there is such a row one that the policy wrote, to measure it."""
     everything = torch.arange(len(mini_batch))
     if not update.skips_rows or not len(mini_batch):
         return everything
     rows, mask = _rows_and_mask(mini_batch)
     has_advantage = rows.sum((mini_batch.ragged("advantages").values != 0) & mask) > 0
-    return everything[has_advantage] if has_advantage.any() else everything[:1]
+    return everything[has_advantage] if has_advantage.any() else (rows.sum(mask) > 0).long().argmax(0, keepdim=True)
 
 
 def _denominators(mini_batch: DataProto) -> Denominators:

@@ -6,14 +6,14 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.config.ppo import PPOConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rewards import Scorer
+from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import generate, make_prompts
@@ -24,27 +24,34 @@ _VALIDATION_STEPS = 1 << 40
 
 
 def validate(
-    dataset: Any, rollout: Any, sampling: SamplingParams, scorer: Scorer, config: PPOConfig, step: int
+    dataset: Any,
+    rollout: Any,
+    sampling: SamplingParams,
+    judge: Judge,
+    step: int,
+    *,
+    n: int,
+    batch_size: int | None,
+    folder: str | Path | None,
 ) -> dict[str, float]:
-    """Generate on all prompts of `dataset`, rollout.val_kwargs.n times each, and judge; returns the metrics below.
+    """Generate on all prompts of `dataset`, `n` times each and `batch_size` (None: all) at once, and judge; returns the metrics below.
 
-    Writes the samples where trainer.validation_data_dir says.
+    Writes the samples into `folder`, where there is one.
     """
-    n = config.actor_rollout_ref.rollout.val_kwargs.n
-    size = config.data.val_batch_size or len(dataset)
+    size = batch_size or len(dataset)
     parts, all_scored = [], []
     for start in range(0, len(dataset), size):
         rows = range(start, min(start + size, len(dataset)))
-        batch = make_prompts(dataset, rows, n, scorer.tokenizer.pad_token_id)
-        scoring = scorer.begin(batch)
+        batch = make_prompts(dataset, rows, n, judge.tokenizer.pad_token_id)
+        scoring = judge.begin(batch)
         generate(rollout, batch, sampling, step + _VALIDATION_STEPS, getattr(scoring, "add", None))
-        all_scored.append(scorer.judge(batch, step, scoring))
+        all_scored.append(judge.judge(batch, step, scoring))
         parts.append(batch)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
     extra: dict[str, list[Any]] = {"reward": scored.total} | scored.extra
     extra.pop("score", None)
-    if config.trainer.validation_data_dir is not None:
-        write_samples(config.trainer.validation_data_dir, step, batch, extra, scorer.tokenizer)
+    if folder is not None:
+        write_samples(str(folder), step, batch, extra, judge.tokenizer)
     sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
     return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -24,14 +23,14 @@ from lockstep.errors import NumericalError
 from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, TokenOutputs, chunked_log_probs, most_logits
 from lockstep.models.flops import ModelCost, model_cost
 from lockstep.models.load import Head
-from lockstep.models.outputs import logits_log_probs, sequence_scores
+from lockstep.models.outputs import logits_log_probs
 from lockstep.models.packing import (
     Budget,
     PackedRows,
     TokenRows,
     cut_into_micro_batches,
     pack_rows,
-    pad_rows,
+    pack_sequences,
     shared_prompt_tokens,
 )
 from lockstep.models.weight_file import TensorSpec
@@ -42,10 +41,14 @@ from lockstep.workers.engine.micro_batches import LazySequence, join_rows
 from lockstep.workers.engine.optim import OptimResult, Updates
 from lockstep.workers.engine.pending import Pending, read
 from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.saved import SavedEngine
 from lockstep.workers.engine.spec import EngineSpec
 
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
 
+
+LANGUAGE_COLUMNS = ("log_probs", "entropys", "top_log_probs")
+"""What a language model says about each token, in the order of `chunked_log_probs`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +66,7 @@ def uses_weights(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate
     return with_weights
 
 
-class TrainEngine(ABC):
+class TrainEngine(SavedEngine):
     """One model on `world_size` ranks. Every method is called on all ranks together, each with rows of its own.
 
     Where several ranks compute one model together (tensor, pipeline or sequence parallel: `model_group`) they put their rows together,
@@ -77,15 +80,11 @@ class TrainEngine(ABC):
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
     tokens_at_once: int | None = None
     """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
-    folder: ModelFolder
-    """The model as a checkpoint has it."""
     cost: ModelCost
     """What a token costs, for rates."""
     dtype: torch.dtype
     """The type of the computation."""
     device: torch.device
-    rank: int
-    world_size: int
     model_group: dist.ProcessGroup | None = None
     """The ranks that compute the same rows together; None where each computes its own."""
     gradient_ranks: int
@@ -113,28 +112,8 @@ class TrainEngine(ABC):
         """Clip, step, clear the gradients. Raises NumericalError, before any weight changes, when the gradient is not finite."""
 
     @abstractmethod
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every parameter and saved buffer; a tied weight comes once.
-
-        On one rank the tensors are the parameters themselves, not copies: they follow later updates (unless `exports_copies`).
-        """
-
-    @abstractmethod
-    def save(self, path: Path) -> None:
-        """Write a Hugging Face folder (weights, config) and, for a trained model, what the optimizer needs to go on."""
-
-    @abstractmethod
-    def load(self, path: Path) -> None:
-        """Read what `save` wrote, at any number of ranks."""
-
-    @abstractmethod
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Context in which backward passes do (or do not) reduce gradients over the ranks."""
-
-    def on_device(self) -> AbstractContextManager[None]:
-        """Context in which the weights are on the device. Every method sees to it by itself; who calls several holds it around them,
-        so that an offloaded engine is moved once."""
-        return nullcontext()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Context in which the model is the one that training started from. For an engine that trains adapters beside it (LoRA)."""
@@ -156,23 +135,36 @@ class TrainEngine(ABC):
                         outputs.setdefault(name, []).append(column)
         lengths = data.ragged("responses").lengths
         empty = torch.empty(0)
-        names = ("values",) if self.head is Head.VALUE else ("log_probs", "entropys")
+        names = ("values",) if self.head is Head.VALUE else LANGUAGE_COLUMNS[:2]
         columns = DataProto.from_dict({n: Ragged(torch.cat(outputs.get(n, [empty])).cpu(), lengths) for n in names})
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
     @torch.no_grad()
     def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids [rows] (score head)."""
+        """One score for each row of token ids [rows] (score head), read where transformers reads it."""
         self.module.eval()
         data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
         rows = data.ragged("rows")
-        scores = []
+        batches = self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks)))
+        packs = LazySequence(
+            len(batches),
+            lambda n: pack_sequences(rows.select(torch.tensor(batches[n], dtype=torch.int64)), pad_token_id, self.device),
+        )
         with self.on_device():
-            for index in self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks))):
-                part = rows.select(torch.tensor(index)) if index else Ragged.from_rows([[0]], dtype=torch.int64)
-                part_scores = self.scores(part, pad_token_id)
-                scores += [part_scores.cpu()] if index else []
-        return torch.cat(scores)[list(own)] if scores else torch.empty(0)
+            found = zip(packs, self.columns(packs, 1.0), strict=True)
+            scores = [out["scores"] for packed, out in found if not packed.is_placeholder]
+        return torch.cat(scores).cpu()[list(own)] if scores else torch.empty(0)
+
+    @torch.no_grad()
+    def evaluate(self, data: DataProto, loss: LossFn, budget: Budget) -> dict[str, Metric]:
+        """The loss's metrics over these rows, merged, without a gradient."""
+        self.module.eval()
+        data, _ = join_rows(data, self.model_group)
+        packs, loss_pass = self._packs(data, budget), LossPass(loss, temperature=1.0, entropy_grad=False)
+        with self.on_device():
+            for packed, out in zip(packs, self.columns(packs, 1.0), strict=True):
+                loss_pass.of(packed).loss_of(out, packed.tokens)
+        return self._metrics(loss_pass)
 
     def forward_backward(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
@@ -202,29 +194,27 @@ class TrainEngine(ABC):
         for packed in packs:
             yield self._run(packed, temperature)
 
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids, on every rank of the model group."""
-        return sequence_scores(self.module, *pad_rows(rows, pad_token_id, self.device))
-
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch."""
+        """The columns [M] of one micro-batch, or its scores [rows]."""
+        if self.head is Head.SCORE:
+            return {"scores": self.module(**packed.inputs, read_at=packed.predict_at)}
         if self.head is Head.VALUE:
             return {"values": self.module(**packed.inputs).logits[0, packed.predict_at, 0].float()}
         if self.tokens_at_once is not None:
             read_columns = partial(chunked_log_probs, packed.targets, temperature, entropy_grad)
-            log_probs, entropy = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
+            found = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
         else:
             logits = self.module(**packed.inputs, logits_to_keep=packed.predict_at).logits[0]
-            log_probs, entropy = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
-        return {"log_probs": log_probs, "entropys": entropy}
+            found = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
+        return dict(zip(LANGUAGE_COLUMNS, found, strict=True))
 
     def _named(self, stacked: Tensor) -> dict[str, Tensor]:
-        """The columns [M] of one micro-batch from what an output layer gives: [M, 2] log-prob and entropy, or [M] or [M, 1] values."""
-        if self.head is Head.VALUE:
-            return {"values": stacked.flatten()}
-        return dict(zip(("log_probs", "entropys"), stacked.unbind(-1), strict=True))
+        """The columns [M] of one micro-batch from what an output layer gives: [M, 3], or [M] or [M, 1] values or scores."""
+        if self.head is not Head.LANGUAGE_MODEL:
+            return {"values" if self.head is Head.VALUE else "scores": stacked.flatten()}
+        return dict(zip(LANGUAGE_COLUMNS, stacked.unbind(-1), strict=True))
 
     def _begin(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float, entropy_grad: bool
@@ -244,9 +234,9 @@ class TrainEngine(ABC):
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
-        budget = budget.times(self.token_ranks)
-        batches = self._equal_counts(cut_into_micro_batches(data.token_counts().tolist(), budget, shared_prompt_tokens(data)))
-        return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device))
+        counts, budget, scored = data.token_counts().tolist(), budget.times(self.token_ranks), self.head is Head.SCORE
+        batches = self._equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
+        return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 
     def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""

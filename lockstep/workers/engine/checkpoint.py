@@ -1,35 +1,57 @@
 """The files of a checkpoint. It is a Hugging Face folder, with what an optimizer needs to go on beside it:
 
 ```text
-config.json, generation_config.json   what the model is
-model.safetensors                     its weights, in float32 under Hugging Face names
-optimizer/                            AdamW's moments
-optimizer_progress.json               the updates that were done
+config.json, generation_config.json          what the model is
+model.safetensors                            its weights, in float32 under Hugging Face names
+optimizer/exp_avg.safetensors, exp_avg_sq    AdamW's moments, whole tensors under the same names
+optimizer_progress.json                      the updates that were done
 ```
 
-Weights are gathered by all ranks and written by one, a tensor at a time: no rank holds the whole model.
+Every rank writes a share of the whole tensors: of several ranks the files are `model-00001-of-00002.safetensors` and so on, with an index.
+Tensors are gathered by all ranks one at a time, so no rank holds the whole model. Nothing is pickled: reading a checkpoint runs no code.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lockstep.errors import DataError
 from lockstep.models.meta import WeightFiles
-from lockstep.models.weight_file import Tensors, TensorSpec, write_weights
+from lockstep.models.weight_file import Tensors, TensorSpec
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
 PROGRESS = "optimizer_progress.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Specs = Mapping[str, TensorSpec]
+"""Name -> type and shape of tensors that come."""
+Write = Callable[[Path, Specs, Tensors], None]
+"""(file, what comes, the tensors as they come) -> None: `write_weights`, or what does it later. Takes all of the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank among those that write a checkpoint."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an optimizer is."""
+
+    updates: int
+    steps: Mapping[str, int]
+    """Name -> the updates of each weight; fewer than `updates` where one had no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +77,17 @@ class ModelFolder:
         """Hugging Face name -> shape."""
         return {name: shape for name, (_, shape) in self.specs.items()}
 
-    def write(self, path: Path, weights: Tensors, updates: int, *, writes: bool) -> None:
-        """Write the folder after so many updates, as `write_gathered` writes."""
-        path.mkdir(parents=True, exist_ok=True)
-        if writes:
-            self.hf_config.save_pretrained(path)
-            if self.generation_config is not None:
-                self.generation_config.save_pretrained(path)
-            (path / PROGRESS).write_text(json.dumps({"updates": updates}))
-        write_gathered(path / WEIGHTS, self.specs, weights, writes=writes)
+    def write_config(self, path: Path) -> None:
+        """Write what the model is, without its weights."""
+        self.hf_config.save_pretrained(path)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(path)
 
     def open(self, path: Path) -> WeightFiles:
         """The weights of a checkpoint of this model. Raises DataError where there is none, or one of another architecture."""
-        if not (path / WEIGHTS).is_file():
-            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
         files = WeightFiles(path)
+        if not files.shapes:
+            raise DataError(f"{path} is not a checkpoint: {WEIGHTS} is missing")
         other = [(name, shape) for name, shape in self.shapes.items() if files.shapes.get(name) != shape]
         if other:
             name, shape = other[0]
@@ -81,30 +99,76 @@ class ModelFolder:
         return files
 
 
-def write_gathered(file: Path, specs: Mapping[str, TensorSpec], tensors: Tensors, *, writes: bool) -> None:
-    """Write `tensors` as they come. Gathering each of them is for all ranks, so all call this; the one that `writes` keeps it."""
-    if writes:
-        write_weights(file, specs, tensors)
-    else:
-        deque(tensors, maxlen=0)
+def write_shares(file: Path, specs: Specs, tensors: Tensors, place: Place, write: Write) -> None:
+    """Write this rank's share of `tensors`. Gathering each of them is for all ranks, so all call this.
 
-
-def read_updates(path: Path) -> int:
-    """The updates that a checkpoint's optimizer has done."""
-    return int(json.loads((path / PROGRESS).read_text())["updates"])
-
-
-def write_moments(path: Path, moments: dict[str, Any]) -> None:
-    """Write AdamW's state, Hugging Face name -> {step, exp_avg, exp_avg_sq}, each rank its own shards.
-
-    Without the optimizer's groups: which parameters are in one depends on the layout, their settings on the config.
+    `file` is the name where one rank writes all of them; the files of several ranks are numbered and have an index (`write_index`).
     """
-    dcp.save({"optim": {"state": moments}}, checkpoint_id=path / OPTIMIZER)
+    shares = divide(specs, place.world_size)
+    if place.rank >= len(shares):
+        deque(tensors, maxlen=0)
+        return
+    own = shares[place.rank]
+    chosen = ((name, tensor) for name, tensor in tensors if name in own or name not in specs)
+    write(_files(file, len(shares))[place.rank], own, chosen)
 
 
-def read_moments(path: Path, moments: dict[str, Any]) -> None:
-    """Read what `write_moments` wrote, at any number of ranks, into `moments` of the same form, in place."""
-    # Flattening sharded tensors (the planner's default, for FSDP over tensor parallelism) drops, on the ranks that hold nothing of it, a
-    # tensor with fewer rows than there are ranks: a value head could not be loaded.
-    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-    dcp.load({"optim": {"state": moments}}, checkpoint_id=path / OPTIMIZER, planner=planner)
+def write_index(file: Path, specs: Specs, world_size: int) -> None:
+    """Write which of the files of `write_shares` has which tensor, where there are several."""
+    shares = divide(specs, world_size)
+    if len(shares) > 1:
+        files = _files(file, len(shares))
+        weight_map = {name: path.name for path, share in zip(files, shares, strict=True) for name in share}
+        total = sum(num_bytes(spec) for spec in specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        Path(f"{file}.index.json").write_text(json.dumps(index, indent=1))
+
+
+def divide(specs: Specs, parts: int) -> list[dict[str, TensorSpec]]:
+    """Shares of about equally many bytes, none of them empty, in the order of `specs`; the same on every rank."""
+    shares: list[dict[str, TensorSpec]] = [{} for _ in range(max(1, min(parts, len(specs))))]
+    sizes = [0] * len(shares)
+    for name in sorted(specs, key=lambda name: -num_bytes(specs[name])):
+        least = min(range(len(shares)), key=lambda part: (bool(shares[part]), sizes[part]))
+        shares[least][name] = specs[name]
+        sizes[least] += num_bytes(specs[name])
+    return [{name: specs[name] for name in specs if name in share} for share in shares]
+
+
+def open_moments(path: Path, kind: str, specs: Specs) -> WeightFiles:
+    """One of MOMENTS of a checkpoint. Raises DataError where it has none for these weights."""
+    files = WeightFiles(path / OPTIMIZER, f"{kind}.safetensors")
+    other = [name for name, (_, shape) in specs.items() if files.shapes.get(name) != shape]
+    if other:
+        raise DataError(
+            f"{path / OPTIMIZER} has no {kind} for {len(other)} of {len(specs)} weights, first {other[0]}: it was saved without an "
+            "optimizer, or by one that trains other weights. Give its weights as model.path instead of resuming it"
+        )
+    return files
+
+
+def write_progress(path: Path, progress: Progress) -> None:
+    """Write how far the optimizer is."""
+    (path / PROGRESS).write_text(json.dumps({"updates": progress.updates, "steps": dict(progress.steps)}))
+
+
+def read_progress(path: Path) -> Progress:
+    """Read it. Raises DataError where it is not there or not one."""
+    try:
+        found = json.loads((path / PROGRESS).read_text())
+        return Progress(int(found["updates"]), {name: int(steps) for name, steps in found["steps"].items()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path / PROGRESS} cannot be read: {error!r}") from error
+
+
+def _files(file: Path, count: int) -> list[Path]:
+    """The names that Hugging Face gives to several files."""
+    if count == 1:
+        return [file]
+    return [file.with_name(f"{file.stem}-{number:05d}-of-{count:05d}{file.suffix}") for number in range(1, count + 1)]
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """The bytes of a tensor."""
+    dtype, shape = spec
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -109,18 +109,20 @@ def step_adamw(optimizer: torch.optim.AdamW, lr: float) -> None:
 def learning_rate(update: int, total_updates: int, config: OptimConfig) -> float:
     """The learning rate of optimizer step `update` (from 0) out of `total_updates`.
 
-    Linear warm-up over w steps: lr * (update + 1) / w. Then constant, or a cosine from lr down to lr * min_lr_ratio at the last step.
+    Linear warm-up over w steps: lr * (update + 1) / w. Then constant, or a fall from lr to lr * min_lr_ratio at the last step: as a cosine,
+    linearly, or (wsd) linearly over the last lr_decay_steps_ratio of all steps.
     """
-    warmup = config.lr_warmup_steps
+    warmup, kind = config.lr_warmup_steps, config.lr_scheduler_type
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_updates)
     if update < warmup:
         return config.lr * (update + 1) / warmup
-    if config.lr_scheduler_type == "constant":
+    if kind == "constant":
         return config.lr
-    progress = min(1.0, (update - warmup) / max(1, total_updates - 1 - warmup))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+    start = max(warmup, total_updates - 1 - int(config.lr_decay_steps_ratio * total_updates)) if kind == "wsd" else warmup
+    progress = min(1.0, max(0, update - start) / max(1, total_updates - 1 - start))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if kind == "cosine" else 1.0 - progress
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

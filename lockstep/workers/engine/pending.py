@@ -33,9 +33,9 @@ def pending_mean(total: Tensor, weight: Tensor) -> Pending:
     return Pending(torch.stack([total.detach().double(), weight.double()]), lambda numbers: Mean(*numbers))
 
 
-def pending_max(value: Tensor) -> Pending:
-    """Max of a tensor with one number."""
-    return Pending(value.detach(), lambda numbers: Max(*numbers))
+def pending_max(value: Tensor, count: Tensor) -> Pending:
+    """Max of a tensor with one number, the largest of `count`; none where that is 0: nothing was measured."""
+    return Pending(torch.stack([value.detach().double(), count.double()]), lambda n: Max(n[0]) if n[1] else None)
 
 
 def all_finite(name: str, values: Tensor, rows: Rows, indices: Sequence[int]) -> Pending:

@@ -26,7 +26,7 @@ class EngineSpec:
     total_updates: int
     device: torch.device
     seed: int
-    """Draws a value head that the model's folder does not have, and adapters."""
+    """Draws adapters, and a head that the model's folder does not have: a value head, or a score head that learns."""
     pad_token_id: int | None = None
     decoder_attention: str | None = None
     """The attention function of `engine.decoder`, a module for generation; None where nothing generates."""
@@ -42,7 +42,7 @@ class EngineSpec:
 
         Weights that cannot be read part by part are loaded whole, and given from memory. Raises DataError; see load_model.
         """
-        found = load_on_meta(self.model, self.head, self.seed, self.pad_token_id)
+        found = load_on_meta(self.model, self.head, self.seed, self.pad_token_id, self.optim is not None)
         if found is not None:
             return found
         module = self.load_whole()
@@ -50,7 +50,7 @@ class EngineSpec:
 
     def load_whole(self) -> PreTrainedModel:
         """The model with its weights, in float32 on the CPU. Raises DataError; see load_model."""
-        return load_model(self.model, self.head, self.seed, self.pad_token_id)
+        return load_model(self.model, self.head, self.seed, self.pad_token_id, self.optim is not None)
 
     def recompute(self, module: PreTrainedModel, dtype: torch.dtype, fast: bool = False) -> str:
         """What of the activations is computed again, one of models/recompute.py's kinds: nothing in a model that does not learn.

@@ -36,6 +36,10 @@ class Request:
     """The response ends after the token that completes one of these strings."""
 
 
+Numbered = tuple[int, Request]
+"""A request with its place in the call."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One response, or why there is none."""
@@ -132,9 +136,28 @@ class RolloutEngine(ABC):
     def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
         """`receive`, without the bookkeeping."""
 
-    @abstractmethod
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """One completion for each request, as they finish; `Completion.index` says which. Closing the iterator ends the generation."""
+        """One completion for each request, as they finish; `Completion.index` says which. Closing the iterator ends the generation.
+
+        Raises WeightSyncError when the last weight update did not work, ConfigError for stop strings without a way to decode tokens.
+        """
+        if self._broken is not None:
+            raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
+        if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
+            raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
+        served = []
+        for index, request in enumerate(requests):
+            fault = _fault(request, self.vocabulary, self.context)
+            if fault is None:
+                served.append((index, request))
+            else:
+                yield failed(index, request, fault, self.version)
+        if served:
+            yield from self._serve(served, sampling)
+
+    @abstractmethod
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+        """`generate_stream` of one or more requests without a fault."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """One completion for each request, in order."""
@@ -152,19 +175,6 @@ class RolloutEngine(ABC):
     def close(self) -> None:
         """End what the engine has started. May be called again."""
         return
-
-    def _faults(self, requests: Sequence[Request], sampling: SamplingParams) -> dict[int, Completion]:
-        """Completions of the requests that cannot be served.
-
-        Every generation begins here. Raises WeightSyncError when the last weight update did not work, ConfigError for stop strings without
-        a way to decode tokens.
-        """
-        if self._broken is not None:
-            raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
-        if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
-            raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
-        faults = {index: _fault(request, self.vocabulary, self.context) for index, request in enumerate(requests)}
-        return {index: failed(index, requests[index], fault, self.version) for index, fault in faults.items() if fault is not None}
 
 
 def _fault(request: Request, vocabulary: int, context: int | None) -> str | None:

@@ -214,6 +214,7 @@ def slow_losses(batch):
         chosen[t] = True
     is_clipped = -a * rho.clamp(1 - LOW, 1 + HIGH) > -a * rho
     left_out = mask & (cov > 0.2) & (cov < 1.0) & ~is_clipped  # a ratio of 1.0 takes every candidate: nothing is drawn
+    absolute = torch.where(x.detach().abs() < 1e-4, x.detach().abs(), x.abs())  # see docs/algorithms/verl.md
     geo = torch.where(a < 0, x.clamp(min=-LOW), x.clamp(max=HIGH))
     geo_rows = torch.stack([-a[i, positions(batch, i)].mean() * geo[i, positions(batch, i)].mean().exp() for i in range(5)])
     return new, {
@@ -225,7 +226,7 @@ def slow_losses(batch):
         "dro": -(new * a - 0.15 * x.square()),
         "dppo_tv": -a * weight * new * tv_inside,
         "dppo_kl": -a * weight * new * kl_inside,
-        "kl_cov": -a * rho + 0.7 * chosen * x.abs(),
+        "kl_cov": -a * rho + 0.7 * chosen * absolute,
         "clip_cov": clipped * ~left_out,
         "geo_mean": geo_rows[:, None].expand(5, 6),
     }

@@ -17,9 +17,15 @@ MESSAGES = [
 ]
 DAHOAS = {"prompt": BEFORE, "response": " Because.", "chosen": " Because.", "rejected": " No."}
 ANTHROPIC = {"chosen": BEFORE + " Because.", "rejected": BEFORE + " No."}
+ULTRAFEEDBACK = {
+    "prompt": "Why: is it\n\nso?",
+    "chosen": [*MESSAGES, {"role": "assistant", "content": "Because."}],
+    "rejected": [*MESSAGES, {"role": "assistant", "content": "No."}],
+    "score_chosen": 8.0,
+}
 
 
-@pytest.mark.parametrize("row", [DAHOAS, ANTHROPIC], ids=["Dahoas", "Anthropic"])
+@pytest.mark.parametrize("row", [DAHOAS, ANTHROPIC, ULTRAFEEDBACK], ids=["Dahoas", "Anthropic", "UltraFeedback"])
 @pytest.mark.parametrize(
     ("split", "columns"),
     [
@@ -28,7 +34,7 @@ ANTHROPIC = {"chosen": BEFORE + " Because.", "rejected": BEFORE + " No."}
         ("rm", {"chosen": "Because.", "rejected": "No."}),
     ],
 )
-def test_both_layouts_become_messages_in_every_form(run, tmp_path, row, split, columns):
+def test_all_layouts_become_messages_in_every_form(run, tmp_path, row, split, columns):
     for name in ("train", "test"):
         write_rows(tmp_path / f"hh/helpful-base/{name}.jsonl.gz", [row])
     files = run("full_hh_rlhf", tmp_path / "hh", options=("--split", split))
@@ -85,3 +91,28 @@ def test_real_rows_are_usable_but_for_those_that_are_shown(run):
     assert len(pairs["train.parquet"]) == 100
     hub = run("full_hh_rlhf", SHARED / "hf_parquet_samples/Dahoas_full-hh-rlhf.train.parquet")
     assert hub["train.parquet"] == files["train.parquet"][:49]
+
+
+def test_ultrafeedbacks_files_of_preferences_are_used_and_the_others_named(run, tmp_path):
+    for name in ("train_prefs", "train_sft", "test_prefs", "test_gen"):
+        write_rows(tmp_path / f"uf/data/{name}-00000-of-00001.parquet", [ULTRAFEEDBACK])
+    files = run("ultrafeedback", tmp_path / "uf", options=("--split", "rm"))
+    for name in ("train.parquet", "test.parquet"):
+        assert [(row["data_source"], row["chosen"]) for row in files[name]] == [
+            ("HuggingFaceH4/ultrafeedback_binarized", "Because.")
+        ]
+    assert "not used: uf/data/test_gen-00000-of-00001.parquet, uf/data/train_sft-00000-of-00001.parquet" in run.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"chosen": MESSAGES}, "chosen is not a dialogue that ends with an answer"),
+        ({"chosen": []}, "no column 'role'"),
+        ({"rejected": [{"role": "assistant", "content": "No."}]}, "rejected is not a dialogue"),
+        ({"rejected": ULTRAFEEDBACK["chosen"]}, "chosen and rejected are the same"),
+    ],
+)
+def test_messages_that_are_no_preference_say_why(changes, reason):
+    with pytest.raises(UnusableRow, match=reason):
+        RECIPES["rm"].convert(ULTRAFEEDBACK | changes, "")

@@ -21,8 +21,10 @@ def row(number: str = "72") -> dict[str, str]:
 )
 def test_the_number_after_the_hashes_is_the_ground_truth_and_the_answer_scores_full(number, truth):
     example = convert(row(number), RECIPE.instruction)
-    assert example.columns == {"reward_model": {"style": "rule", "ground_truth": truth}}
-    assert default_compute_score("openai/gsm8k", example.extra_info["answer"], truth) == 1.0
+    response = f"She has 70 + 2 = 72.\n#### {number}"
+    assert example.columns == {"reward_model": {"style": "rule", "ground_truth": truth}, "response": response}
+    for answer in (response, example.extra_info["answer"]):
+        assert default_compute_score("openai/gsm8k", answer, truth) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def test_the_hub_layout_takes_the_main_configuration(run, tmp_path):
         "prompt": [{"role": "user", "content": f"plain train\n\n{RECIPE.instruction}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "72"},
+        "response": "She has 70 + 2 = 72.\n#### 72",
         "extra_info": {"split": "train", "index": 0, "question": "plain train", "answer": row()["answer"]},
     }
     only = run("gsm8k", tmp_path / "hub/socratic")

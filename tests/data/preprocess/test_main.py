@@ -80,7 +80,7 @@ def test_the_files_are_what_the_dataset_reads(run, tmp_path):
     run("gsm8k", write_rows(tmp_path / "train.jsonl", [GOOD] * 3))
     rows = RowFiles([tmp_path / "out/train.parquet"])
     assert len(rows) == 3
-    assert rows.columns == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    assert rows.columns == ["data_source", "prompt", "ability", "reward_model", "response", "extra_info"]
 
 
 def test_a_long_file_is_cut_into_row_groups_that_are_read_alone(run, tmp_path, monkeypatch):

@@ -207,3 +207,22 @@ def test_rows_of_a_prompt_stay_together_where_there_are_enough_prompts(groups: l
         assert max(loads) <= sum(costs) / parts + largest
     else:
         assert shares == balanced_partition(costs, parts)
+
+
+@given(
+    units=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=20), parts=world_sizes, same_prompt=st.booleans(),
+    has_tokens=st.booleans(),
+)  # fmt: skip
+def test_a_unit_is_on_one_rank_in_order(units: list[list[int]], parts: int, same_prompt: bool, has_tokens: bool) -> None:
+    """Whatever the sizes and the number of ranks, and where prompts of neighbouring units are the same."""
+    ids = [7 * number for number, unit in enumerate(units) for _ in unit]
+    lengths = [n * has_tokens for unit in units for n in unit]
+    prompts = Ragged.from_rows([[0 if same_prompt else i] * n for i, n in enumerate(lengths)], dtype=torch.int64)
+    data = DataProto.from_dict({"prompts": prompts, "unit": torch.tensor(ids, dtype=torch.int64)})
+    calls, _ = plan(Dispatch.DP_COMPUTE_METRIC, (data,), {}, parts)
+    shares = [args[0].columns["unit"].tolist() for args, _ in calls]
+    assert sorted(unit for share in shares for unit in share) == ids
+    for share in shares:
+        runs = [unit for i, unit in enumerate(share) if i == 0 or share[i - 1] != unit]
+        assert all(share.count(unit) == ids.count(unit) for unit in runs)
+        assert len(runs) == len(set(runs))

@@ -34,6 +34,23 @@ def batch_mean(*, token_level_rewards, response_mask):
     return advantages, advantages
 
 
+def pair(*, log_prob, slope=1.0):
+    return slope * (log_prob[:, 1] - log_prob[:, 0]), log_prob
+
+
+def pair_mean(*, log_prob):
+    loss, rewards = pair(log_prob=log_prob)
+    return loss / max(len(loss), 1), rewards
+
+
+def pair_scalar(*, log_prob):
+    return log_prob.sum(), log_prob
+
+
+def backwards(*, log_prob):
+    return log_prob[:, 0] - log_prob[:, 1], log_prob
+
+
 def to_go(*, token_level_rewards, response_mask, gamma):
     rewards = zero_outside(token_level_rewards, response_mask)
     togo = zero_outside(rewards.flip(1).cumsum(1).flip(1), response_mask)
@@ -55,7 +72,7 @@ def run(tmp_path, capsys):
 def test_a_good_loss_and_a_good_estimator_pass(run):
     status, shown = run("loss", "good", "slope=2")
     assert status == 0
-    assert shown.out.count("  ok  ") == 7
+    assert shown.out.count("  ok  ") == 8
     assert "every property holds" in shown.out
     status, shown = run("advantage", "to_go", "gamma=0.5")
     assert status == 0, shown.out
@@ -100,11 +117,28 @@ def test_what_the_function_raises_is_part_of_the_report(run):
     assert "it raised KeyError: 'oops'" in shown.out
 
 
+def test_preference_losses_are_checked_on_pairs(run):
+    status, shown = run("preference", "pair", "slope=2")
+    assert status == 0
+    assert shown.out.count("  ok  ") == 5
+    status, shown = run("preference", "pair_mean")
+    assert status == 1
+    assert "FAILED   micro-batches and ranks" in shown.out
+    assert "log_prob             [" in shown.out
+    status, shown = run("preference", "pair_scalar")
+    assert status == 1
+    assert shown.out.count("FAILED") == 1
+    assert "the loss must be (1,) and the rewards (1, 2), but they are () and (1, 2)" in shown.out
+    status, shown = run("preference", "backwards")
+    assert status == 0
+    assert "warning  prefers the chosen" in shown.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["loss"], "expected 'loss' or 'advantage'"),
-        (["reward", "x"], "expected 'loss' or 'advantage'"),
+        (["loss"], "expected 'loss', 'advantage' or 'preference'"),
+        (["reward", "x"], "expected 'loss', 'advantage' or 'preference'"),
         (["loss", "vanila"], "did you mean 'vanilla'"),
         (["loss", "vanilla", "clip"], "expected argument=number"),
         (["loss", "vanilla", "tau=1"], "has no argument 'tau'"),

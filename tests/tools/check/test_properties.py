@@ -10,14 +10,13 @@ from lockstep.tools.check.properties import (
     LOSS_WARNINGS,
     AdvantageSubject,
     Case,
-    LossCase,
     LossSubject,
     Violation,
 )
 
 NUMBERS = torch.tensor([[0.5, -1.0, 0.25], [1.5, 0.0, -0.75], [0.75, 2.0, 0.5]], dtype=torch.float64)
 MASK = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0]], dtype=torch.bool)
-LOSS_CASE = LossCase(
+LOSS_CASE = Case(
     tokens={"old_log_prob": NUMBERS - 1, "advantages": NUMBERS.flip(1), "log_prob": NUMBERS},
     mask=MASK,
     of_rows={"row_keys": torch.tensor([3, 1, 2])},
@@ -57,6 +56,7 @@ BROKEN_LOSSES = {
     "padding": changed(lambda loss, new, mask: loss / mask.shape[1]),
     "order of rows": changed(lambda loss, new, mask: loss * torch.arange(1, len(mask) + 1)[:, None]),
     "micro-batches and ranks": changed(lambda loss, new, mask: loss / mask.sum().clamp(min=1)),
+    "rounding": changed(lambda loss, new, mask: loss + zero_outside(new - (NUMBERS - 1), mask).abs()),
 }
 
 

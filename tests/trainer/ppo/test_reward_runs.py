@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers.rewards import fails_for_short_words
-from helpers.run import read_metrics, roles, train
+from helpers.run import make_trainer, read_metrics, roles, train
 
 from lockstep.errors import RewardError
 from lockstep.rewards.manager import RewardManager
@@ -45,9 +45,19 @@ def test_a_run_in_which_every_reward_is_missing_changes_nothing(embedded_config)
     def fail(**row):
         raise ValueError("no")
 
-    (row,) = train(config, POOL, HYBRID, reward_fn=manager(config, fail))
+    trainer = make_trainer(config, POOL, HYBRID, reward_fn=manager(config, fail))
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.close()
+    (row,) = read_metrics(config)
     assert row["reward/missing_ratio"] == 1.0
     assert row["actor/grad_norm"] == 0.0
+    assert not [
+        name for name, value in row.items() if not isinstance(value, int | float)
+    ]  # a number that is none is written as text
+    assert trainer.drift.largest is None  # so the next step does not take the sampler for exact
 
 
 def parity_reward(batch, return_dict=False):
@@ -107,6 +117,18 @@ def test_overlong_responses_lose_reward(embedded_config):
     (row,) = train(config, POOL, HYBRID)
     assert row["reward/overlong_penalty/mean"] < 0
     assert row["critic/score/mean"] == pytest.approx(row["reward/rule/mean"] + row["reward/overlong_penalty/mean"], abs=1e-5)
+
+
+def test_gdpo_learns_from_the_penalty_for_length(embedded_config, tmp_path):
+    def advantages(name, *keys):
+        config = embedded_config(
+            *GRPO, "trainer.total_training_steps=1", "reward.overlong_buffer={enable: true, len: 11, penalty_factor: 5}",
+            "algorithm.adv_estimator=gdpo", f"trainer.default_local_dir={tmp_path / name}",
+            "algorithm.gdpo_reward_keys=[rule, overlong_penalty]", "actor_rollout_ref.rollout.temperature=3", *keys,
+        )  # fmt: skip
+        return train(config, POOL, HYBRID)[0]["critic/advantages/max"]
+
+    assert advantages("both") != advantages("rule alone", "algorithm.gdpo_reward_weights=[1.0, 0.0]")
 
 
 class Listening(RewardManager):

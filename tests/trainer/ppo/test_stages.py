@@ -12,7 +12,7 @@ from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
-from lockstep.observability.metrics import Max, Mean
+from lockstep.observability.metrics import Max, Mean, Sum
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
@@ -240,6 +240,26 @@ def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
     assert rows_of(batch, "returns") == [[0, 0, 0.5], [1.5]]
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("token_level_rewards", r"must return \(advantages, returns\); it returned shape \(4,\)"),
+        ("(token_level_rewards,) * 3", r"must return \(advantages, returns\); it returned tuple of 3"),
+        ("(token_level_rewards[:1], token_level_rewards)", r"one number per token, \(4,\).*it returned shape \(1,\) as advantages"),
+        ("(token_level_rewards, None)", "it returned NoneType as returns"),
+    ],
+)
+@pytest.mark.parametrize("rows", ["rows", ""])
+def test_an_estimator_that_returns_the_wrong_thing_is_told_what_is_right(tmp_path, result, message, rows):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def mine(*, token_level_rewards, {rows}):\n    return {result}\n")
+    batch = make_batch(token_level_scores=[[0, 0, 1], [3]])
+    with pytest.raises(ConfigError, match=message if rows else "must return"):
+        stages.advantage(
+            batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:mine")), make_kl_controller("fixed", 0.1, 0.5, 1000)
+        )
+
+
 def test_advantages_that_are_not_finite_stop_the_step_with_their_rows(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("def log(*, token_level_rewards):\n    return token_level_rewards.log(), token_level_rewards\n")
@@ -348,8 +368,27 @@ def test_a_row_without_advantage_leaves_the_update_where_it_has_no_gradient(conf
 
 def test_an_update_is_made_even_where_no_row_has_an_advantage():
     """AdamW's decay and momentum go on in such a step."""
-    batch = make_batch([[1], [1]], old_log_probs=[[0.0], [0.0]], advantages=[[0.0], [0.0]])
-    assert stages.rows_with_gradient(batch, PolicyUpdate.of(ActorConfig())).tolist() == [0]
+    nothing = {"old_log_probs": [[0.0], [0.0]], "advantages": [[0.0], [0.0]]}
+    for mask, kept in (([[1], [1]], 0), ([[0], [1]], 1), ([[0], [0]], 0)):  # a row that can be measured, where there is one
+        batch = make_batch([[1], [1]], mask, **nothing)
+        assert stages.rows_with_gradient(batch, PolicyUpdate.of(ActorConfig())).tolist() == [kept]
+
+
+def test_nothing_measured_is_no_number_and_moves_no_weight():
+    nothing = [[0.0], [0.0]]
+    names = ("rollout_log_probs", "advantages", "token_level_scores", "ref_log_prob", "old_log_probs")
+    batch = make_batch([[1], [1]], [[0], [0]], **dict.fromkeys(names, nothing))
+
+    class Unmeasured:
+        def update_actor(self, data, denominators):
+            return [{"actor/loss": Sum(0.0), "actor/entropy": Mean(0.0, 0.0), "sampler/ratio": Mean(0.0, 0.0)}]
+
+    metrics, drift = stages.update_actor(Unmeasured(), batch, [torch.tensor([0, 1])], PolicyUpdate.of(ActorConfig()))
+    assert (metrics, drift) == ({"actor/loss": 0.0, "actor/skipped_rows": 0.5}, None)
+    control = make_kl_controller("adaptive", 0.5, 0.1, 100)
+    estimation = Estimation.of(AlgorithmConfig(adv_estimator="grpo", use_kl_in_reward=True))
+    assert stages.advantage(batch, estimation, control) == {"actor/reward_kl_penalty_coeff": 0.5}
+    assert control.value == 0.5
 
 
 def test_what_a_loss_needs_of_a_whole_mini_batch_is_computed_before_it_is_cut():

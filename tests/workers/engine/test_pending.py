@@ -16,7 +16,7 @@ def test_every_number_comes_to_its_own_metric_and_checks_leave_none() -> None:
     parts = [
         {"a": pending_sum(half), "b": Mean(3.0, 2.0), "fine": all_finite("x", torch.ones(6), Rows(torch.tensor([3, 3])), [7, 8])},
         {},
-        {"c": pending_mean(torch.tensor(5.0), mask.sum()), "d": pending_max(torch.tensor(-math.inf)), "a": Sum(2.0)},
+        {"c": pending_mean(torch.tensor(5.0), mask.sum()), "d": pending_max(torch.tensor(-math.inf), mask.sum()), "a": Sum(2.0)},
     ]
     assert read(parts) == [
         {"a": Sum(pytest.approx(0.1, rel=1e-7)), "b": Mean(3.0, 2.0)},
@@ -24,6 +24,7 @@ def test_every_number_comes_to_its_own_metric_and_checks_leave_none() -> None:
         {"c": Mean(5.0, 2.0), "d": Max(-math.inf), "a": Sum(2.0)},
     ]
     assert read([{"a": Sum(1.0)}]) == [{"a": Sum(1.0)}]
+    assert read([{"largest of nothing": pending_max(torch.tensor(0.0), mask[2:].sum())}]) == [{}]
 
 
 def test_the_first_check_that_fails_names_its_dataset_rows() -> None:

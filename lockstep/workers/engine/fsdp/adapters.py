@@ -26,8 +26,8 @@ def save_adapter(module: nn.Module, lora: Lora, folder: Path, *, writes: bool) -
         write_weights(folder / ADAPTER_WEIGHTS, specs, tensors.items())
 
 
-def load_adapter(module: nn.Module, lora: Lora, path: Path, merged: WeightFiles) -> None:
-    """The adapters. The model itself stays as it was loaded; that it is the one they were trained beside shows in its norms."""
+def open_adapter(lora: Lora, path: Path) -> WeightFiles:
+    """The adapters of a checkpoint. Raises DataError where it has none, or others."""
     if not (path / ADAPTER / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"{path} has no adapter: it was trained with model.lora_rank=0; resume it with that")
     files = WeightFiles(path / ADAPTER, ADAPTER_WEIGHTS)
@@ -38,6 +38,12 @@ def load_adapter(module: nn.Module, lora: Lora, path: Path, merged: WeightFiles)
                 f"{path} has other adapters: {name} has shape {found or 'none'} instead of {tuple(value.shape)}; resume with the "
                 "model.lora_rank and model.target_modules that wrote it"
             )
+    return files
+
+
+def load_adapter(module: nn.Module, lora: Lora, path: Path, merged: WeightFiles) -> None:
+    """The adapters. The model itself stays as it was loaded; that it is the one they were trained beside shows in its norms."""
+    files = open_adapter(lora, path)
     vectors = {name for name, shape in merged.shapes.items() if len(shape) == 1} - set(lora.trained)
     for name, tensor in whole_tensors(module, lambda name: base_name(name) in vectors):
         if not torch.equal(tensor.cpu(), merged.read(base_name(name), 0, len(tensor))):

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
 from lockstep.errors import DataError
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
-from lockstep.models.load import Head, pack_score_head
+from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
-from lockstep.models.meta import WeightSource
-from lockstep.models.outputs import layer_output
-from lockstep.models.packing import PackedRows, pack_sequences
-from lockstep.protocol import Ragged
+from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.models.packing import PackedRows
+from lockstep.models.weight_file import write_weights
 from lockstep.workers.engine.base import OptimResult, TrainEngine, logits_at_once, uses_weights
-from lockstep.workers.engine.checkpoint import read_moments, read_updates, write_moments
-from lockstep.workers.engine.fsdp import sharded_model, sharding
-from lockstep.workers.engine.fsdp.adapters import load_adapter, save_adapter
+from lockstep.workers.engine.checkpoint import Progress, Specs, Write
+from lockstep.workers.engine.fsdp import moments, sharded_model, sharding
+from lockstep.workers.engine.fsdp.adapters import load_adapter, open_adapter, save_adapter
+from lockstep.workers.engine.moments import set_steps, steps_of
 from lockstep.workers.engine.offload import Offload
 from lockstep.workers.engine.optim import make_adamw, move_state, step_adamw
 from lockstep.workers.engine.sequence import compute_divided, sequence_group
+from lockstep.workers.engine.sharded import ReadRows
 from lockstep.workers.engine.spec import EngineSpec
 
 
@@ -41,9 +37,6 @@ class FSDPEngine(TrainEngine):
     `source` fills a `module` on the meta device. `lora` are the adapters in it, which are all that learns then. With
     `config.ulysses_sequence_parallel_size` the ranks of a group have a part of the tokens of a micro-batch each.
     """
-
-    score_layer: nn.Module | None = None
-    """The last layer of a score head whose rows are packed; without it they are padded."""
 
     def __init__(
         self,
@@ -62,6 +55,11 @@ class FSDPEngine(TrainEngine):
             if not is_adapter(name)
         }
         super().__init__(spec, module, config.dtype, specs)
+        self._moment_specs = {
+            name: (parameter.dtype, tuple(parameter.shape))
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
         self._version = version
         meshes = sharding.make_meshes(config, device)
         self.gradient_ranks = meshes.data.size()
@@ -79,8 +77,6 @@ class FSDPEngine(TrainEngine):
                 module.get_parameter(name).data.copy_(value)
             source = AdaptedSource(source, lora.values) if source is not None else None
         hands_out = head is Head.LANGUAGE_MODEL and hand_out_hidden(module)
-        if head is Head.SCORE and self._sequence is not None:
-            self.score_layer = pack_score_head(module)
         self.module = self._shard(module, config, meshes, source)
         output = module.get_output_embeddings()
         if hands_out and logits_are_the_layers(self.module, output, device):
@@ -108,22 +104,8 @@ class FSDPEngine(TrainEngine):
         sharded_model.reshard(self.module)
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
-        return self._divided(packed, functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad))
-
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        if self.score_layer is None:
-            scores = super().scores(rows, pad_token_id)
-        else:
-            packed = pack_sequences(rows, pad_token_id, self.device)
-            scores = self._divided(packed, functools.partial(self._packed_scores, self.score_layer))["scores"]
-        sharded_model.reshard(self.module)
-        return scores
-
-    def _packed_scores(self, score: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
-        return {"scores": layer_output(self.module, score, packed.inputs)[0, packed.predict_at, 0].float()}
-
-    def _divided(self, packed: PackedRows, compute: Callable[[PackedRows], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The columns of a micro-batch, computed by this rank or by those that divide its tokens."""
+        """By this rank, or by those that divide the tokens."""
+        compute = functools.partial(super()._run, temperature=temperature, entropy_grad=entropy_grad)
         return compute(packed) if self._sequence is None else compute_divided(packed, self._sequence, compute)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
@@ -155,30 +137,46 @@ class FSDPEngine(TrainEngine):
         return self._lora.off() if self._lora is not None else super().adapter_off()
 
     @uses_weights
-    def save(self, path: Path) -> None:
-        self.folder.write(path, self.export_weights(), self._updates.done, writes=self.rank == 0)
+    def save(self, path: Path, write: Write = write_weights) -> None:
+        super().save(path, write)
         if self._lora is not None:
             save_adapter(self.module, self._lora, path / ADAPTER, writes=self.rank == 0)
-        if self._optimizer is not None:
-            state: dict[str, Any] = get_optimizer_state_dict(self.module, self._optimizer)
-            write_moments(path, state["state"])
 
-    @uses_weights
-    def load(self, path: Path) -> None:
-        files = self.folder.open(path)
+    @property
+    def moment_specs(self) -> Specs:
+        return self._moment_specs
+
+    def _check(self, path: Path) -> None:
+        if self._lora is not None:
+            open_adapter(self._lora, path)
+        elif self._optimizer is not None and (path / ADAPTER).is_dir():
+            raise DataError(f"{path} was trained with adapters ({ADAPTER}); resume it with the model.lora_rank it had")
+
+    def _read_weights(self, path: Path, files: WeightFiles) -> None:
         self._mark_changed()
-        if self._lora is None:
-            if self._optimizer is not None and (path / ADAPTER).is_dir():
-                raise DataError(f"{path} was trained with adapters ({ADAPTER}); resume it with the model.lora_rank it had")
-            sharding.fill(self.module, files.read)
-        else:
+        if self._lora is not None:
             load_adapter(self.module, self._lora, path, files)
-        if self._optimizer is None:
-            return
-        state: dict[str, Any] = get_optimizer_state_dict(self.module, self._optimizer)
-        read_moments(path, state["state"])
-        set_optimizer_state_dict(self.module, self._optimizer, state)
-        self._updates.done = read_updates(path)
+        else:
+            sharding.fill(self.module, files.read)
+
+    def _export_moments(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        assert self._optimizer is not None
+        return moments.whole_moments(self.module, self._optimizer, kind, self._moment_specs, self.device)
+
+    def _read_moments(self, kind: str, read: ReadRows) -> None:
+        assert self._optimizer is not None
+        moments.read_moments(self.module, self._optimizer, kind, read, self._moment_specs, self.device)
+
+    def _steps(self) -> dict[str, int]:
+        assert self._optimizer is not None
+        return steps_of(self._optimizer, moments.learning_parameters(self.module))
+
+    def _set_steps(self, progress: Progress) -> None:
+        assert self._optimizer is not None
+        parameters = moments.learning_parameters(self.module)
+        set_steps(self._optimizer, {name: p for name, p in parameters.items() if p in self._optimizer.state}, progress.steps)
+        if self._offloads_state:
+            move_state(self._optimizer, torch.device("cpu"))
 
     def _mark_changed(self) -> None:
         if self._offload is not None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lockstep.config.engine import EngineChoice
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import install_fast_layers
-from lockstep.models.load import Head, check_packing
+from lockstep.models.load import check_packing
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.fsdp import sharded_model
@@ -37,10 +37,9 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
         source=source,
         lora=lora,
     )
-    # What was loaded whole has been checked, a score head aside, which is packed only where its tokens are divided.
-    if engine.score_layer is not None or (source is not None and spec.head is not Head.SCORE):
+    if source is not None:  # what was loaded whole has been checked
         with engine.on_device():
-            check_packing(engine.module, module, str(model.path), device, engine.dtype, engine.score_layer)
+            check_packing(engine.module, module, str(model.path), device, engine.dtype)
             sharded_model.reshard(engine.module)
     engine.decoder = decoder
     return engine

@@ -33,11 +33,7 @@ def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: st
             f"{key}.sequence_parallel=true divides the tokens among the ranks of tensor parallelism, of which there is one; set "
             f"{key}.tensor_model_parallel_size above 1, or sequence_parallel=false"
         )
-    divided = {
-        "num_attention_heads": hf_config.num_attention_heads,
-        "num_key_value_heads": hf_config.num_key_value_heads,
-        "intermediate_size": hf_config.intermediate_size,
-    }
+    divided = {name: getattr(hf_config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     for name, count in divided.items():
         if count % tp:
             raise ConfigError(

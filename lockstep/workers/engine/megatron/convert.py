@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +31,8 @@ class Piece(ABC):
     names: tuple[str, ...]
     rows: tuple[int, ...]
     """The rows of each of `names`."""
-
-    @property
-    def divided_along(self) -> int | None:
-        """The dimension along which ranks have a part each; None where each has the whole."""
-        return 0
+    divided_along: ClassVar[int | None] = 0
+    """The dimension along which ranks have a part each; None where each has the whole."""
 
     @abstractmethod
     def take(self, read: Read, rank: int, size: int) -> Tensor:
@@ -44,18 +42,11 @@ class Piece(ABC):
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """From the parts of all ranks, in order, the whole tensor of each of `names`."""
 
-    def _share(self, read: Read, number: int, rank: int, size: int) -> Tensor:
-        """Rank `rank`'s rows of the number-th of `names`."""
-        count = self.rows[number] // size
-        return read(self.names[number], rank * count, (rank + 1) * count)
-
 
 class Whole(Piece):
     """The same on every rank."""
 
-    @property
-    def divided_along(self) -> int | None:
-        return None
+    divided_along = None
 
     def take(self, read: Read, rank: int, size: int) -> Tensor:
         return read(self.names[0], 0, self.rows[0])
@@ -80,9 +71,7 @@ class Vocabulary(Piece):
 class Columns(Piece):
     """Columns divided among the ranks."""
 
-    @property
-    def divided_along(self) -> int | None:
-        return 1
+    divided_along = 1
 
     def take(self, read: Read, rank: int, size: int) -> Tensor:
         return read(self.names[0], 0, self.rows[0]).chunk(size, dim=1)[rank].contiguous()
@@ -92,32 +81,33 @@ class Columns(Piece):
 
 
 class GateUp(Piece):
-    """Rows of two matrices, each divided; a rank has its part of the first above its part of the second."""
+    """Rows of several matrices, each divided; a rank has, in each of its groups, its part of the first above its part of the next."""
 
     def take(self, read: Read, rank: int, size: int) -> Tensor:
-        return torch.cat([self._share(read, number, rank, size) for number in range(2)])
+        groups, own = self._groups(size) // size, []
+        for name, rows in zip(self.names, self.rows, strict=True):
+            count = rows // size
+            own.append(read(name, rank * count, (rank + 1) * count).unflatten(0, (groups, -1)))
+        return torch.cat(own, dim=1).flatten(0, 1)
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        halves = [part.chunk(2) for part in parts]
-        return [torch.cat([half[number] for half in halves]) for number in range(2)]
+        groups = self._groups(len(parts))
+        whole = torch.cat(list(parts)).unflatten(0, (groups, -1))
+        return [tensor.flatten(0, 1) for tensor in whole.split([rows // groups for rows in self.rows], dim=1)]
+
+    def _groups(self, size: int) -> int:
+        """The groups of all ranks: here one for each."""
+        return size
 
 
 @dataclass(frozen=True)
-class QueryKeyValue(Piece):
+class QueryKeyValue(GateUp):
     """Groups of heads divided among the ranks; in each group its queries, then its key, then its value."""
 
     head_size: int
 
-    def take(self, read: Read, rank: int, size: int) -> Tensor:
-        groups = self.rows[1] // self.head_size // size
-        own = [self._share(read, number, rank, size).unflatten(0, (groups, -1)) for number in range(3)]
-        return torch.cat(own, dim=1).flatten(0, 1)
-
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        groups = self.rows[1] // self.head_size
-        whole = torch.cat(list(parts)).unflatten(0, (groups, -1))
-        widths = [rows // groups for rows in self.rows]
-        return [tensor.flatten(0, 1) for tensor in whole.split(widths, dim=1)]
+    def _groups(self, size: int) -> int:
+        return self.rows[1] // self.head_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +122,19 @@ class Placed:
     """A second copy of a tied weight, in another stage than the first."""
 
 
+_LAYER: list[tuple[Any, ...]] = [
+    ("self_attention.linear_qkv", QueryKeyValue, *(f"self_attn.{x}_proj" for x in "qkv")),
+    ("self_attention.q_layernorm", Whole, "self_attn.q_norm"),
+    ("self_attention.k_layernorm", Whole, "self_attn.k_norm"),
+    ("self_attention.linear_proj", Columns, "self_attn.o_proj"),
+    ("mlp.linear_fc1", GateUp, "mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.linear_fc2", Columns, "mlp.down_proj"),
+    ("input_layernorm", Whole, "input_layernorm"),
+    ("pre_mlp_layernorm", Whole, "post_attention_layernorm"),
+]
+"""Of each part of a layer that a family may have: megatron's name, the kind of piece, Hugging Face's names."""
+
+
 def padded_vocabulary(size: int, ranks: int) -> int:
     """The smallest multiple of `ranks` that holds `size` tokens."""
     return -(-size // ranks) * ranks
@@ -142,52 +145,27 @@ def place_parameters(shapes: Shapes, layers: int, head_size: int, stages: int) -
 
     A language model without lm_head.weight is one whose output layer is tied to the embedding.
     """
-    place = _Placer(shapes, head_size)
-    last = stages - 1
-    embedding = "model.embed_tokens.weight"
-    placed = [Placed(place.piece(Vocabulary, embedding), 0, "embedding.weight")]
+    last, embedding = stages - 1, "model.embed_tokens"
+    placed: list[Placed] = []
+
+    def place(stage: int, parameter: str, kind: type[Piece], *names: str, is_copy: bool = False) -> None:
+        for end in ("weight", "bias"):
+            full = tuple(f"{name}.{end}" for name in names)
+            if full[0] in shapes:
+                rows = tuple(shapes[name][0] for name in full)
+                piece = QueryKeyValue(full, rows, head_size) if kind is QueryKeyValue else kind(full, rows)
+                placed.append(Placed(piece, stage, f"{parameter}.{end}", is_copy))
+
+    place(0, "embedding", Vocabulary, embedding)
     for layer in range(layers):
         stage, local = divmod(layer, layers // stages)
-        for parameter, piece in place.layer(f"model.layers.{layer}."):
-            placed.append(Placed(piece, stage, f"decoder.layers.{local}.{parameter}"))
-    placed.append(Placed(place.piece(Whole, "model.norm.weight"), last, "decoder.final_layernorm.weight"))
-    if "lm_head.weight" in shapes:
-        placed.append(Placed(place.piece(Vocabulary, "lm_head.weight"), last, "head.weight"))
-    elif "score.weight" not in shapes and stages > 1:
-        placed.append(Placed(place.piece(Vocabulary, embedding), last, "head.weight", is_copy=True))
-    for name in ("weight", "bias"):
-        if f"score.{name}" in shapes:
-            placed.append(Placed(place.piece(Whole, f"score.{name}"), last, f"head.{name}"))
+        for parameter, kind, *names in _LAYER:
+            place(stage, f"decoder.layers.{local}.{parameter}", kind, *(f"model.layers.{layer}.{name}" for name in names))
+    place(last, "decoder.final_layernorm", Whole, "model.norm")
+    place(last, "head", Vocabulary, "lm_head")
+    place(last, "head", Whole, "score")
+    if not {"lm_head.weight", "score.weight"} & set(shapes) and stages > 1:
+        place(last, "head", Vocabulary, embedding, is_copy=True)
     missing = set(shapes) - {name for entry in placed for name in entry.piece.names}
     assert not missing, f"parameters that are not converted: {sorted(missing)}"
     return placed
-
-
-@dataclass(frozen=True, slots=True)
-class _Placer:
-    shapes: Shapes
-    head_size: int
-
-    def piece(self, kind: type[Piece], *names: str) -> Piece:
-        return kind(names, self._rows(names))
-
-    def layer(self, prefix: str) -> list[tuple[str, Piece]]:
-        """(megatron's name inside the layer, piece) of each parameter."""
-        pieces: list[tuple[str, Piece]] = []
-        for kind in ("weight", "bias"):
-            names = tuple(f"{prefix}self_attn.{x}_proj.{kind}" for x in "qkv")
-            if names[0] in self.shapes:
-                pieces.append((f"self_attention.linear_qkv.{kind}", QueryKeyValue(names, self._rows(names), self.head_size)))
-        for parameter, name in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
-            if f"{prefix}self_attn.{name}.weight" in self.shapes:
-                pieces.append((f"self_attention.{parameter}.weight", self.piece(Whole, f"{prefix}self_attn.{name}.weight")))
-        return pieces + [
-            ("self_attention.linear_proj.weight", self.piece(Columns, f"{prefix}self_attn.o_proj.weight")),
-            ("mlp.linear_fc1.weight", self.piece(GateUp, *(f"{prefix}mlp.{x}_proj.weight" for x in ("gate", "up")))),
-            ("mlp.linear_fc2.weight", self.piece(Columns, f"{prefix}mlp.down_proj.weight")),
-            ("input_layernorm.weight", self.piece(Whole, f"{prefix}input_layernorm.weight")),
-            ("pre_mlp_layernorm.weight", self.piece(Whole, f"{prefix}post_attention_layernorm.weight")),
-        ]
-
-    def _rows(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(self.shapes[name][0] for name in names)

@@ -8,18 +8,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
-from lockstep.errors import DataError
+from lockstep.models.flops import head_size
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
-from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
-from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
-from lockstep.workers.engine.checkpoint import OPTIMIZER, read_updates, write_gathered
+from lockstep.protocol import DataProto
+from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.megatron.convert import Read, place_parameters
 from lockstep.workers.engine.megatron.layout import join_layout
 from lockstep.workers.engine.megatron.library import (
@@ -30,8 +29,8 @@ from lockstep.workers.engine.megatron.library import (
     quiet,
 )
 from lockstep.workers.engine.megatron.model import Stage
-from lockstep.workers.engine.megatron.optimizer import MASTER, MOMENTS, AdamW
-from lockstep.workers.engine.megatron.spec import head_size, transformer_config
+from lockstep.workers.engine.megatron.optimizer import MASTER, AdamW
+from lockstep.workers.engine.megatron.spec import transformer_config
 from lockstep.workers.engine.megatron.weights import MegatronWeights
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -69,7 +68,7 @@ class MegatronEngine(TrainEngine):
         self._weights = MegatronWeights(stage, placed, shapes, layout, device)
         self._optimizer: AdamW | None = None
         self.module: nn.Module = stage.requires_grad_(False) if optim is None else self._trained(stage, optim, config)
-        self._read_weights(source.read)
+        self._fill(source.read)
         self.decoder = spec.decoder(module)
 
     def _trained(self, stage: Stage, optim: OptimConfig, config: MegatronConfig) -> DistributedDataParallel:
@@ -102,11 +101,6 @@ class MegatronEngine(TrainEngine):
 
         self._schedule(packs, loss_of, temperature, entropy_grad, forward_only=False)
         return self._metrics(loss_pass)
-
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        packed = pack_sequences(rows, pad_token_id, self.device)
-        (stacked,) = self._forward([packed], temperature=1.0)
-        return self._from_last_stage(stacked, len(rows.lengths))[:, 0]
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Nothing to switch: megatron's schedule only adds up, and `optim_step` reduces."""
@@ -145,13 +139,9 @@ class MegatronEngine(TrainEngine):
         )
 
     def _from_last_stage(self, stacked: Tensor | None, rows: int) -> Tensor:
-        group = self._layout.pipeline
         if stacked is None:
-            stacked = torch.empty(rows, 2 if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
-        if group.size() > 1:
-            stacked = stacked.contiguous()
-            dist.broadcast(stacked, dist.get_global_rank(group, group.size() - 1), group=group)
-        return stacked
+            stacked = torch.empty(rows, len(LANGUAGE_COLUMNS) if self.head is Head.LANGUAGE_MODEL else 1, device=self.device)
+        return self._layout.from_stage(stacked, self._layout.pipeline.size() - 1)
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------------
 
@@ -173,26 +163,22 @@ class MegatronEngine(TrainEngine):
         """See TrainEngine. Tensors are those of the computation, in its type; `save` writes the float32 master weights."""
         return self._weights.export(lambda parameter: parameter, self.dtype)
 
-    def save(self, path: Path) -> None:
-        """See TrainEngine. Moments are whole tensors under Hugging Face names, so that they fit any layout of this engine."""
-        writes = self.rank == 0
-        self.folder.write(path, self._export(MASTER), self._updates.done, writes=writes)
-        if self._optimizer is not None:
-            (path / OPTIMIZER).mkdir(exist_ok=True)
-            for kind in MOMENTS:
-                write_gathered(_moments_file(path, kind), self.folder.specs, self._export(kind), writes=writes)
-        dist.barrier()  # no rank goes on before the files are there
+    def _saved_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._export(MASTER)
 
-    def load(self, path: Path) -> None:
-        weights = self.folder.open(path)
-        moments = [_open_moments(path, kind) for kind in MOMENTS] if self._optimizer is not None else []
-        self._read_weights(weights.read)
-        if self._optimizer is None:
-            return
-        for kind, files in zip(MOMENTS, moments, strict=True):
-            self._weights.read_into(files.read, partial(self._optimizer.write, kind))
-        self._updates.done = read_updates(path)
-        self._optimizer.set_steps(self._updates.done)
+    def _export_moments(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        return self._export(kind)
+
+    def _read_weights(self, path: Path, files: WeightFiles) -> None:
+        self._fill(files.read)
+
+    def _read_moments(self, kind: str, read: Read) -> None:
+        assert self._optimizer is not None
+        self._weights.read_into(read, partial(self._optimizer.write, kind))
+
+    def _set_steps(self, progress: Progress) -> None:
+        assert self._optimizer is not None
+        self._optimizer.set_steps(progress.updates)
 
     def _export(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Master weights or a moment, in float32; of a frozen engine its weights."""
@@ -202,24 +188,10 @@ class MegatronEngine(TrainEngine):
         return self._weights.export(partial(optimizer.read, kind), torch.float32)
 
     @torch.no_grad()
-    def _read_weights(self, read: Read) -> None:
+    def _fill(self, read: Read) -> None:
         def put(parameter: nn.Parameter, value: Tensor) -> None:
             parameter.copy_(value)
             if self._optimizer is not None:
                 self._optimizer.write(MASTER, parameter, value)
 
         self._weights.read_into(read, put)
-
-
-def _moments_file(path: Path, kind: str) -> Path:
-    return path / OPTIMIZER / f"{kind}.safetensors"
-
-
-def _open_moments(path: Path, kind: str) -> WeightFiles:
-    file = _moments_file(path, kind)
-    if not file.is_file():
-        raise DataError(
-            f"{file.parent} has no {kind} of a megatron engine; a checkpoint of another strategy gives its weights (as model.path), not "
-            "its optimizer"
-        )
-    return WeightFiles(file.parent, file.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.config.engine import MegatronConfig
 from lockstep.errors import ConfigError
@@ -31,6 +32,13 @@ class MegatronLayout:
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline.rank() == self.pipeline.size() - 1
+
+    def from_stage(self, tensor: Tensor, stage: int) -> Tensor:
+        """The tensor that the ranks of a stage have, on those of all stages; the others give one to fill."""
+        if self.pipeline.size() > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, dist.get_global_rank(self.pipeline, stage), group=self.pipeline)
+        return tensor
 
 
 def join_layout(section: MegatronConfig, seed: int) -> MegatronLayout:

@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401
 """All that is used of megatron-core, in one place, and how to keep from the user what it says about itself."""
 
 from __future__ import annotations
@@ -52,28 +54,3 @@ warnings.filterwarnings(
 )
 # Its advice to set CUDA_DEVICE_MAX_CONNECTIONS is in docs/backends/megatron.md.
 linear_with_grad_accumulation_and_async_allreduce.warned = True
-
-__all__ = [
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "DistributedOptimizer",
-    "MegatronModule",
-    "ModelType",
-    "ModuleSpec",
-    "OptimizerConfig",
-    "PackedSeqParams",
-    "TransformerBlock",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "VocabParallelEmbedding",
-    "clip_grad_by_total_norm_fp32",
-    "copy_to_tensor_model_parallel_region",
-    "finalize_model_grads",
-    "gather_from_sequence_parallel_region",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
-    "model_parallel_cuda_manual_seed",
-    "parallel_state",
-    "quiet",
-]

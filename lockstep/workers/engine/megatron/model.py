@@ -28,7 +28,7 @@ from lockstep.workers.engine.megatron.spec import PackedRowsParams, block_spec
 class Stage(MegatronModule):
     """What megatron's schedule calls for each micro-batch.
 
-    The last stage gives the model's columns side by side: [M, 2] log-prob and entropy, or [M, 1] value or score. Others give the hidden
+    The last stage gives the model's columns side by side: [M, 3] (LANGUAGE_COLUMNS), or [M, 1] value or score. Others give the hidden
     states that the next one gets.
     """
 
@@ -124,7 +124,7 @@ class VocabularyHead(nn.Module):
             self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor, packed: PackedRows, temperature: float, entropy_grad: bool, tied: Tensor | None) -> Tensor:
-        """[M, 2]: log-prob of each target, and the entropy where it is predicted."""
+        """[M, 3]: log-prob of each target, entropy and largest log-prob where it is predicted."""
         if self._sequence_parallel:  # backward: the parts' gradients are summed and divided into the ranks' tokens
             chosen = gather_from_sequence_parallel_region(hidden)[packed.predict_at, 0]
         else:
@@ -136,7 +136,7 @@ class VocabularyHead(nn.Module):
 
 
 class NumberHead(nn.Linear):
-    """One number a token, whole on every rank."""
+    """One number a token, whole on every rank, computed in float32 from weights in the type of the model."""
 
     def __init__(self, config: TransformerConfig, bias: bool) -> None:
         super().__init__(config.hidden_size, 1, bias=bias, dtype=config.params_dtype)
@@ -146,4 +146,5 @@ class NumberHead(nn.Linear):
         """[M, 1]"""
         if self._sequence_parallel:  # each rank computes the whole loss, so the gradient is divided and not summed
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return super().forward(hidden[packed.predict_at, 0]).float()
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden[packed.predict_at, 0].float(), self.weight.float(), bias)

@@ -24,7 +24,6 @@ from lockstep.workers.engine.megatron.library import (
 )
 
 MASTER = "master"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
@@ -72,7 +71,7 @@ class AdamW:
 
     @torch.no_grad()
     def read(self, kind: str, parameter: nn.Parameter) -> Tensor:
-        """MASTER or one of MOMENTS of a parameter, in its shape and float32. Every data-parallel rank has to call this."""
+        """MASTER or a moment of a parameter, in its shape and float32. Every data-parallel rank has to call this."""
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         main, own = self._shard(parameter)
         if main is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig
 from lockstep.models.attention import PackedLayout, packed_attention
+from lockstep.models.flops import head_size
 from lockstep.workers.engine.megatron.library import (
     MegatronModule,
     ModuleSpec,
@@ -79,11 +80,6 @@ def transformer_config(hf_config: Any, section: MegatronConfig, dtype: torch.dty
             apply_rope_fusion=False,
             **RECOMPUTE[recompute],
         )
-
-
-def head_size(hf_config: Any) -> int:
-    """Numbers in one attention head."""
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def block_spec(config: TransformerConfig, windows: tuple[int | None, ...]) -> TransformerBlockSubmodules:

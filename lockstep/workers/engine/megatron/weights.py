@@ -49,7 +49,7 @@ class MegatronWeights:
             else:
                 tensors = [torch.empty(self._shapes[name], dtype=dtype, device=self._device) for name in names]
             for name, tensor in zip(names, tensors, strict=True):
-                yield name, self._from_stage(tensor, entry.stage)
+                yield name, self._layout.from_stage(tensor, entry.stage)
 
     def _all_parts(self, part: Tensor, entry: Placed) -> list[Tensor]:
         group = self._layout.tensor
@@ -58,10 +58,3 @@ class MegatronWeights:
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part.detach().contiguous(), group=group)
         return parts
-
-    def _from_stage(self, tensor: Tensor, stage: int) -> Tensor:
-        group = self._layout.pipeline
-        if group.size() > 1:
-            tensor = tensor.contiguous()
-            dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
-        return tensor

@@ -6,23 +6,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine import TorchtitanConfig
 from lockstep.models.load import Head
-from lockstep.models.packing import Budget, PackedRows, pack_sequences
+from lockstep.models.meta import WeightFiles
+from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
-from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol import DataProto
 from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
-from lockstep.workers.engine.checkpoint import read_moments, read_updates, write_moments
+from lockstep.workers.engine.checkpoint import Progress
+from lockstep.workers.engine.moments import moment_of, read_moments, set_steps, steps_of
 from lockstep.workers.engine.optim import make_adamw, step_adamw
-from lockstep.workers.engine.sharded import clip_grad_norm, read_shards
+from lockstep.workers.engine.sharded import ReadRows, clip_grad_norm, read_shards
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.torchtitan.model import Question, decoder_config
 from lockstep.workers.engine.torchtitan.names import hf_name
@@ -55,11 +56,7 @@ class TorchtitanEngine(TrainEngine):
         self._parameters = {hf_name(name, output): parameter for name, parameter in self.module.named_parameters()}
         self._owners = self._find_owners()
         read_shards(self._parameters.items(), source.read)
-        self._pipeline = (
-            Pipeline(self.module, self._layout.stages, titan.dim, self.dtype, device, self._layout.tensor_mesh)
-            if self._layout.stages is not None
-            else None
-        )
+        self._pipeline = Pipeline(self.module, self._layout.stages, titan.dim, self.dtype, device, self._layout.tensor_mesh)
         self._optimizer = make_adamw(self._parameters.values(), optim) if optim else None
         self.decoder = spec.decoder(model)
 
@@ -87,30 +84,17 @@ class TorchtitanEngine(TrainEngine):
             packed = packs[number]
             return loss_pass.of(packed).loss_of(self._named(answer), packed.tokens)
 
-        if self._pipeline is not None:
-            self._pipeline.backward(batches, loss_of, self.gradient_sync)
-        else:
-            for number, inputs in enumerate(batches):
-                with self.gradient_sync(number == len(batches) - 1):
-                    loss_of(number, self.module(*inputs)).backward()
+        self._pipeline.backward(batches, loss_of, self.gradient_sync)
         return self._metrics(loss_pass)
-
-    def scores(self, rows: Ragged, pad_token_id: int) -> Tensor:
-        packed = pack_sequences(rows, pad_token_id, self.device)
-        question = Question(packed.predict_at)
-        return next(self._answers([(packed.input_ids, packed.position_ids, packed.layout, question)]))
 
     def _answers(self, batches: Sequence[Inputs]) -> Iterator[Tensor]:
         """What the output layer says of each micro-batch, on every rank, without a gradient."""
-        if self._pipeline is None:
-            for inputs in batches:
-                yield self.module(*inputs)
-            return
         answers = self._pipeline.forward(batches)
         for number, (*_, question) in enumerate(batches):
             shape = (len(question.at), 2) if self.head is Head.LANGUAGE_MODEL else (len(question.at),)
             answer = answers[number] if answers else torch.empty(shape, device=self.device)
-            dist.broadcast(answer, group=self._layout.stages, group_src=self._layout.dims.pp - 1)
+            if self._layout.stages is not None:
+                dist.broadcast(answer, group=self._layout.stages, group_src=self._layout.dims.pp - 1)
             yield answer
 
     def _inputs(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> Inputs:
@@ -123,7 +107,7 @@ class TorchtitanEngine(TrainEngine):
     def gradient_sync(self, enabled: bool) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(enabled)
-        if self._pipeline is not None:  # further micro-batches may be between forward and backward
+        if self._layout.stages is not None:  # further micro-batches may be between forward and backward
             self.module.set_is_last_backward(enabled)
         yield
 
@@ -148,27 +132,22 @@ class TorchtitanEngine(TrainEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_tensors(self._parameters, self.folder.shapes, self._owners, self._layout)
 
-    def save(self, path: Path) -> None:
-        self.folder.write(path, self.export_weights(), self._updates.done, writes=self.rank == 0)
-        if self._optimizer is not None:
-            write_moments(path, self._moments())
+    def _read_weights(self, path: Path, files: WeightFiles) -> None:
+        read_shards(self._parameters.items(), files.read)
 
-    def load(self, path: Path) -> None:
-        read_shards(self._parameters.items(), self.folder.open(path).read)
-        if self._optimizer is None:
-            return
-        moments = self._moments()
-        read_moments(path, moments)
-        for name, parameter in self._parameters.items():
-            self._optimizer.state[parameter] = moments[name]
-        self._updates.done = read_updates(path)
-
-    def _moments(self) -> dict[str, Any]:
-        """AdamW's state by Hugging Face names, as the fsdp engines write it; zeros where there was no update yet."""
+    def _export_moments(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         assert self._optimizer is not None
-        return {name: self._optimizer.state.get(p) or _no_moments(p) for name, p in self._parameters.items()}
+        parts = {name: moment_of(self._optimizer, parameter, kind) for name, parameter in self._parameters.items()}
+        return whole_tensors(parts, self.folder.shapes, self._owners, self._layout)
 
+    def _read_moments(self, kind: str, read: ReadRows) -> None:
+        assert self._optimizer is not None
+        read_moments(self._optimizer, self._parameters, kind, read)
 
-def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where AdamW keeps it when it is fused
-    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    def _steps(self) -> dict[str, int]:
+        assert self._optimizer is not None
+        return steps_of(self._optimizer, self._parameters)
+
+    def _set_steps(self, progress: Progress) -> None:
+        assert self._optimizer is not None
+        set_steps(self._optimizer, self._parameters, progress.steps)

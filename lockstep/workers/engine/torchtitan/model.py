@@ -78,7 +78,7 @@ class Rotation(Module):
 
 
 class LanguageHead(Linear):
-    """Answers with log-prob and entropy [M, 2] of a question's targets."""
+    """Answers with the columns [M, 3] of `chunked_log_probs` of a question's targets."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -106,9 +106,9 @@ class ValueHead(Linear):
 
     def forward(self, input: Tensor, question: Question | None = None) -> Tensor:
         assert question is not None
-        hidden = local_part(input)[0, question.at]
+        hidden, bias = local_part(input)[0, question.at].float(), None if self.bias is None else local_part(self.bias).float()
         # A sum over one number: FSDP2 warns about outputs that are views.
-        return F.linear(hidden, local_part(self.weight), None if self.bias is None else local_part(self.bias)).float().sum(-1)
+        return F.linear(hidden, local_part(self.weight).float(), bias).sum(-1)
 
 
 class PackedDecoder(Qwen3Model):

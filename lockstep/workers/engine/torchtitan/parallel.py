@@ -6,12 +6,12 @@ has its own layers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -134,7 +134,7 @@ def _keep_stage(model: PackedDecoder, layout: TitanLayout) -> None:
 
 
 def whole_tensors(
-    parameters: dict[str, nn.Parameter], shapes: dict[str, tuple[int, ...]], owners: dict[str, int], layout: TitanLayout
+    parameters: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]], owners: dict[str, int], layout: TitanLayout
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every name in `shapes`, on every rank, one at a time; `owners` are the stages that have them."""
     for name, shape in shapes.items():

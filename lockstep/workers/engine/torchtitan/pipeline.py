@@ -26,7 +26,8 @@ Inputs = tuple[Tensor, Tensor, Any, Any]
 
 
 class Pipeline:
-    """The stage `module` between its neighbours in `group`. Hidden states have `width` numbers of type `dtype` a token.
+    """The stage `module` between its neighbours in `group`; without one it is the whole model. Hidden states have `width` numbers of type
+    `dtype` a token.
 
     With tensor parallelism (`mesh`) the ranks of a stage divide the tokens, and each sends its own.
     """
@@ -34,17 +35,18 @@ class Pipeline:
     def __init__(
         self,
         module: nn.Module,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         width: int,
         dtype: torch.dtype,
         device: torch.device,
         mesh: DeviceMesh | None,
     ) -> None:
         self._module, self._group, self._width, self._dtype, self._device, self._mesh = module, group, width, dtype, device, mesh
-        self._stage, self._stages = group.rank(), group.size()
+        self._stage, self._stages = (group.rank(), group.size()) if group else (0, 1)
         self._before = self._stage - 1 if self._stage else None
         self._after = self._stage + 1 if self._stage + 1 < self._stages else None
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all ranks at a group's first message
+        if group:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all ranks at a group's first message
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Inputs]) -> list[Tensor]:

@@ -6,8 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig, VeOmniConfig
-from lockstep.models.load import Head, check_packing, pack_score_head
+from lockstep.models.load import Head, check_packing
 from lockstep.models.meta import WeightSource
+from lockstep.models.outputs import read_scores
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.checkpoint import ModelFolder
 from lockstep.workers.engine.fsdp import sharded_model, sharding
@@ -25,17 +26,17 @@ class VeOmniEngine(FSDPEngine):
 
     def __init__(self, config: VeOmniConfig, spec: EngineSpec) -> None:
         plain, source = spec.load()
-        head, device = spec.head, spec.device
+        device = spec.device
         lay_out(config, device)
         module = build_model(plain, device)
         apply_recompute(module, spec.recompute(plain, compute_dtype(config.dtype, device)))
-        if head is Head.SCORE:  # VeOmni's class gives a score for every token, so rows need not be padded
-            self.score_layer = pack_score_head(module)
+        if spec.head is Head.SCORE:
+            read_scores(module)
         fsdp = FSDPConfig(dtype=config.dtype, ulysses_sequence_parallel_size=config.ulysses_parallel_size)
         super().__init__(module, spec, version=2, config=fsdp, source=source)
         self.folder = ModelFolder.of(plain)
         assert isinstance(self.module, PreTrainedModel)
-        check_packing(self.module, self.module, str(spec.model.path), device, self.dtype, self.score_layer)
+        check_packing(self.module, self.module, str(spec.model.path), device, self.dtype)
         sharded_model.reshard(self.module)
         self.decoder = spec.decoder(plain)
 

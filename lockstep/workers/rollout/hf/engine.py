@@ -6,17 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping, not_finite
+from lockstep.workers.rollout.base import Completion, Numbered, Stopping, not_finite
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ModuleRollout
-
-Numbered = tuple[int, Request]
-"""A request with its place in the call."""
 
 
 class HFRollout(ModuleRollout):
@@ -27,22 +23,14 @@ class HFRollout(ModuleRollout):
 
     attention = "sdpa"
 
-    def __init__(
-        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
-    ) -> None:
-        super().__init__(module, config, pad_token_id, decode_text)
-        # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
-        module.generation_config = GenerationConfig()
-
     @torch.no_grad()
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        faults = self._faults(requests, sampling)
-        yield from faults.values()
-        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+        # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
+        self.module.generation_config = GenerationConfig()
         for start in range(0, len(served), self.config.max_num_seqs):
             yield from self._generate_batch(served[start : start + self.config.max_num_seqs], sampling)
 
-    def _generate_batch(self, numbered: list[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+    def _generate_batch(self, numbered: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         device, requests = self.module.device, [request for _, request in numbered]
         limits = [Stopping.of(request, sampling, self.context, self.decode_text) for request in requests]
         prompts = Ragged.from_rows([request.prompt_ids for request in requests])

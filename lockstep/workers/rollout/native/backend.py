@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.native.scheduler import Sample, Scheduler
 
-TakeAborts = Callable[[], set[int]]
+TakeAborts = Callable[[], Set[int]]
 """Asked before each pass (GPU: interval) for the indices of the samples to end now."""
 
 

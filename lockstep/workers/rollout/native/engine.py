@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 
 import torch
-from transformers import PreTrainedModel
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import CACHED
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping, failed
+from lockstep.workers.rollout.base import Completion, Numbered, Request, Stopping, failed
 from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.native.backend import Backend
 from lockstep.workers.rollout.native.cpu.backend import PAGE_SIZE, TorchBackend
 from lockstep.workers.rollout.native.cpu.fused import FusedBackend, fused_library
-from lockstep.workers.rollout.native.cpu.invariant import InvariantBackend
-from lockstep.workers.rollout.native.generation import generate
+from lockstep.workers.rollout.native.generation import Requests, generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
 from lockstep.workers.rollout.native.scheduler import Scheduler
@@ -28,13 +25,9 @@ class NativeRollout(ModuleRollout):
 
     attention = CACHED
 
-    def __init__(
-        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
-    ) -> None:
-        super().__init__(module, config, pad_token_id, decode_text)
-        self._aborts: set[int] = set()
-        self._streams = False
-        """Whether a `generate_stream` is open: it has the pages."""
+    _aborts: Set[int] = frozenset()
+    _streams = False
+    """Whether a `generate_stream` is open: it has the pages."""
 
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         """See RolloutEngine. Raises RuntimeError while another stream is open: read that to its end, or close it."""
@@ -42,40 +35,33 @@ class NativeRollout(ModuleRollout):
             raise RuntimeError(
                 "this engine has an open generate_stream, whose pages a second one would share: read it to its end, or close it"
             )
-        self._streams = True
+        self._streams, self._aborts = True, frozenset()
         try:
-            yield from self._stream(requests, sampling)
+            yield from super().generate_stream(requests, sampling)
         finally:
             self._streams = False
 
     @torch.no_grad()
-    def _stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        self._aborts.clear()
-        faults = self._faults(requests, sampling)
-        limits = {
-            index: Stopping.of(request, sampling, self.context, self.decode_text)
-            for index, request in enumerate(requests)
-            if index not in faults
-        }
-        if limits:
-            scheduler = self._scheduler(requests, limits)
-            for index in list(limits):
-                length, longest = len(requests[index].prompt_ids), limits[index].max_tokens
-                if not scheduler.can_hold(length, longest):
-                    del limits[index]
-                    room = scheduler.pool.capacity * scheduler.pool.page_size
-                    reason = (
-                        f"prompt and response may have {length} + {longest} tokens, the key-value cache has room for {room}; "
-                        "free memory, raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower the longest response"
-                    )
-                    faults[index] = failed(index, requests[index], reason, self.version)
-        yield from faults.values()
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+        requests = dict(served)
+        limits = {index: Stopping.of(request, sampling, self.context, self.decode_text) for index, request in served}
+        scheduler = self._scheduler(requests, limits)
+        for index, request in served:
+            length, longest = len(request.prompt_ids), limits[index].max_tokens
+            if not scheduler.can_hold(length, longest):
+                del limits[index]
+                room = scheduler.pool.capacity * scheduler.pool.page_size
+                reason = (
+                    f"prompt and response may have {length} + {longest} tokens, the key-value cache has room for {room}; "
+                    "free memory, raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower the longest response"
+                )
+                yield failed(index, request, reason, self.version)
         if limits:
             yield from generate(self.backend, scheduler, requests, limits, sampling, self.version, self._take_aborts)
 
     def abort(self, index: int) -> None:
         """End a request of the running `generate_stream` before the next pass; its completion has what was generated until then."""
-        self._aborts.add(index)
+        self._aborts |= {index}
 
     def check(self) -> None:
         check_equivalence(self.module, self._cpu_backend(invariant=False))
@@ -84,11 +70,11 @@ class NativeRollout(ModuleRollout):
         if "backend" in vars(self):
             self.backend.close()
 
-    def _take_aborts(self) -> set[int]:
-        aborts, self._aborts = self._aborts, set()
+    def _take_aborts(self) -> Set[int]:
+        aborts, self._aborts = self._aborts, frozenset()
         return aborts
 
-    def _scheduler(self, requests: Sequence[Request], limits: dict[int, Stopping]) -> Scheduler:
+    def _scheduler(self, requests: Requests, limits: dict[int, Stopping]) -> Scheduler:
         """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for."""
         backend, seats = self.backend, self.config.max_num_seqs
         needs = sorted((len(requests[i].prompt_ids) + own.max_tokens for i, own in limits.items()), reverse=True)
@@ -117,4 +103,4 @@ class NativeRollout(ModuleRollout):
         utilization = self.config.gpu_memory_utilization
         if library is not None:
             return FusedBackend(self.module, shape, library, utilization, invariant)
-        return (InvariantBackend if invariant else TorchBackend)(self.module, shape, utilization)
+        return TorchBackend(self.module, shape, utilization, invariant)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,11 +12,14 @@ from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.backend import Backend, TakeAborts
 from lockstep.workers.rollout.native.scheduler import Prompt, Sample, Scheduler
 
+Requests = Sequence[Request] | Mapping[int, Request]
+"""Requests by their places in the call."""
+
 
 def generate(
     backend: Backend,
     scheduler: Scheduler,
-    requests: Sequence[Request],
+    requests: Requests,
     limits: dict[int, Stopping],
     sampling: SamplingParams,
     version: int,
@@ -35,12 +38,12 @@ def generate(
             yield Completion(sample.index, ids, log_probs, reason, version)
 
 
-def make_samples(requests: Sequence[Request], limits: dict[int, Stopping], seed: int) -> list[Sample]:
+def make_samples(requests: Requests, limits: dict[int, Stopping], seed: int) -> list[Sample]:
     """A sample for each of `limits`, those of one prompt together, in the order in which the prompts first appear."""
-    keys = request_keys(seed, [request.key for request in requests]).tolist()
+    keys = request_keys(seed, [requests[index].key for index in limits]).tolist()
     groups: dict[bytes, tuple[Prompt, list[Sample]]] = {}
-    for index, own in limits.items():
+    for (index, own), key in zip(limits.items(), keys, strict=True):
         ids = requests[index].prompt_ids
         prompt, samples = groups.setdefault(ids.numpy().tobytes(), (Prompt(ids.tolist()), []))
-        samples.append(Sample(index, prompt, own, keys[index]))
+        samples.append(Sample(index, prompt, own, key))
     return [sample for _, samples in groups.values() for sample in samples]

@@ -37,18 +37,9 @@ class PagePool:
         """Pages that nobody holds."""
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        """Pages that somebody holds."""
-        return self.capacity - len(self._free)
-
     def pages_for(self, num_tokens: int) -> int:
         """How many pages that many tokens need."""
         return -(-num_tokens // self.page_size)
-
-    def holders(self, page: int) -> int:
-        """How many sequences hold the page."""
-        return self._holders[page]
 
     def take(self, count: int) -> list[int]:
         """`count` free pages, the lowest numbers that were never used first; the caller is their only holder.

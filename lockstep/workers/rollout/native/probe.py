@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
 from lockstep.models.cached_attention import Variant
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend
-from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.base import Stopping
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend, batch_of
 from lockstep.workers.rollout.native.pages import CacheShape
+from lockstep.workers.rollout.native.scheduler import Pass, PassRow, Prompt, Sample
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Norm, attention with rotary positions, norm, gated MLP."""
@@ -26,6 +27,8 @@ _PROMPTS = (7, 3)
 """Lengths of the two prompts that are compared."""
 _DECODED = 2
 """Tokens after each."""
+_FAILURES = (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError)
+"""What a module may raise whose attention is another than ours."""
 
 
 class UnsupportedModel(ConfigError):
@@ -52,7 +55,7 @@ def cache_shape(module: PreTrainedModel, page_size: int) -> CacheShape:
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
     try:
         module(input_ids=token, position_ids=token, use_cache=False, kv_cache=recorder)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+    except _FAILURES as error:
         raise _unsupported(module, f"its attention cannot be replaced ({_first_line(error)})") from error
     if not recorder.shapes:
         raise _unsupported(module, "it has no attention that goes through transformers' attention interface")
@@ -69,22 +72,25 @@ def check_equivalence(module: PreTrainedModel, backend: TorchBackend) -> None:
     vocabulary = module.config.get_text_config().vocab_size
     rows = [torch.randint(0, vocabulary, (length + _DECODED,), generator=generator) for length in _PROMPTS]
     paged: list[list[Tensor]] = [[] for _ in rows]
-    page_size, pages = backend.page_size, -(-(max(_PROMPTS) + _DECODED) // backend.page_size)
+    pages = -(-(max(_PROMPTS) + _DECODED) // backend.page_size)
     backend.open(1 + pages * len(rows))
+    never = Stopping(_DECODED, frozenset(), (), None)
+    samples = [
+        Sample(i, Prompt(row.tolist()), never, pages=[*range(1 + i * pages, 1 + (i + 1) * pages)]) for i, row in enumerate(rows)
+    ]
     attention = module.config._attn_implementation
     try:
-        table = torch.arange(1, 1 + pages * len(rows), dtype=torch.int32).view(len(rows), pages)
         with backend.ready():
-            for step in range(1 + _DECODED):
-                counts = list(_PROMPTS) if step == 0 else [1] * len(rows)
-                starts = [0 if step == 0 else length + step - 1 for length in _PROMPTS]
-                batch = _pass(rows, starts, counts, table, page_size)
+            for counts in (_PROMPTS, *[(1,) * len(rows)] * _DECODED):
+                planned = [PassRow(sample, count) for sample, count in zip(samples, counts, strict=True)]
+                batch = batch_of(Pass(planned), backend.page_size)
                 logits = backend.forward(batch, torch.arange(len(batch.input_ids)))
-                for out, part in zip(paged, logits.split(counts), strict=True):
+                for row, out, part in zip(planned, paged, logits.split(counts), strict=True):
                     out.append(part)
+                    row.sample.num_cached += row.count
         module.set_attn_implementation("eager")
         alone = [module(input_ids=row[None].to(module.device), use_cache=False).logits[0].float() for row in rows]
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+    except _FAILURES as error:
         raise _unsupported(module, f"generating with a paged cache fails ({_first_line(error)})") from error
     finally:
         module.set_attn_implementation(attention)
@@ -97,23 +103,6 @@ def check_equivalence(module: PreTrainedModel, backend: TorchBackend) -> None:
     tolerance = 1e-3 if backend.shape.dtype == torch.float32 else 0.5
     if not difference <= tolerance * spread:
         raise _unsupported(module, f"it attends in another way: logits that spread by {spread:.2g} differ by {difference:.2g}")
-
-
-def _pass(rows: list[Tensor], starts: list[int], counts: list[int], table: Tensor, page_size: int) -> StepBatch:
-    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-    row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
-    none = torch.empty(0, dtype=torch.int64)
-    return StepBatch(
-        input_ids=torch.cat([row[start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]),
-        positions=positions,
-        slots=table[row_of, positions // page_size].long() * page_size + positions % page_size,
-        query_lens=counts,
-        context_lens=torch.tensor(starts, dtype=torch.int32),
-        page_table=table,
-        sample_from=none,
-        keys=none,
-        response_positions=none,
-    )
 
 
 def _unsupported(module: PreTrainedModel, reason: str) -> UnsupportedModel:

@@ -15,7 +15,7 @@ sample that has drawn since it was admitted. One that has not (`is_decoding`) is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -193,7 +193,7 @@ class Scheduler:
             self.waiting.remove(sample)
             self._leave_queue(sample)
 
-    def abort(self, indices: set[int]) -> list[Sample]:
+    def abort(self, indices: Set[int]) -> list[Sample]:
         """Take the samples of these requests out; returns those that there were."""
         found = [sample for sample in (*self.running, *self.waiting) if sample.index in indices] if indices else []
         for sample in found:

@@ -19,7 +19,7 @@ import torch
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError, WorkerError
-from lockstep.workers.rollout.base import Completion, Request, Stopping, failed
+from lockstep.workers.rollout.base import Completion, Numbered, Request, Stopping, failed
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.sglang.server import SGLangServer
@@ -40,23 +40,19 @@ class SGLangRollout(ProcessRollout):
     def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         config = self.config
         self._can_sleep, self._is_asleep = device.type == "cuda", False
-        arguments = ["--model-path", self.folder, "--device", device.type, "--dtype", dtype]
-        arguments += ["--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"]
-        arguments += ["--max-running-requests", str(config.max_num_seqs)]
-        arguments += ["--chunked-prefill-size", str(config.max_num_batched_tokens)]
-        arguments += ["--mem-fraction-static", str(config.gpu_memory_utilization)]
+        arguments = [
+            "--model-path", self.folder, "--device", device.type, "--dtype", dtype,
+            "--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0",
+            "--max-running-requests", str(config.max_num_seqs), "--chunked-prefill-size", str(config.max_num_batched_tokens),
+            "--mem-fraction-static", str(config.gpu_memory_utilization),
+        ]  # fmt: skip
         arguments += ["--json-model-override-args", json.dumps(model.override_config)] if model.override_config else []
         arguments += ["--trust-remote-code"] if model.trust_remote_code else []
         arguments += ["--disable-cuda-graph"] if config.enforce_eager else []
         arguments += ["--enable-memory-saver"] if self._can_sleep else []
         self.server = SGLangServer(arguments, start_s=config.start_timeout_s, silence_s=config.silence_timeout_s)
 
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        faults = self._faults(requests, sampling)
-        yield from faults.values()
-        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
-        if not served:
-            return
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         self._wake()
         seeds = request_keys(sampling.seed, [request.key for _, request in served]).tolist()
         pool = ThreadPoolExecutor(min(self.config.max_num_seqs, len(served)), "sglang")
@@ -64,11 +60,10 @@ class SGLangRollout(ProcessRollout):
         for (index, request), seed in zip(served, seeds, strict=True):
             limits = Stopping.of(request, sampling, self.context, self.decode_text)
             body = _body(request, limits, sampling, seed)
-            asked[pool.submit(self.server.post, "/generate", body)] = (index, limits)
+            asked[pool.submit(self.server.post, "/generate", body)] = (index, request, limits)
         try:
             for answer in as_completed(asked):
-                index, limits = asked[answer]
-                yield self._answered(index, requests[index], limits, answer.result(), sampling)
+                yield self._answered(*asked[answer], answer.result(), sampling)
         finally:
             unfinished = not all(answer.done() for answer in asked)
             pool.shutdown(wait=False, cancel_futures=True)

@@ -12,7 +12,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Request, Stopping
+from lockstep.workers.rollout.base import Numbered, Request, Stopping
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 
@@ -34,6 +34,10 @@ class VLLMChild:
         self._device = torch.device("cpu" if cache_bytes is not None else "cuda")
         self._is_asleep = False
         self._tokenizer: Any = None
+        memory: dict[str, Any] = {"kv_cache_memory_bytes": cache_bytes}
+        if cache_bytes is None:
+            free, total = torch.cuda.mem_get_info()
+            memory = {"gpu_memory_utilization": config.gpu_memory_utilization * free / total, "enable_sleep_mode": True}
         self._llm = vllm.LLM(
             model=folder,
             skip_tokenizer_init=True,
@@ -48,13 +52,13 @@ class VLLMChild:
             max_model_len=context,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-            **self._memory(config, cache_bytes),
+            **memory,
         )
         # A model that vLLM accepts but cannot compute (a head size without a kernel) fails here, and not in the first step.
         probe = SamplingParams(temperature=1.0, max_tokens=2, stop_token_ids=(), seed=0)
         list(self.generate([(0, Request(torch.tensor([0]), (0, 0, 0)))], probe))
 
-    def generate(self, requests: Sequence[tuple[int, Request]], sampling: SamplingParams) -> Iterator[Finished | None]:
+    def generate(self, requests: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Finished | None]:
         """Each request as it finishes, None after each pass."""
         self._wake()
         engine = self._llm.llm_engine
@@ -99,12 +103,6 @@ class VLLMChild:
         if self._is_asleep:
             self._llm.wake_up()
             self._is_asleep = False
-
-    def _memory(self, config: RolloutConfig, cache_bytes: int | None) -> dict[str, Any]:
-        if cache_bytes is not None:
-            return {"kv_cache_memory_bytes": cache_bytes}
-        free, total = torch.cuda.mem_get_info()
-        return {"gpu_memory_utilization": config.gpu_memory_utilization * free / total, "enable_sleep_mode": True}
 
     def _params(self, limits: Stopping, sampling: SamplingParams, seed: int) -> Any:
         kinds = self._vllm.sampling_params.RequestOutputKind

@@ -20,9 +20,10 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
+from lockstep.models.flops import head_size
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.quiet import quiet_transformers
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.base import Completion, Numbered
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.process import EngineProcess
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
@@ -59,16 +60,12 @@ class VLLMRollout(ProcessRollout):
             silence_s=config.silence_timeout_s,
         )
 
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
         if 0 < sampling.temperature < _COLDEST:
             raise ConfigError(
                 f"temperature={sampling.temperature} is below {_COLDEST}, which vLLM would take instead; use 0 (greedy) or a higher one"
             )
-        faults = self._faults(requests, sampling)
-        yield from faults.values()
-        served = [(index, request) for index, request in enumerate(requests) if index not in faults]
-        if not served:
-            return
+        requests = dict(served)
         for index, ids, log_probs, reason in self.process.stream("generate", served, sampling):
             yield self._completion(index, requests[index], ids, log_probs, reason, sampling)
 
@@ -120,8 +117,7 @@ def _cache_bytes(text_config: PretrainedConfig, config: RolloutConfig, dtype: to
     """Memory of the key-value cache on a CPU: for `max_num_seqs` sequences that fill the context, or half of `gpu_memory_utilization` of
     the memory that is available."""
     most = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    token = 2 * text_config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    token = 2 * text_config.num_hidden_layers * heads * head_size(text_config) * dtype.itemsize
     context = getattr(text_config, "max_position_embeddings", None)
     return most if context is None else min(most, token * (context + 128) * (config.max_num_seqs + 1))

@@ -29,17 +29,19 @@ from helpers.conformance import (
     weights_of,
 )
 from helpers.engine_properties import LM, TIED, VALUE, Layout
+from helpers.pairs import assert_pairs_learn_as_in_plain_pytorch
+from helpers.scores import assert_scores_learn_as_in_plain_pytorch
+from helpers.sft import assert_sft_equals_plain_pytorch
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
 from lockstep.config import PPOConfig
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto
-from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.weight_sync.shared import SharedWeights
 
@@ -145,7 +147,7 @@ def test_scores_equal_sequence_classification_one_row_at_a_time(tmp_path: Path, 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_value_head_that_the_folder_lacks_is_drawn_from_the_seed(tmp_path: Path, layout: str) -> None:
-    properties.assert_a_missing_value_head_is_drawn_from_the_seed(LAYOUTS[layout], save_tiny_model(tmp_path))
+    properties.assert_a_missing_head_is_drawn_from_the_seed(LAYOUTS[layout], save_tiny_model(tmp_path))
 
 
 def test_weights_that_cannot_be_read_in_parts_are_loaded_whole(tmp_path: Path) -> None:
@@ -184,7 +186,9 @@ def test_a_checkpoint_of_bf16_continues_exactly(tmp_path: Path) -> None:
     expected = LAYOUTS["dp2"].run(train, STEPS[0], False)[0]
     weights = LAYOUTS["dp2"].run(train, make_rows(6, seed=9), True)[0]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    for file in ("model.safetensors", "optimizer/exp_avg.safetensors", "optimizer/exp_avg_sq.safetensors"):
+    files = sorted(file.relative_to(saved) for file in saved.rglob("*.safetensors"))
+    assert len(files) == 6
+    for file in files:
         assert (saved / file).read_bytes() == (again / file).read_bytes()
 
 
@@ -193,8 +197,12 @@ def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path, head: Head, layou
     properties.assert_a_checkpoint_is_a_hugging_face_folder(LAYOUTS[layout], tmp_path, head)
 
 
-def test_saving_holds_few_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties.assert_saving_holds_few_weights(LAYOUTS["tp2"], tmp_path, monkeypatch)
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    properties.assert_saving_changes_nothing(LAYOUTS["dp2"], tmp_path)
+
+
+def test_saving_holds_few_weights_at_a_time(tmp_path: Path) -> None:
+    properties.assert_saving_holds_few_weights(LAYOUTS["tp2"], tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2 sp", "pp2"])
@@ -288,12 +296,13 @@ def test_a_frozen_engine_has_no_optimizer_and_saves_and_loads_without_one(tmp_pa
     properties.assert_a_frozen_engine_cannot_learn(LAYOUTS["tp2"], tmp_path)
 
 
-def test_what_is_no_checkpoint_of_this_model_and_engine_is_refused(tmp_path: Path) -> None:
-    def load_without_moments(engine: TrainEngine, path: str) -> None:
-        with pytest.raises(DataError, match="no exp_avg of a megatron engine"):
-            engine.load(Path(path))
+def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
+    properties.assert_other_folders_are_refused(LAYOUTS["one"], tmp_path)
 
-    properties.assert_other_folders_are_refused(LAYOUTS["one"], tmp_path, more=load_without_moments)
+
+def test_a_checkpoint_of_fsdp2_continues_here_and_back(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    properties.assert_a_checkpoint_continues([Layout("fsdp2", 2), LAYOUTS["tp2"], Layout("fsdp2", 1)], tmp_path, path)
 
 
 def test_a_run_that_has_ended_leaves_no_layout_behind(tmp_path: Path) -> None:
@@ -311,3 +320,23 @@ def test_a_run_that_has_ended_leaves_no_layout_behind(tmp_path: Path) -> None:
 
 def test_ppo_goes_as_with_fsdp2(embedded_config: Callable[..., PPOConfig]) -> None:
     properties.assert_ppo_goes_as_with_fsdp2(LAYOUTS["one"], embedded_config)
+
+
+def test_supervised_updates_equal_plain_pytorch(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    for layout in (
+        LAYOUTS["tp2 sp"],
+        LAYOUTS["pp2"],
+    ):
+        assert_sft_equals_plain_pytorch(layout, path)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+def test_an_update_on_preference_pairs_equals_plain_pytorch(tmp_path: Path, layout: str) -> None:
+    assert_pairs_learn_as_in_plain_pytorch(LAYOUTS[layout], save_tiny_model(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+def test_an_update_of_a_reward_model_equals_plain_pytorch(tmp_path: Path, layout: str) -> None:
+    assert_scores_learn_as_in_plain_pytorch(LAYOUTS[layout], save_tiny_model(tmp_path / "scored", score_head=True))
+    properties.assert_a_missing_head_is_drawn_from_the_seed(LAYOUTS[layout], save_tiny_model(tmp_path / "causal"), Head.SCORE)

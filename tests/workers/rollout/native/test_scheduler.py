@@ -49,7 +49,7 @@ class Loop:
             expected = self.model.alone(ids, keys[completion.index], request.max_tokens, frozenset(STOP), PARAMS)
             assert (completion.ids.tolist(), completion.finish_reason) == expected
             assert len(completion.log_probs) == len(completion.ids)
-        assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.pool.num_free == self.scheduler.pool.capacity
         assert self.scheduler.is_idle
 
 
@@ -140,7 +140,7 @@ def test_ten_thousand_requests_go_through_a_small_pool_without_a_leak() -> None:
     loop = Loop(requests, num_pages=61, seats=24, budget=64)
     completions = loop.run()
     assert sorted(completion.index for completion in completions) == list(range(10_002))
-    assert loop.scheduler.pool.num_used == 0
+    assert loop.scheduler.pool.num_free == loop.scheduler.pool.capacity
     assert loop.scheduler.num_preemptions > 100
     assert loop.backend.most_rows > 8
 
@@ -189,7 +189,7 @@ def test_an_aborted_request_ends_with_what_it_has_and_frees_its_pages() -> None:
     assert completions[0].finish_reason == completions[3].finish_reason == "abort"
     assert (len(completions[0].ids), len(completions[3].ids)) == (5, 0)
     assert [len(completions[i].ids) for i in (1, 2)] == [30, 30]
-    assert loop.scheduler.pool.num_used == 0
+    assert loop.scheduler.pool.num_free == loop.scheduler.pool.capacity
 
 
 def test_a_row_whose_logits_are_not_finite_ends_alone() -> None:
@@ -199,7 +199,7 @@ def test_a_row_whose_logits_are_not_finite_ends_alone() -> None:
     assert [completions[i].finish_reason for i in range(3)] == ["length", "error", "length"]
     assert "request (0, 21, 0) (step, prompt, sample): the model's logits are not finite at token 0" in str(completions[1].error)
     assert len(completions[1].ids) == 0
-    assert loop.scheduler.pool.num_used == 0
+    assert loop.scheduler.pool.num_free == loop.scheduler.pool.capacity
 
 
 @pytest.mark.parametrize("mixed", [True, False])

@@ -106,7 +106,7 @@ class Case:
                 assert (completion.ids.tolist(), completion.finish_reason) == (ids, reason)
                 assert torch.isfinite(completion.log_probs).all()
             assert len(completion.ids) == len(completion.log_probs)
-        assert scheduler.pool.num_used == 0
+        assert scheduler.pool.num_free == scheduler.pool.capacity
         assert scheduler.is_idle
 
 

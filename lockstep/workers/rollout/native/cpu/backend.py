@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,49 +25,14 @@ PAGE_SIZE = 16
 """Tokens per page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""
 RAM_SHARE = 0.5
 """Of the free memory of a CPU machine, how much the pages may take."""
+BLOCK = 32
+"""Tokens computed together where the same results are wanted in any batch."""
 MOST_TOKENS = 512
 """Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next."""
 
 
-class CPUBackend(Backend):
-    """Runs a scheduler one pass after the other; each draws one token for a row that is complete."""
-
-    @abstractmethod
-    def ready(self) -> AbstractContextManager[None]:
-        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
-
-    @abstractmethod
-    def copy_pages(self, copies: dict[int, int]) -> None:
-        """Copy pages, all at once: target -> source."""
-
-    @abstractmethod
-    def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
-
-    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
-        with self.ready():
-            while not scheduler.is_idle:
-                for sample in scheduler.abort(take_aborts()):
-                    yield sample, "abort"
-                planned = scheduler.plan()
-                if not planned.rows:
-                    continue
-                self.copy_pages(planned.copies)
-                tokens, log_probs = self.step(_batch(planned, self.page_size, sampling), sampling)
-                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
-                for row, samples in [(row, row.draws) for row in planned.rows]:
-                    if not samples:
-                        scheduler.advance(row)
-                    for sample in samples:
-                        token, log_prob = next(drawn)
-                        scheduler.append(sample, [token], [log_prob])
-                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
-                        if reason is not None:
-                            scheduler.finish(sample)
-                            yield sample, reason
-
-
-def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch:
+def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatch:
+    """The tensors of a pass; `penalised` adds what a repetition penalty acts on."""
     input_ids: list[int] = []
     positions: list[int] = []
     sample_from: list[int] = []
@@ -83,7 +48,6 @@ def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch
     page_table = torch.tensor([row.sample.pages + [0] * (most - len(row.sample.pages)) for row in planned.rows], dtype=torch.int32)
     places = torch.tensor(positions)
     rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
-    penalised = sampling.repetition_penalty != 1.0
     return StepBatch(
         input_ids=torch.tensor(input_ids),
         positions=places,
@@ -98,19 +62,54 @@ def _batch(planned: Pass, page_size: int, sampling: SamplingParams) -> StepBatch
     )
 
 
-class TorchBackend(CPUBackend):
-    """See Backend. `shape` is what `probe.cache_shape` found in the module."""
+class TorchBackend(Backend):
+    """See Backend. Runs one pass after the other; each draws one token for a row that is complete.
 
-    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float) -> None:
+    `shape` is what `probe.cache_shape` found in the module. With `invariant` every token is computed in the same shapes, whatever else is
+    in the batch, so it is rounded alike in any batch. A matrix product adds up in an order that depends on its shape, and a sum over keys
+    on how many there are. So a pass is cut into blocks of a fixed number of tokens, padded with tokens that nobody reads; a token attends
+    by itself, as in decoding, even when it is part of a prompt; and tokens are drawn a row at a time. Then a prompt may be cut anywhere, a
+    sequence may be preempted and computed again, and the bits are the same. Experts of a mixture see as many tokens as are routed to them,
+    which depends on the others in the block: such models go token by token.
+    """
+
+    def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float, invariant: bool = False) -> None:
         self.module, self.shape, self.page_size = module, shape, shape.page_size
         self.most_tokens = MOST_TOKENS if module.device.type == "cpu" else None
         self._gpu_memory_utilization = gpu_memory_utilization
         self._cache: KVCache | None = None
+        config = module.config.get_text_config()
+        experts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self._invariant, self._block = invariant, 1 if any(experts) else BLOCK
 
     @contextmanager
     def ready(self) -> Iterator[None]:
+        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
         with prepacked(self.module):
             yield
+
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
+        with self.ready():
+            while not scheduler.is_idle:
+                for sample in scheduler.abort(take_aborts()):
+                    yield sample, "abort"
+                planned = scheduler.plan()
+                if not planned.rows:
+                    continue
+                self.copy_pages(planned.copies)
+                batch = batch_of(planned, self.page_size, sampling.repetition_penalty != 1.0)
+                tokens, log_probs = self.step(batch, sampling)
+                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
+                for row, samples in [(row, row.draws) for row in planned.rows]:
+                    if not samples:
+                        scheduler.advance(row)
+                    for sample in samples:
+                        token, log_prob = next(drawn)
+                        scheduler.append(sample, [token], [log_prob])
+                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
+                        if reason is not None:
+                            scheduler.finish(sample)
+                            yield sample, reason
 
     def most_pages(self) -> int:
         device = self.module.device
@@ -123,7 +122,7 @@ class TorchBackend(CPUBackend):
     def open(self, num_pages: int) -> None:
         self.close()
         self._cache = KVCache(self.shape, num_pages, self.module.device)
-        self._attention = self._make_attention(self._cache)
+        self._attention = PagedAttention(self._cache)
         self.num_pages = num_pages
 
     def close(self) -> None:
@@ -132,10 +131,12 @@ class TorchBackend(CPUBackend):
         self._cache, self.num_pages = None, 0
 
     def copy_pages(self, copies: dict[int, int]) -> None:
+        """Copy pages, all at once: target -> source."""
         assert self._cache is not None, "the backend is closed"
         self._cache.copy_pages(copies)
 
     def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
         if not len(batch.sample_from):
             self.forward(batch, batch.sample_from)
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
@@ -149,20 +150,31 @@ class TorchBackend(CPUBackend):
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
         """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S]."""
+        if not self._invariant:
+            # Without a token to draw, the head is still applied to one: no index means "all" to transformers.
+            return self._logits(batch, logits_at if len(logits_at) else torch.zeros(1, dtype=torch.int64))
+        rows = torch.repeat_interleave(torch.arange(len(batch.query_lens)), torch.tensor(batch.query_lens))
+        whole = (batch.input_ids, batch.positions, batch.slots, batch.page_table[rows])
+        wanted = set(logits_at.tolist())
+        kept: dict[int, Tensor] = {}
+        for start in range(0, len(rows), self._block):
+            block = [x[start : start + self._block] for x in whole]
+            # Zeros at the end: token 0 at position 0, stored in the scratch page.
+            missing = self._block - len(block[0])
+            ids, positions, slots, table = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in block)
+            none = torch.empty(0, dtype=torch.int64)
+            alone = StepBatch(ids, positions, slots, [1] * self._block, positions.int(), table, none, none, none)
+            logits = self._logits(alone, torch.arange(self._block))
+            kept |= {start + i: logits[i] for i in range(self._block) if start + i in wanted}
+        return torch.stack([kept[i] for i in logits_at.tolist()]) if wanted else torch.empty(0)
+
+    def _logits(self, batch: StepBatch, keep: Tensor) -> Tensor:
         assert self._cache is not None, "the backend is closed"
         self._attention.begin(batch)
-        return self._call(batch.input_ids, batch.positions, logits_at)
-
-    def _make_attention(self, cache: KVCache) -> PagedAttention:
-        return PagedAttention(cache)
-
-    def _call(self, input_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
         device = self.module.device
-        # Without a token to draw, the head is still applied to one: no index means "all" to transformers.
-        keep = logits_at if len(logits_at) else torch.zeros(1, dtype=torch.int64)
         out = self.module(
-            input_ids=input_ids.to(device)[None],
-            position_ids=positions.to(device)[None],
+            input_ids=batch.input_ids.to(device)[None],
+            position_ids=batch.positions.to(device)[None],
             use_cache=False,
             kv_cache=self._attention,
             logits_to_keep=keep.to(device),
@@ -170,13 +182,9 @@ class TorchBackend(CPUBackend):
         return out.logits[0]
 
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        return _sample(logits, batch, sampling, slice(None))
-
-
-def draw_one_by_one(logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs [S] from logits [S, vocabulary], each by itself: the same bits whatever the others are."""
-    drawn = [_sample(logits, batch, sampling, slice(row, row + 1)) for row in range(len(logits))]
-    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([log_probs for _, log_probs in drawn])
+        size = 1 if self._invariant else len(logits)
+        parts = [_sample(logits, batch, sampling, slice(row, row + size)) for row in range(0, len(logits), size)]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
 
 
 def _sample(logits: Tensor, batch: StepBatch, sampling: SamplingParams, rows: slice) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend, draw_one_by_one
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.kernels import (
     Library,
     Pages,
@@ -59,38 +58,22 @@ def _linears(layer: Any) -> list[Any]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """One decoder layer's weights."""
 
-    input_norm: Tensor
-    qkv: PackedLinear
-    norms: tuple[Tensor | None, Tensor | None]
-    """Of queries and keys (Qwen3)."""
-    variant: Variant
-    out: PackedLinear
-    mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
-
-    @staticmethod
-    def of(library: Library, module: PreTrainedModel, layer: Any) -> _Layer:
+    def __init__(self, library: Library, module: PreTrainedModel, layer: Any) -> None:
         attention = layer.self_attn
         q, k, v, o, gate, up, down = _linears(layer)
-        norms = tuple(_float(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
-        return _Layer(
-            input_norm=cast(Tensor, _float(layer.input_layernorm)),
-            qkv=PackedLinear(library, [q, k, v]),
-            norms=cast(tuple[Tensor | None, Tensor | None], norms),
-            variant=Variant(attention.scaling, sliding_window(module, attention)),
-            out=PackedLinear(library, [o]),
-            mlp_norm=cast(Tensor, _float(layer.post_attention_layernorm)),
-            gate_up=PackedLinear(library, [gate, up], gated=True),
-            down=PackedLinear(library, [down]),
-        )
+        self.input_norm, self.mlp_norm = _float(layer.input_layernorm), _float(layer.post_attention_layernorm)
+        self.qkv, self.out = PackedLinear(library, [q, k, v]), PackedLinear(library, [o])
+        self.norms = _float(getattr(attention, "q_norm", None)), _float(getattr(attention, "k_norm", None))
+        """Of queries and keys (Qwen3)."""
+        self.variant = Variant(attention.scaling, sliding_window(module, attention))
+        self.gate_up, self.down = PackedLinear(library, [gate, up], gated=True), PackedLinear(library, [down])
 
 
-def _float(norm: Any) -> Tensor | None:
+def _float(norm: Any) -> Any:
+    """The weight of a norm in float32; None where there is none."""
     return None if norm is None else norm.weight.detach().float().contiguous()
 
 
@@ -105,9 +88,9 @@ class FusedBackend(TorchBackend):
         gpu_memory_utilization: float,
         batch_invariant: bool,
     ) -> None:
-        super().__init__(module, shape, gpu_memory_utilization)
+        super().__init__(module, shape, gpu_memory_utilization, batch_invariant)
         assert shape.page_size == library.page_size
-        self._library, self._batch_invariant = library, batch_invariant
+        self._library = library
         self._heads: int = module.config.num_attention_heads
         self._eps: float = module.config.rms_norm_eps
         self._layers: list[_Layer] = []
@@ -115,9 +98,9 @@ class FusedBackend(TorchBackend):
     @contextmanager
     def ready(self) -> Iterator[None]:
         model: Any = self.module.model
-        self._layers = [_Layer.of(self._library, self.module, layer) for layer in model.layers]
-        self._norm = cast(Tensor, _float(model.norm))
-        self._head = PackedLinear(self._library, [cast(nn.Linear, self.module.lm_head)])
+        self._layers = [_Layer(self._library, self.module, layer) for layer in model.layers]
+        self._norm = _float(model.norm)
+        self._head = PackedLinear(self._library, [self.module.lm_head])
         self._angles = (torch.empty(0), torch.empty(0))
         try:
             yield
@@ -148,13 +131,13 @@ class FusedBackend(TorchBackend):
         """cos and sin [positions, D / 2] of at least the positions up to `position`; both halves of a head turn alike."""
         if len(self._angles[0]) <= position:
             places = torch.arange(-(-(position + 1) // 1024) * 1024)
-            cos, sin = cast(Any, self.module.model).rotary_emb(torch.empty(0), places[None])
+            model: Any = self.module.model
+            cos, sin = model.rotary_emb(torch.empty(0), places[None])
             half = self.shape.head_dim // 2
             self._angles = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         return self._angles
 
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.repetition_penalty != 1.0
-        if not filtered:
+        if not sampling.truncates and sampling.repetition_penalty == 1.0:
             return draw(self._library, logits, uniforms(batch.keys, batch.response_positions), sampling.temperature)
-        return draw_one_by_one(logits, batch, sampling) if self._batch_invariant else super()._draw(logits, batch, sampling)
+        return super()._draw(logits, batch, sampling)

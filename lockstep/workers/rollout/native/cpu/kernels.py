@@ -100,6 +100,11 @@ class Pages:
         return int(self.keys.dtype == torch.bfloat16)
 
 
+def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
+    """The functions get addresses: what is there must be what they take it for."""
+    assert all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
+
+
 def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], groups: int) -> Tensor:
     """[blocks, 4] int32: first token, number of tokens, position of the first and row, for a pass whose rows lie end to end.
 
@@ -114,13 +119,10 @@ def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], gro
 
 def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Tensor, variant: Variant) -> Tensor:
     """Attention of q [N, H, D] over what its rows have in `pages`, the new tokens included: [N, H, D]. `table` is [rows, width] int32."""
-    tokens, heads, dim = q.shape
-    assert q.dtype == torch.float32
-    assert q[0].is_contiguous()
-    assert table.dtype == blocks.dtype == torch.int32
-    assert table.is_contiguous()
-    assert blocks.is_contiguous()
-    out = torch.empty(tokens, heads, dim)
+    _check(torch.float32, q[0])
+    _check(torch.int32, table, blocks)
+    _, heads, dim = q.shape
+    out = torch.empty(q.shape)
     sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
     scaling = dim**-0.5 if variant.scaling is None else variant.scaling
     shape = (q.stride(0), len(blocks), heads, pages.keys.shape[2], dim, table.shape[1], variant.sliding_window or 0, pages.half)
@@ -132,18 +134,14 @@ def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Ten
 
 def store(library: Library, keys: Tensor, values: Tensor, slots: Tensor, pages: Pages) -> None:
     """Put keys and values [N, K, D], float32, into the pages at `slots` [N] int64."""
-    tokens, heads, dim = keys.shape
-    assert keys.dtype == values.dtype == torch.float32
-    assert keys[0].is_contiguous()
-    assert values[0].is_contiguous()
-    assert tokens == 1 or keys.stride(0) == values.stride(0)
-    library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), tokens, heads, dim, pages.half)
+    _check(torch.float32, keys[0], values[0])
+    assert len(keys) == 1 or keys.stride(0) == values.stride(0)
+    library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), *keys.shape, pages.half)
 
 
 def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension of x [N, size]."""
-    assert x.is_contiguous()
-    assert x.dtype == weight.dtype == torch.float32
+    _check(torch.float32, x, weight)
     out = torch.empty_like(x)
     library.call("rms_norm", x, weight, out, *x.shape, eps)
     return out
@@ -163,15 +161,13 @@ def rotate(
     `norms` are the weights of the norms that come before it, of the first `num_queries` heads and of the others.
     """
     tokens, heads, dim = qk.shape
-    assert qk.dtype == torch.float32
-    assert qk[0].is_contiguous()
+    _check(torch.float32, qk[0])
     library.call("rotate", qk, *angles, positions, *norms, qk.stride(0), tokens, heads, num_queries, dim, eps)
 
 
 def draw(library: Library, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """`sampling.sample` without filters: token [rows] int64 and log-prob [rows] from `logits` [rows, vocabulary]."""
-    assert logits.dtype == uniform.dtype == torch.float32
-    assert logits.is_contiguous()
+    _check(torch.float32, logits, uniform)
     tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     library.call("draw", logits, uniform, tokens, log_probs, *logits.shape, int(temperature == 0), float(temperature or 1.0))
     return tokens, log_probs

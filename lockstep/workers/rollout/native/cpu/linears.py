@@ -49,11 +49,6 @@ class PackedLinear:
             ]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy."""
-        return self._panels.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, inputs] float32 -> [N, columns]."""
         return self._into(x, torch.empty(len(x), self.columns), _GATED if self._gated else _STORE)

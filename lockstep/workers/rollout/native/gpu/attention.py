@@ -82,29 +82,28 @@ def paged_attention(
     padded = max(16, triton.next_power_of_2(dim))
     # A tile of keys of about 16 KiB: three stages of keys and values stay well inside shared memory.
     tile = max(16, min(page_size, 16384 // (padded * query.element_size())))
-    use_shared = shared is not None and splits == 1 and window is None and sinks is None
-    if splits > 1 or use_shared:
+    if splits > 1 or window is not None or sinks is not None:
+        shared = None
+    part = part_max = part_sum = out
+    if splits > 1 or shared is not None:
         part = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=query.device)
-        part_max = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=query.device)
-        part_max, part_sum = part_max[0], part_max[1]
-    else:
-        part = part_max = part_sum = out
-    if use_shared:
-        assert shared is not None
+        part_max, part_sum = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=query.device)
+    inputs = (query, k_pages, v_pages, page_table)
+    numbers = (query.stride(0), query.stride(1), page_table.stride(0), scale, softcap or 1.0)
+    options = {
+        "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "DP": padded, "PAGE": page_size, "TILE": tile,
+        "SOFTCAP": softcap is not None, "EXACT": query.dtype == torch.float32, "num_warps": 4,
+    }  # fmt: skip
+    if shared is not None:
         _attend_prefix[(len(shared.first), kv_heads)](
-            query, k_pages, v_pages, page_table, shared.first, shared.size, shared.tokens, part, part_max, part_sum,
-            query.stride(0), query.stride(1), page_table.stride(0), scale, softcap or 1.0,
-            KV_HEADS=kv_heads, GROUP=group, ROWS=_GROUP_ROWS if group <= _GROUP_ROWS else triton.next_power_of_2(group), D=dim, DP=padded,
-            PAGE=page_size, TILE=tile, SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32, num_warps=4, num_stages=2,
+            *inputs, shared.first, shared.size, shared.tokens, part, part_max, part_sum, *numbers,
+            ROWS=_GROUP_ROWS if group <= _GROUP_ROWS else triton.next_power_of_2(group), num_stages=2, **options,
         )  # fmt: skip
     _attend[(rows, kv_heads, splits)](
-        query, k_pages, v_pages, page_table, context_lens, query if sinks is None else sinks,
-        shared.tokens if use_shared and shared is not None else context_lens, out, part, part_max, part_sum,
-        query.stride(0), query.stride(1), page_table.stride(0), scale, softcap or 1.0, window or 0,
-        KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=page_size, TILE=tile,
-        SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None, SHARED=use_shared,
-        EXACT=query.dtype == torch.float32,
-        num_warps=4, num_stages=3,
+        *inputs, context_lens, query if sinks is None else sinks, context_lens if shared is None else shared.tokens,
+        out, part, part_max, part_sum, *numbers, window or 0,
+        ROWS=max(16, triton.next_power_of_2(group)), SPLITS=splits, WINDOW=window is not None, SINKS=sinks is not None,
+        SHARED=shared is not None, num_stages=3, **options,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows, heads)](part, part_max, part_sum, out, rows, HEADS=heads, D=dim, DP=padded, SPLITS=splits, num_warps=1)

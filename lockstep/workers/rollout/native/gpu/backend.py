@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -10,8 +11,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import free_device_memory
 from lockstep.workers.rollout.native.backend import Backend, TakeAborts
-from lockstep.workers.rollout.native.gpu.draw import num_chunks
-from lockstep.workers.rollout.native.gpu.filters import make_filter
+from lockstep.workers.rollout.native.gpu.draw import make_filter, num_chunks
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.loop import GenerationLoop
@@ -26,6 +26,14 @@ INTERVAL = 8
 """Decode steps between two looks of the host: long enough to hide its work, short enough that a stopped row does not idle for long."""
 _WIDTH_STEP = 16
 """The page table grows by this many pages a row, so that calls of similar lengths share their graphs."""
+
+
+class _Seated(NamedTuple):
+    """What one width of rows needs."""
+
+    rows: RowState
+    decoder: Decoder
+    runner: DecodeRunner
 
 
 class GPUBackend(Backend):
@@ -52,9 +60,7 @@ class GPUBackend(Backend):
         self._gpu_memory_utilization, self._fused = gpu_memory_utilization, fused and is_fusable(module)
         self._device = module.device
         self._cache: KVCache | None = None
-        self._rows: RowState | None = None
-        self._decoder: Decoder | None = None
-        self._runner: DecodeRunner | None = None
+        self._seated: _Seated | None = None
         self._addresses: list[int] = []
         self._warm: WarmSteps = set()
 
@@ -69,22 +75,19 @@ class GPUBackend(Backend):
         self._cache, self.num_pages = KVCache(self._shape, num_pages, self._device), num_pages
 
     def close(self) -> None:
-        self._drop_rows()
+        self._leave()
         self._cache, self.num_pages = None, 0
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
         lengths = [sample.most_cached + 1 for sample in scheduler.waiting]
-        rows = self._prepare_rows(
-            scheduler.max_num_seqs, -(-max(lengths) // self.page_size) + 1, sampling.repetition_penalty != 1.0
-        )
-        assert self._cache is not None
-        assert self._decoder is not None
-        assert self._runner is not None
+        assert self._cache is not None, "the backend is closed"
+        width, seen = -(-max(lengths) // self.page_size) + 1, sampling.repetition_penalty != 1.0
+        rows, decoder, runner = self._seat(self._cache, scheduler.max_num_seqs, width, seen)
         addresses = [parameter.data_ptr() for parameter in self._module.parameters()]
         if addresses != self._addresses:
-            self._runner.forget()
+            runner.forget()
             self._addresses = addresses
         if self._batch_invariant:
             scheduler.in_one_shape = True
@@ -98,34 +101,32 @@ class GPUBackend(Backend):
         known = [token for token in common if 0 <= token < len(rows.stop)]
         if known:
             rows.stop[torch.tensor(known, device=self._device)] = 1
-        loop = GenerationLoop(scheduler, self._decoder, self._runner, rows, self._cache, self._batch_invariant)
+        loop = GenerationLoop(scheduler, decoder, runner, rows, self._cache, self._batch_invariant)
         yield from loop.run(make_filter(sampling), take_aborts)
 
-    def _prepare_rows(self, max_num_seqs: int, width: int, seen: bool) -> RowState:
+    def _seat(self, cache: KVCache, max_num_seqs: int, width: int, seen: bool) -> _Seated:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""
-        assert self._cache is not None, "the backend is closed"
         if self._own_weights and self._fused:
             fuse_projections(self._module)
-        rows = self._rows
-        if rows is None or rows.capacity < bucket(max_num_seqs) or rows.page_table.shape[1] < width:
-            self._drop_rows()
+        seated, capacity = self._seated, bucket(max_num_seqs)
+        if seated is None or seated.rows.capacity < capacity or seated.rows.page_table.shape[1] < width:
+            self._leave()
             width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
             vocabulary = self._module.config.get_text_config().vocab_size
-            rows = RowState.make(bucket(max_num_seqs), width, vocabulary, num_chunks(vocabulary), self._device)
-            if self._fused:
-                self._decoder = FusedDecoder(self._module, self._cache, width * self.page_size)
-            else:
-                self._decoder = HFDecoder(self._module, self._cache, compile_layers=self._device.type == "cuda")
-            self._rows, self._runner = rows, DecodeRunner(self._decoder, rows, self.page_size, self._warm)
-        if seen != (rows.seen is not None):
-            assert self._runner is not None
-            self._runner.forget()
-            rows.track_seen(seen)
-        return rows
+            rows = RowState.make(capacity, width, vocabulary, num_chunks(vocabulary), self._device)
+            decoder: Decoder = (
+                FusedDecoder(self._module, cache, width * self.page_size)
+                if self._fused
+                else HFDecoder(self._module, cache, compile_layers=self._device.type == "cuda")
+            )
+            seated = self._seated = _Seated(rows, decoder, DecodeRunner(decoder, rows, self.page_size, self._warm))
+        if seen != (seated.rows.seen is not None):
+            seated.runner.forget()
+            seated.rows.track_seen(seen)
+        return seated
 
-    def _drop_rows(self) -> None:
-        if self._runner is not None:
-            self._runner.forget()
-        if self._decoder is not None:
-            self._decoder.release()
-        self._rows = self._decoder = self._runner = None
+    def _leave(self) -> None:
+        if self._seated is not None:
+            self._seated.runner.forget()
+            self._seated.decoder.release()
+        self._seated = None

@@ -5,15 +5,27 @@
 The rule and the random number are those of `rollout/sampling.py`: the token is the first whose cumulative probability, in the order of
 the vocabulary, passes the uniform number of (request key, place in the response). The sum is taken in another order (chunks of 4,096), so
 a uniform within rounding of a border may fall on its other side; nothing depends on the other rows.
+
+Where not all tokens may be drawn (top-k, top-p, min-p, repetition penalty), plain torch inside the captured step says which. It sorts the
+vocabulary or walks over it several times, so a step with a filter is slower than one without.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.native.gpu.rows import RING, RowState
+from lockstep.workers.rollout.sampling import keep_likely
+
+Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
+"""(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
 
 
 def chunk_size(vocabulary: int) -> int:
@@ -53,6 +65,33 @@ def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = No
         rows.out_log_probs, vocabulary, source.stride(0), logits.stride(0), chunks, first,
         CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), WIDTH=RING, FILTERED=kept is not None, num_warps=8,
     )  # fmt: skip
+
+
+def make_filter(sampling: SamplingParams) -> Filter | None:
+    """The filter of these parameters; None where every token may be drawn as it is likely."""
+    if not sampling.truncates and sampling.repetition_penalty == 1.0:
+        return None
+    # At temperature 0 the most likely token is taken, which no truncation drops.
+    truncation = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.temperature else (-1, 1.0, 0.0)
+    return _cached_filter(*truncation, sampling.repetition_penalty)
+
+
+@functools.cache
+def _cached_filter(top_k: int, top_p: float, min_p: float, penalty: float) -> Filter:
+    """The same object for the same parameters: graphs are kept by it."""
+
+    def keep(logits: Tensor, rows: RowState, first: int) -> tuple[Tensor, Tensor]:
+        scaled = logits * rows.inverse_temperature
+        normaliser = scaled.logsumexp(-1)
+        if penalty != 1.0:
+            assert rows.seen is not None, "a repetition penalty needs the tokens so far"
+            here = slice(first, first + len(logits))
+            seen = rows.seen[here].scatter_(1, rows.token[here, None], True)
+            scaled = torch.where(seen, torch.where(scaled > 0, scaled / penalty, scaled * penalty), scaled)
+        kept = keep_likely(scaled, top_k, top_p, min_p)
+        return kept / rows.inverse_temperature, normaliser  # the draw applies the temperature
+
+    return keep
 
 
 @triton.jit

@@ -10,15 +10,16 @@ Face module's own; only the order of the arithmetic is written here. Results are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
@@ -70,7 +71,7 @@ class FusedDecoder:
         self._module, self._model, self._cache = module, module.model, cache
         config = module.config
         self._eps: float = config.rms_norm_eps
-        self.num_heads = config.num_attention_heads
+        self.num_heads: int = config.num_attention_heads
         self._kv_heads, self._dim = cache.shape.num_kv_heads, cache.shape.head_dim
         positions = torch.arange(max_positions, device=cache.pool.device)[None]
         like = torch.empty(0, dtype=cache.shape.dtype, device=cache.pool.device)
@@ -89,24 +90,18 @@ class FusedDecoder:
     ) -> Tensor:
         """[rows, vocabulary] float32 after one new token for each row."""
 
-        def attend(number: int, attention: nn.Module, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
-            keys, values = self._cache.layer(number)
-            options: Any = {
-                "scale": cast(float, attention.scaling),
-                "window": sliding_window(self._module, attention),
-                "shared": shared,
-            }
-            return paged_attention(query, keys, values, page_table, context_lens, **options)
+        def attend(number: int, attention: Any, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
+            pages, window = self._cache.layer(number), sliding_window(self._module, attention)
+            return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, shared=shared)
 
         return self._logits(self._layers(tokens, positions, slots, attend))
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor:
         """[rows, vocabulary] float32 after whole sequences that lie end to end."""
 
-        def attend(number: int, attention: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            pages = self._cache.layer(number)
-            window = sliding_window(self._module, attention)
-            return packed_prompt_attention(query, key, value, *pages, rows, scale=attention.scaling, window=window)  # type: ignore[arg-type]
+        def attend(number: int, attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            variant = Variant(attention.scaling, sliding_window(self._module, attention))
+            return packed_prompt_attention(query, key, value, *self._cache.layer(number), rows, variant)
 
         return self._logits(self._layers(tokens, positions, slots, attend)[rows.last])
 

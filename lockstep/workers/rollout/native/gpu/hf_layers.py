@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from lockstep.errors import ConfigError
+from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention, store_kv
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
@@ -35,10 +36,7 @@ def _paged_decode(
 
 
 @_paged_decode.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor,
-    scale: float, window: int, softcap: float, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _(query: Tensor, *others: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -69,10 +67,8 @@ def gpu_paged_attention(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if packed is not None:
         store_kv(k, v, k_pages, v_pages, slots)
-        out = packed_prompt_attention(
-            q, k, v, k_pages, v_pages, packed, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
-        )
-        return out[None], None
+        variant = Variant(scale, sliding_window, softcap, s_aux)
+        return packed_prompt_attention(q, k, v, k_pages, v_pages, packed, variant)[None], None
     out = torch.ops.lockstep.paged_decode(
         q, k, v, k_pages, v_pages, slots, page_table, context_lens, scale, sliding_window or 0, softcap or 0.0, s_aux
     )

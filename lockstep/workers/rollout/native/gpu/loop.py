@@ -15,7 +15,7 @@ held them has left the batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from lockstep.workers.rollout.native.backend import TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
+from lockstep.workers.rollout.native.gpu.draw import Filter
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
-from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, Filter, bucket
+from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
 from lockstep.workers.rollout.native.pages import KVCache
 from lockstep.workers.rollout.native.scheduler import PassRow, Sample, Scheduler
 
@@ -94,8 +95,7 @@ class GenerationLoop:
         self._seats: list[_Seat] = []
         """The sample of each row, from row 0. All rows after them are padding."""
         self._in_flight: deque[_Interval] = deque()
-        heads = decoder.num_heads
-        self._group_limit = group_limit(heads, cache.shape.num_kv_heads)
+        self._group_limit = group_limit(decoder.num_heads, cache.shape.num_kv_heads)
         self._grouped: list[_Seat] | None = None
         """The seats that `RowState.shared` was made for."""
         self._shares = False
@@ -125,7 +125,7 @@ class GenerationLoop:
                 self._move([])
             yield from self._read(leave=0 if scheduler.is_idle else 1)
 
-    def _abort(self, indices: set[int]) -> Iterator[tuple[Sample, str]]:
+    def _abort(self, indices: Set[int]) -> Iterator[tuple[Sample, str]]:
         """End these samples with the tokens that they have; those that turn out to have ended already are reported as such."""
         self._send_unsent()
         yield from self._read(leave=0)
@@ -171,7 +171,7 @@ class GenerationLoop:
                 self._scheduler.advance(row)
         if draws:
             first = self._seat([sample for _, sample in draws])
-            self._runner.first_tokens(logits[self._upload(np.array([number for number, _ in draws]))], first, keep)
+            self._runner.draw(logits[self._upload(np.array([number for number, _ in draws]))], first, keep)
             for _, sample in draws:
                 self._promise(sample, 1)
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lockstep.models.attention import causal_attention
+from lockstep.models.cached_attention import Variant
+from lockstep.models.flash import FLASH_TYPES
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # a build of torch without it pads instead
     varlen_attn = None  # type: ignore[assignment]
-
-_FLASH_TYPES = (torch.bfloat16, torch.float16)
 
 
 class PromptRows:
@@ -42,11 +42,7 @@ def packed_prompt_attention(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: PromptRows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    variant: Variant,
 ) -> Tensor:
     """[N, H, D]: causal attention inside each row; `query` [N, H, D], `key` and `value` [N, kv_heads, D], already stored in the pages.
 
@@ -54,20 +50,12 @@ def packed_prompt_attention(
     """
     if rows.key_slots is not None:
         key, value = (pages.flatten(0, 1)[rows.key_slots] for pages in (k_pages, v_pages))
-    if varlen_attn is not None and query.is_cuda and query.dtype in _FLASH_TYPES and softcap is None and sinks is None:
-        options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+    if varlen_attn is not None and query.is_cuda and query.dtype in FLASH_TYPES and variant.is_plain:
+        options: dict[str, Any] = {"window_size": ((variant.sliding_window or 0) - 1, 0), "scale": variant.scaling}
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         longest = max(rows.lengths), max(rows.ends)
         return varlen_attn(query, key, value, rows.bounds, rows.key_bounds, *longest, **options)  # type: ignore[return-value]
     parts = zip(query.split(rows.lengths), key.split(rows.ends), value.split(rows.ends), strict=True)
-    return torch.cat([_one_row(q, k, v, scale, window, softcap, sinks) for q, k, v in parts])
-
-
-def _one_row(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """[n, H, D] of one row whose last n tokens are the new ones."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out = causal_attention(q, k, v, scale, window, softcap, None if sinks is None else sinks.view(1, -1, 1, 1))
-    return out[0].transpose(0, 1)
+    outputs = [causal_attention(*(x.transpose(0, 1)[None] for x in part), variant) for part in parts]  # type: ignore[call-arg]
+    return torch.cat([out[0].transpose(0, 1) for out in outputs])

@@ -64,25 +64,25 @@ class RowState:
         """State for `capacity` rows of up to `width` pages, all of them padding."""
         rows = capacity + 1
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def zeros(*shape: int, kind: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
 
         return RowState(
-            token=zeros(rows, dtype=torch.int64),
-            context=zeros(rows, dtype=torch.int32),
-            generated=zeros(rows, dtype=torch.int32),
-            limit=zeros(rows, dtype=torch.int32),
-            done=torch.full((rows,), TOO_LONG, dtype=torch.int32, device=device),
-            key=zeros(rows, dtype=torch.int64),
-            page_table=zeros(rows, width, dtype=torch.int32),
-            out_tokens=zeros(rows, RING, dtype=torch.int32),
-            out_log_probs=zeros(rows, RING, dtype=torch.float32),
-            inverse_temperature=torch.ones(1, dtype=torch.float32, device=device),
-            greedy=zeros(1, dtype=torch.int32),
-            stop=zeros(vocabulary, dtype=torch.uint8),
-            chunk_max=zeros(rows, chunks, dtype=torch.float32),
-            chunk_sum=zeros(rows, chunks, dtype=torch.float32),
-            shared=SharedPrefixes(*(zeros(count, dtype=torch.int32) for count in (rows, rows, rows))),
+            token=zeros(rows, kind=torch.int64),
+            context=zeros(rows),
+            generated=zeros(rows),
+            limit=zeros(rows),
+            done=zeros(rows) + TOO_LONG,
+            key=zeros(rows, kind=torch.int64),
+            page_table=zeros(rows, width),
+            out_tokens=zeros(rows, RING),
+            out_log_probs=zeros(rows, RING, kind=torch.float32),
+            inverse_temperature=torch.ones(1, device=device),
+            greedy=zeros(1),
+            stop=zeros(vocabulary, kind=torch.uint8),
+            chunk_max=zeros(rows, chunks, kind=torch.float32),
+            chunk_sum=zeros(rows, chunks, kind=torch.float32),
+            shared=SharedPrefixes(zeros(rows), zeros(rows), zeros(rows)),
         )
 
     @property
@@ -103,10 +103,8 @@ class RowState:
 
     def track_seen(self, wanted: bool) -> None:
         """Make or drop `seen`. Graphs that use it must be forgotten when it is made anew."""
-        if wanted and self.seen is None:
-            self.seen = torch.zeros(len(self.token), len(self.stop), dtype=torch.bool, device=self.token.device)
-        elif not wanted:
-            self.seen = None
+        shape = len(self.token), len(self.stop)
+        self.seen = torch.zeros(shape, dtype=torch.bool, device=self.token.device) if wanted else None
 
     def clear(self) -> None:
         """All rows become padding."""

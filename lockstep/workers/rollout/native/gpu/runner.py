@@ -7,48 +7,25 @@ replays; when they move, the owner calls `forget`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, decode_slots
-from lockstep.workers.rollout.native.gpu.draw import draw
-from lockstep.workers.rollout.native.gpu.prefill import PromptRows
+from lockstep.workers.rollout.native.gpu.attention import decode_slots
+from lockstep.workers.rollout.native.gpu.draw import Filter, draw
+from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
+from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
 
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Batch sizes that are captured; above the last, multiples of 256."""
 
-Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
-"""(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
-
 StepKind = tuple[int, Filter | None, bool]
 """What a graph is captured for: the number of rows, the filter, and whether shared prefixes are read together."""
 WarmSteps = set[StepKind]
 """What has been computed once in this process: its kernels are compiled."""
-
-
-class Decoder(Protocol):
-    """FusedDecoder or HFDecoder."""
-
-    num_heads: int
-    """Query heads of a layer."""
-
-    def decode(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        page_table: Tensor,
-        context_lens: Tensor,
-        shared: SharedPrefixes | None,
-    ) -> Tensor: ...
-
-    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor: ...
-
-    def release(self) -> None: ...
+Decoder = FusedDecoder | HFDecoder
 
 
 def bucket(rows: int) -> int:
@@ -78,9 +55,10 @@ class DecodeRunner:
             else:
                 graph.replay()
 
-    def first_tokens(self, logits: Tensor, first: int, keep: Filter | None) -> None:
-        """Draw a token for each of the rows `first`... from `logits` [count, vocabulary] of their prompts' ends."""
-        self._draw(logits, first, keep)
+    def draw(self, logits: Tensor, first: int, keep: Filter | None) -> None:
+        """Draw a token for each of the rows `first`... from `logits` [count, vocabulary]."""
+        kept, normaliser = (None, None) if keep is None else keep(logits, self._rows, first)
+        draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
 
     def forget(self) -> None:
         """Drop the graphs and the memory they hold."""
@@ -92,15 +70,7 @@ class DecodeRunner:
         table, context = rows.page_table[:size], rows.context[:size]
         positions, slots = decode_slots(table, context, self._page_size)
         prefixes = rows.shared_of(size) if shared else None
-        logits = self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes)
-        self._draw(logits, 0, keep)
-
-    def _draw(self, logits: Tensor, first: int, keep: Filter | None) -> None:
-        if keep is None:
-            draw(logits, self._rows, first)
-        else:
-            kept, normaliser = keep(logits, self._rows, first)
-            draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
+        self.draw(self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes), 0, keep)
 
     def _capture(self, kind: StepKind) -> None:
         """Add the kind's graph. A model whose step cannot be captured is decoded without graphs from here on, and says so."""

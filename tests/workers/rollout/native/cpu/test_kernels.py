@@ -43,9 +43,7 @@ def test_attention_is_what_pytorch_computes_in_float64_and_the_same_bits_in_any_
             expected = masked_attention(
                 *(x.transpose(0, 1)[None].double() for x in (q[start : start + count], keys[row], values[row])),
                 seen,
-                variant.scaling,
-                variant.softcap,
-                None if variant.sinks is None else variant.sinks.double().view(1, -1, 1, 1),
+                variant,
             )
             torch.testing.assert_close(out[start : start + count].double(), expected[0].transpose(0, 1), atol=1e-5, rtol=0)
             start += count

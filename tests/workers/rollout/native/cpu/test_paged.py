@@ -14,7 +14,7 @@ from lockstep.workers.rollout.native.cpu import fused, paged
 def test_pages_are_attended_to_alike_with_and_without_the_compiled_function(
     tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of several lengths, so that the PyTorch way makes more than one block; log-probs within 2e-5."""
+    """Rows of several lengths; log-probs within 2e-5."""
     path = save_tiny_model(tmp_path, model_type, **FAMILIES[model_type])
     requests, params = make_requests(9), sampling(stop_token_ids=(), max_tokens=40)
     expected = make_rollout(path).generate(requests, params)

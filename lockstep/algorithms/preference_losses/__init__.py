@@ -1,0 +1,143 @@
+"""Preference losses: from log-probs of whole responses to a loss per pair, or per response.
+
+A preference loss is a function whose keyword-only arguments say what it reads, from this vocabulary. P pairs, B responses:
+
+```text
+log_prob       [P, 2]  log-prob of the response: the sum over its trained tokens; the gradient flows here
+ref_log_prob   [P, 2]  the same under the reference. A loss that names it needs one
+length         [P, 2]  the number of trained tokens, at least 1
+is_chosen      [B]     the label of each response. A loss that names it takes responses alone: all its inputs are [B]
+margin         [P, 2]  how much better the chosen response is, where the rows say so
+any other name         a number: `beta` and the keys of `loss.loss_kwargs`; or a column that the loss's `prepare` wrote
+```
+
+Column 0 of a pair is the chosen response, column 1 the rejected one: `chosen, rejected = log_prob.unbind(-1)`. All are float64.
+
+It returns the loss [P] and the rewards [P, 2] that it sees in the responses (both [B] where it takes responses alone). The mean of the loss
+over the whole mini-batch is what is trained on. Rewards are measured only: a pair is right when the chosen one's is larger, a response
+alone when its reward has the sign of its label.
+
+The defaults of a loss's numbers are those of its own arguments, since a beta that suits one does not suit another. To each an nll term
+can be added: `nll_coef` times the mean negative log-prob of the chosen response's tokens (`NLL_COEF` has the defaults).
+
+What depends on other rows goes into a `prepare`, called once with the whole mini-batch before it is cut. It returns columns [B] by
+name. Its vocabulary are `is_chosen` and two more [B], which cost a forward pass of their own: `mismatched_log_prob` and
+`mismatched_ref_log_prob`, the log-prob of the response of another prompt's row, put after the prompt of this row.
+
+```text
+paired          against a reference: sigmoid, smoothed, robust, hinge, ipo, sigmoid_norm
+reference_free  cpo, simpo, orpo
+unpaired        kto
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.preference_losses.paired import hinge, ipo, robust, sigmoid, sigmoid_norm, smoothed
+from lockstep.algorithms.preference_losses.reference_free import cpo, orpo, simpo
+from lockstep.algorithms.preference_losses.unpaired import kto, mismatch_kl
+from lockstep.algorithms.registry import input_names, registering, unknown_name
+
+PreferenceLoss = Callable[..., tuple[Tensor, Tensor]]
+Prepare = Callable[..., dict[str, Tensor]]
+
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
+    "sigmoid": sigmoid,
+    "smoothed": smoothed,
+    "robust": robust,
+    "hinge": hinge,
+    "ipo": ipo,
+    "sigmoid_norm": sigmoid_norm,
+    "kto": kto,
+    "cpo": cpo,
+    "simpo": simpo,
+    "orpo": orpo,
+}
+"""Name -> loss: the values of `loss.loss_mode`."""
+
+NLL_COEF: dict[PreferenceLoss, float] = {cpo: 1.0, orpo: 1.0}
+"""Loss -> the weight of its nll term unless the configuration says another; 0 for a loss that is not here."""
+
+PREPARATIONS: dict[PreferenceLoss, Prepare] = {kto: mismatch_kl}
+"""Loss -> what it needs done once for a mini-batch."""
+
+REMEDY = "add it to loss.loss_kwargs, or give the argument a default"
+
+BATCH_INPUTS = (
+    *("log_prob", "ref_log_prob", "length", "is_chosen", "margin"),
+    *("mismatched_log_prob", "mismatched_ref_log_prob"),
+)
+"""The inputs that come from the batch."""
+
+
+def register_preference_loss(name: str, prepare: Prepare | None = None) -> Callable[[PreferenceLoss], PreferenceLoss]:
+    """Make the decorated function the preference loss `name`, with its whole-mini-batch `prepare` if it has one.
+
+    Raises ConfigError when the name is taken, or when an argument is not keyword-only (arguments are matched by name).
+    """
+
+    def decorate(loss: PreferenceLoss) -> PreferenceLoss:
+        input_names(_what(name), loss)
+        registering("preference loss", PREFERENCE_LOSSES, name)(loss)
+        if prepare is not None:
+            input_names(f"the prepare of {_what(name)}", prepare)
+            PREPARATIONS[loss] = prepare
+        return loss
+
+    return decorate
+
+
+def get_preference_loss(name: str) -> PreferenceLoss:
+    """The loss registered as `name`; ConfigError when there is none."""
+    if name not in PREFERENCE_LOSSES:
+        raise unknown_name("preference loss", name, PREFERENCE_LOSSES)
+    return PREFERENCE_LOSSES[name]
+
+
+def preference_inputs(loss: PreferenceLoss) -> dict[str, bool]:
+    """The names that the loss and its `prepare` read, and whether each is required. ConfigError when one is not keyword-only."""
+    prepare = bind_preference_prepare(loss, {})
+    return (prepare.columns if prepare is not None else {}) | input_names(_what(loss), loss)
+
+
+def missing_numbers(loss: PreferenceLoss, given: Collection[str]) -> list[str]:
+    """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
+    required = [name for name, is_required in input_names(_what(loss), PREPARATIONS.get(loss, loss)).items() if is_required]
+    return [name for name in required if name not in given and name not in BATCH_INPUTS]
+
+
+def takes_pairs(loss: PreferenceLoss) -> bool:
+    """Whether the loss couples the two responses of a pair. One that does not takes rows in any number and order."""
+    return "is_chosen" not in input_names(_what(loss), loss)
+
+
+def needs_reference(loss: PreferenceLoss) -> bool:
+    """Whether the loss reads log-probs under the reference."""
+    return "ref_log_prob" in input_names(_what(loss), loss)
+
+
+def bind_preference_loss(loss: PreferenceLoss, parameters: Mapping[str, Any]) -> Bound:
+    """The loss with those of the `parameters` that it names and that are not None: `bound(columns, None)` gives loss and rewards.
+
+    Raises ConfigError when an argument of the loss is not keyword-only.
+    """
+    return Bound(_what(loss), loss, parameters, REMEDY, takes_blocks=False)
+
+
+def bind_preference_prepare(loss: PreferenceLoss, parameters: Mapping[str, Any]) -> Bound | None:
+    """The loss's `prepare`: `bound(columns, None)` gives the columns [B] that it computes from a whole mini-batch. None if it has none."""
+    prepare = PREPARATIONS.get(loss)
+    if prepare is None:
+        return None
+    return Bound(f"the prepare of {_what(loss)}", prepare, parameters, REMEDY, takes_blocks=False)
+
+
+def _what(loss: str | PreferenceLoss) -> str:
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", loss)
+    return f"preference loss {name!r}"

@@ -1,0 +1,230 @@
+"""Conversations to text, and which characters of it are trained. No files, no batches, no token ids.
+
+A conversation is rendered whole, once. Where a message stands in it follows from rendering the messages before it (with the generation
+prompt, if an assistant speaks next: what that supplies is not trained) and the messages up to it. Both must be the start of the whole.
+They are not where a template renders a message otherwise when more follow, for example without its thinking. Then the template's own
+`{% generation %}` markers decide; without them the conversation is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from lockstep.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text and the spans of it that are trained, in order. `is_rendered`: by a template, so it has all its special tokens."""
+
+    text: str
+    spans: tuple[Span, ...]
+    is_rendered: bool
+
+    def __post_init__(self) -> None:
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell halves of a character, which no tokenizer takes
+            raise DataError(f"the text is not valid Unicode: {error}") from None
+
+
+def read_messages(value: Any) -> list[Message]:
+    """A row's messages as templates expect them. Raises DataError for what is none.
+
+    Fields that are None are left out (Arrow gives every message the fields of all), a message that only calls tools says "", and
+    `tool_calls` and their arguments may be JSON text.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(f"expected a list of messages, got {value!r}")
+    return [_read_message(message) for message in value]
+
+
+def _read_message(given: Any) -> Message:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise DataError(f"a message must be a dict with role and content, not {given!r}")
+    message = {name: field for name, field in given.items() if field is not None}
+    if calls := read_json("tool_calls", message.pop("tool_calls", None)):
+        message["tool_calls"] = [_read_call(call) for call in calls]
+        message.setdefault("content", "")
+    if not isinstance(message.get("content"), str | list):
+        raise DataError(f"the content of a message must be text or a list of parts, in {given!r}")
+    return message
+
+
+def _read_call(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"a tool call must have a function with a name, not {call!r}")
+    function = function | {"arguments": read_json("arguments", function.get("arguments"))}
+    return call | {"function": function} if "function" in call else function
+
+
+def read_json(name: str, value: Any) -> Any:
+    """The value, decoded if it is text. Raises DataError for text that is not JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{name} is not JSON: {error}: {value!r}") from error
+
+
+def _shown(message: Message) -> Message:
+    """What a template sees of a message."""
+    return {name: field for name, field in message.items() if name != "train"}
+
+
+def _shown_as_text(message: Message) -> Message:
+    """The same with the arguments of calls as JSON text."""
+
+    def call_as_text(call: Message) -> Message:
+        function = call.get("function", call)
+        function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        return call | {"function": function} if "function" in call else function
+
+    calls = {"tool_calls": [call_as_text(call) for call in message["tool_calls"]]} if "tool_calls" in message else {}
+    return _shown(message) | calls
+
+
+def _check_thinking(message: Message, shown: str) -> None:
+    """Raises DataError where a message has thinking that the text of it lacks."""
+    content = message["content"] if isinstance(message["content"], str) else ""
+    thoughts = [message.get(name) for name in ("reasoning_content", "reasoning", "thinking")]
+    thoughts += [content.partition("</think>")[0].rpartition("<think>")[2] if "</think>" in content else None]
+    for thought in thoughts:
+        if isinstance(thought, str) and thought.strip() not in shown:
+            raise DataError(
+                f"the chat template drops the thinking of a trained message ({thought.strip()[:40]!r}...); take it out of the row, or use "
+                "a template (or data.apply_chat_template_kwargs) that shows it"
+            )
+
+
+def choose_messages(messages: Sequence[Message], train_on: str, start: int = 0) -> list[bool]:
+    """Which messages are trained, none of those before `start`. Raises DataError when `flag` is asked and an assistant message has none.
+
+    `train_on` "all" is not a choice of messages: every character is trained.
+    """
+    if train_on == "flag":
+        for message in messages:
+            if not isinstance(message.get("train", None if message["role"] == "assistant" else False), bool):
+                raise DataError(f"train_on=flag needs a boolean `train` in every assistant message; there is none in {message!r}")
+        return [bool(message.get("train")) for message in messages]
+    assistant = [i >= start and message["role"] == "assistant" for i, message in enumerate(messages)]
+    if train_on == "last" and any(assistant):
+        last = len(assistant) - 1 - assistant[::-1].index(True)
+        return [i == last for i in range(len(messages))]
+    return assistant
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. `kwargs` are passed to it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
+            *tokenizer.all_special_tokens
+        }
+        self._special_tokens = tuple(sorted(filter(None, special), key=len, reverse=True))
+        self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
+
+    def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> str:
+        """The text of the messages. Raises DataError when the template refuses them."""
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                "the row has messages, but the tokenizer has no chat template; use a tokenizer that has one, or plain strings"
+            )
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs
+        refusals = []
+        for form in (_shown, _shown_as_text):  # a few templates take the arguments of a call as text only
+            try:
+                return str(self._tokenizer.apply_chat_template([form(message) for message in messages], tokenize=False, **options))
+            except (TemplateError, TypeError) as error:
+                refusals.append(error)
+        raise DataError(f"the tokenizer's chat template refuses the messages: {refusals[0]}") from refusals[0]
+
+    def mark(self, messages: Sequence[Message], trained: Sequence[bool], tools: Any = None) -> MarkedText:
+        """The whole conversation with the spans of the trained messages, each up to its end-of-turn token.
+
+        Raises DataError when the template refuses the messages, or does not say where one of them stands.
+        """
+        text = self.render(messages, tools)
+        spans = []
+        for i in (i for i, wanted in enumerate(trained) if wanted):
+            span = self._span(text, messages, i, tools)
+            if span is None:
+                spans = self._marked_spans(text, messages, trained, tools)
+                break
+            _check_thinking(messages[i], text[slice(*span)])
+            spans.append(span)
+        return MarkedText(text, tuple(spans), True)
+
+    def _span(self, text: str, messages: Sequence[Message], i: int, tools: Any) -> Span | None:
+        """Where message `i` stands in the text; None where the messages before and up to it are not rendered as its start."""
+        speaks = messages[i]["role"] == "assistant"
+        try:
+            before = self.render(messages[:i], tools, add_generation_prompt=speaks)
+            after = text if i + 1 == len(messages) else self._start_of(text, self.render(messages[: i + 1], tools))
+        except DataError:  # some templates take no empty list, or no list that ends so
+            return None
+        before = before if speaks else self._start_of(text, before)
+        if not (text.startswith(after) and after.startswith(before)):
+            return None
+        return (len(before), self._end_of_turn(text, len(before), len(after)) if speaks else len(after))
+
+    def _start_of(self, text: str, rendered: str) -> str:
+        """`rendered` without the special tokens and blanks that some templates put after the last message only."""
+        while not text.startswith(rendered) and (rendered[-1].isspace() or rendered.endswith(self._special_tokens)):
+            last = next((token for token in self._special_tokens if rendered.endswith(token)), rendered[-1])
+            rendered = rendered[: -len(last)]
+        return rendered
+
+    def _marked_spans(self, text: str, messages: Sequence[Message], trained: Sequence[bool], tools: Any) -> list[Span]:
+        """The spans between the template's own markers."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(tools=tools)
+        speaks = [message["role"] == "assistant" for message in messages]
+        if not _MARKER.search(template) or any(t and not s for t, s in zip(trained, speaks, strict=True)):
+            raise DataError(self._refusal(trained))
+        options = {"tools": tools} | self._tokenizer.special_tokens_map | self._kwargs
+        shown = [_shown(message) for message in messages]
+        rendered: Any = render_jinja_template([shown], chat_template=template, return_assistant_tokens_mask=True, **options)
+        texts, found = rendered
+        if texts != [text] or len(found[0]) != sum(speaks):
+            raise DataError(
+                f"the {{% generation %}} markers of the chat template give {len(found[0])} parts for {sum(speaks)} assistant messages"
+            )
+        positions = [i for i, speaks_here in enumerate(speaks) if speaks_here]
+        return [(start, end) for i, (start, end) in zip(positions, found[0], strict=True) if trained[i]]
+
+    def _refusal(self, trained: Sequence[bool]) -> str:
+        return (
+            f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} renders a conversation otherwise when it goes on "
+            "(it drops earlier thinking, moves the system message, or its generation prompt has a text that the answer lacks), so what a "
+            "message became cannot be told"
+            + ("; train_on=last trains the last message alone" if sum(trained) > 1 else "")
+            + "; a template with {% generation %} markers, or data.apply_chat_template_kwargs, may fix it"
+        )
+
+    def _end_of_turn(self, text: str, start: int, end: int) -> int:
+        """Where an answer from `start` to `end` is over: after the special token that ends it, without the blanks after that, which the
+        model has no part in. Where it has none, the special token that follows at once is what the model stops with.
+        """
+        tokens = list(self._special.finditer(text, start, end))
+        if tokens and not text[tokens[-1].end() : end].strip():
+            return tokens[-1].end()
+        following = self._special.match(text, end)
+        return following.end() if following else end

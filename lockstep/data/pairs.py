@@ -1,0 +1,186 @@
+"""PairDataset: files of preferences as rows to train on, two per pair; and of single answers with a label."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lockstep.data.conversations import MarkedText, Message, choose_messages, read_messages
+from lockstep.data.rl_dataset import truncate
+from lockstep.data.token_rows import TokenRow, columns, fit, too_long, up_to_last_trained
+from lockstep.data.training_rows import Row, TrainingRows
+from lockstep.errors import DataError
+from lockstep.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_HH_TURN = "\n\nAssistant:"
+_LAST_WORD = re.compile(r"\s?\S*\Z")
+
+
+class PairDataset(TrainingRows):
+    """Rows with `chosen` and `rejected`, both strings or both messages, and `prompt`, a string or messages; `margin` and `tools` may
+    stand beside. Or, when the files have no `chosen`, rows with `prompt`, `completion` (or `response`) and `label`, true for a good one.
+
+    Without `prompt`, and where the messages of chosen and rejected do not begin with the assistant, what both begin with is the prompt:
+    leading messages, or text up to the last common `Assistant:` of Anthropic's form, or up to the last common blank. The assistant's
+    messages after it are trained. Every response ends with a special token: the template's end of turn, else the tokenizer's end token.
+
+    With `whole` the response goes on to the end of what the template writes, as a reward model reads it (scored_text.py).
+
+    A pair whose answers are the same is an error, or is left out with `skip_identical`; `num_skipped` counts those. See TrainingRows for
+    the other arguments. `truncation` left and middle cut the prompt, the same way in both rows; right cuts the ends of the responses.
+    """
+
+    columns_read = ("prompt", "chosen", "rejected", "completion", "response", "tools")
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_identical: bool = False,
+        whole: bool = False,
+        **options: Any,
+    ) -> None:
+        self._skip_identical, self.num_skipped, self._whole = skip_identical, 0, whole
+        super().__init__(files, tokenizer, **options)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a position is a pair, two rows of a batch, or one answer with a label, one row."""
+        return "chosen" in self._files.columns
+
+    def batch(self, positions: Sequence[int]) -> DataProto:
+        """The pairs at these positions, two rows each, chosen then rejected; or the labelled answers, one row each. The columns are
+
+        - `prompts`: the same in both rows of a pair; `responses`; `response_mask`: 1 where a token of the response is trained;
+        - `is_chosen` (dense, bool): chosen, or the label;
+        - `margin` (dense, float32): the pair's, 0 where it has none;
+        - `uid` (object): the same in both rows of a pair; `index` (object): the row's number in the files.
+
+        Raises DataError for a row that cannot be used.
+        """
+        read = self.read(positions)
+        rows = [(place, part, row) for place, part in enumerate(read) for row in part.tokens]
+        cuts = [num_shared(part.tokens) for _, part, _ in rows]
+        labels = [True, False] * len(read) if self.is_paired else [part.row["label"] for part in read]
+        tensors = columns([row for _, _, row in rows], cuts) | {
+            "is_chosen": torch.tensor(labels),
+            "margin": torch.tensor([part.row.get("margin") or 0.0 for _, part, _ in rows], dtype=torch.float32),
+        }
+        objects = {"uid": [str(place) for place, _, _ in rows], "index": [part.index for _, part, _ in rows]}
+        return DataProto.from_dict(tensors, objects, {"pad_token_id": self._tokenizer.pad_token_id})
+
+    def mark(self, row: Row) -> list[MarkedText]:
+        if not self.is_paired:
+            return [self._answer(row, row.get("completion") if row.get("completion") is not None else row.get("response"))]
+        chosen: Any = row["chosen"]
+        rejected: Any = row.get("rejected")
+        margin = row.get("margin")
+        if not any(isinstance(chosen, kind) and isinstance(rejected, kind) for kind in (str, list)):
+            raise DataError(f"chosen and rejected must both be strings or both messages, not {chosen!r} and {rejected!r}")
+        if margin is not None and not isinstance(margin, int | float):
+            raise DataError(f"margin must be a number, not {margin!r}")
+        if isinstance(chosen, list) and (row.get("prompt") is None or not _begins_with_assistant(chosen)):
+            both = [read_messages(chosen), read_messages(rejected)]
+            start = num_shared_messages(*both)
+            return [self._chat(messages, start, row) for messages in both]
+        if row.get("prompt") is None:
+            cut = len(shared_text(chosen, rejected))
+            return [MarkedText(text, ((cut, len(text)),), False) for text in (chosen, rejected)]
+        return [self._answer(row, chosen), self._answer(row, rejected)]
+
+    def finish(self, rows: list[TokenRow]) -> list[TokenRow]:
+        cut = [up_to_last_trained(row) for row in rows]
+        rows = [self._tokenize.ended(row) for row in (rows if self._whole else cut)]
+        num_prompt, longest = num_shared(rows), max(map(len, rows))
+        if longest <= self._max_length:
+            return rows
+        if self._truncation == "error":
+            raise too_long(longest, self._max_length)
+        if self._truncation == "right":
+            return [fit(row, self._max_length, "right") for row in rows]
+        num_cut = longest - self._max_length
+        if num_cut >= num_prompt:
+            raise DataError(
+                f"data.truncation={self._truncation} cuts the prompt, but without it the longest response has "
+                f"{longest - num_prompt} tokens, and data.max_length is {self._max_length}"
+            )
+        kept = truncate(list(range(num_prompt)), num_prompt - num_cut, self._truncation)
+        return [row.select([*kept, *range(num_prompt, len(row))]) for row in rows]
+
+    def _usable(self, rows: np.ndarray) -> np.ndarray:
+        if self.is_paired:
+            return self._without_identical(rows)
+        if "label" not in self._files.columns:
+            raise DataError(
+                f"expected chosen and rejected, or completion (or response) and label; the columns are {sorted(self._files.columns)}"
+            )
+        return rows
+
+    def _without_identical(self, rows: np.ndarray) -> np.ndarray:
+        # Only answers of the same size can be the same.
+        candidates = rows[(self._files.sizes(["chosen"]) == self._files.sizes(["rejected"]))[rows]].tolist()
+        identical = [i for i in candidates if (row := self._files.rows([i])[0])["chosen"] == row.get("rejected")]
+        if identical and not self._skip_identical:
+            raise DataError(
+                f"{self._files.place(identical[0])}: chosen and rejected are the same; so they are in {len(identical)} of "
+                f"{len(rows)} rows: take these out, or set data.skip_identical=true"
+            )
+        self.num_skipped = len(identical)
+        if self.num_skipped == len(rows):
+            raise DataError(f"chosen and rejected are the same in all {len(rows)} rows")
+        return np.setdiff1d(rows, identical, assume_unique=True)
+
+    def _answer(self, row: Row, answer: Any) -> MarkedText:
+        """An answer after the row's prompt."""
+        if not self.is_paired and not isinstance(row.get("label"), bool):
+            raise DataError(f"label must be true or false, not {row.get('label')!r}")
+        prompt = row.get("prompt")
+        if prompt is None or answer is None:
+            raise DataError(f"expected a prompt and an answer, got {prompt!r} and {answer!r}")
+        conversation = self._conversation(prompt, answer)
+        if conversation is None:
+            return MarkedText(prompt + answer, ((len(prompt), len(prompt + answer)),), False)
+        return self._chat(*conversation, row)
+
+    def _chat(self, messages: list[Message], start: int, row: Row) -> MarkedText:
+        return self._template.mark(messages, choose_messages(messages, "assistant", start), self._tools(row))
+
+
+def _begins_with_assistant(messages: list[Any]) -> bool:
+    return bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "assistant"
+
+
+def num_shared_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """How many leading messages are the same, leaving one of each at least."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((i for i in range(most) if chosen[i] != rejected[i]), most)
+
+
+def shared_text(chosen: str, rejected: str) -> str:
+    """The prompt that two texts begin with: up to the last common `Assistant:` of Anthropic's form, else to the last common blank."""
+    common = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 - by characters is what is meant
+    end = common.rfind(_HH_TURN)
+    return common[: end + len(_HH_TURN)] if end >= 0 else common[: _LAST_WORD.search(common).start()]  # type: ignore[union-attr]
+
+
+def num_shared(rows: Sequence[TokenRow]) -> int:
+    """How many leading tokens are the prompt: those before the first trained one, as far as all rows have the same.
+
+    They may differ before that where a word goes on after the prompt's end. Raises DataError where the rows have no token in common.
+    """
+    width = min(row.num_prompt for row in rows)
+    same = np.all([row.ids[:width] == rows[0].ids[:width] for row in rows], axis=0)
+    shared = width if same.all() else int(same.argmin())
+    if not shared:
+        raise DataError("chosen and rejected have no token of a prompt in common")
+    return shared

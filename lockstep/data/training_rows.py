@@ -1,0 +1,164 @@
+"""TrainingRows: what datasets of rows to train on share. A row is read, marked and tokenised when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from lockstep.config.check import one_of
+from lockstep.config.data import DataConfig
+from lockstep.data.conversations import ChatTemplate, MarkedText, Message, read_json, read_messages
+from lockstep.data.prompt_checks import choose_rows
+from lockstep.data.rl_dataset import TRUNCATIONS
+from lockstep.data.row_files import RowFiles
+from lockstep.data.token_rows import SpanTokenizer, TokenRow
+from lockstep.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+Result = TypeVar("Result")
+
+_NUM_CHECKED = 32
+"""How many of the longest rows, and of rows spread over the files, are tried before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """A row of the files, its number in them, and the tokens of each text that it became."""
+
+    index: int
+    row: Row
+    tokens: list[TokenRow]
+
+
+class TrainingRows:
+    """Rows of parquet, .json or .jsonl files as tokens. A subclass says what a row of the files becomes: `mark` and `finish`.
+
+    Args:
+        files: One path or several.
+        tokenizer: A fast transformers tokenizer.
+        max_length: The most tokens of a row, prompt and response together.
+        truncation: What happens to a longer row: error, left (keep the end), right (keep the start), middle (keep both ends).
+        max_samples: Use so many rows, chosen by `seed`, or the first ones where that is None; None or -1 for all.
+        template_kwargs: Passed to the tokenizer's chat template (`data.apply_chat_template_kwargs`).
+        use_template: False tokenises a prompt that is a string as it is. True makes it a user message where the tokenizer has a chat
+            template, as in RL.
+        try_rows: False opens the files without trying rows, for a look at what is wrong with them.
+
+    The constructor tries the first row, the longest ones and some between, so that a wrong column or a row that is too long is an
+    error before training. Every DataError about a row names its file and its number there, from 0.
+    """
+
+    columns_read: tuple[str, ...]
+    """Columns of the files that decide what a row becomes."""
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        truncation: str = DataConfig.truncation,
+        max_samples: int | None = None,
+        seed: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        use_template: bool = True,
+        try_rows: bool = True,
+    ) -> None:
+        one_of("data.truncation", truncation, TRUNCATIONS)
+        self._tokenizer, self._max_length, self._truncation = tokenizer, max_length, truncation
+        self._tokenize = SpanTokenizer(tokenizer)
+        self._template = ChatTemplate(tokenizer, template_kwargs or {})
+        self._use_template = use_template and bool(tokenizer.chat_template)
+        paths = [files] if isinstance(files, str | Path) else list(files)
+        self._files = RowFiles(paths)
+        if not len(self._files):
+            raise DataError(f"no rows in {[str(path) for path in paths]}")
+        self._rows = self._usable(choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed))
+        if try_rows:
+            sizes = self._files.sizes(self.columns_read)[self._rows]
+            longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
+            self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def spread(self, count: int) -> list[int]:
+        """So many positions, at most, at even distances over all rows."""
+        return sorted(set(np.linspace(0, len(self) - 1, count).astype(int).tolist()))
+
+    def place(self, position: int) -> str:
+        """The file of the row at a position, and its number there."""
+        return self._files.place(int(self._rows[position]))
+
+    @property
+    def special_ids(self) -> np.ndarray:
+        """The ids of special tokens."""
+        return self._tokenize.special_ids
+
+    def read(self, positions: Sequence[int]) -> list[ReadRow]:
+        """The rows at these positions and the tokens of what each became. Raises DataError for a row that cannot be used."""
+        indices = [int(self._rows[position]) for position in positions]
+        rows = [self._named(index, self._row, index) for index in indices]
+        marked = [self._named(index, self.mark, row) for index, row in zip(indices, rows, strict=True)]
+        tokens = iter(self._tokenize([text for texts in marked for text in texts]))
+        apart = [[next(tokens) for _ in texts] for texts in marked]
+        finished = [self._named(index, self.finish, row_tokens) for index, row_tokens in zip(indices, apart, strict=True)]
+        return [ReadRow(*parts) for parts in zip(indices, rows, finished, strict=True)]
+
+    def _usable(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the row numbers that are used."""
+        return rows
+
+    def mark(self, row: Row) -> list[MarkedText]:
+        """The texts that a row of the files becomes. Raises DataError for a row that cannot be used."""
+        raise NotImplementedError
+
+    def finish(self, rows: list[TokenRow]) -> list[TokenRow]:
+        """The tokens of these texts within `max_length`. Raises DataError where that cannot be."""
+        raise NotImplementedError
+
+    def _row(self, index: int) -> Row:
+        row = self._files.rows([index])[0]
+        if self._files.path(index).suffix == ".parquet" and _is_filled_up(row, False):
+            raise DataError(
+                "a tool or the arguments of a call have fields that are null: Arrow gives each of them the fields of all. "
+                "Write `tools` and `arguments` as JSON text"
+            )
+        return row
+
+    def _named(self, index: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        try:
+            return function(*arguments)
+        except DataError as error:
+            raise DataError(f"{self._files.place(index)}: {error}") from error
+
+    def _conversation(self, prompt: Any, answer: Any) -> tuple[list[Message], int] | None:
+        """The messages of a prompt and its answer, each a string or messages, and how many are the prompt's; None for plain text."""
+        if isinstance(prompt, str) and isinstance(answer, str) and not self._use_template:
+            return None
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt)
+        after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else read_messages(answer)
+        return [*before, *after], len(before)
+
+    @staticmethod
+    def _tools(row: Row) -> Any:
+        tools = read_json("tools", row.get("tools"))
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise DataError(f"tools must be a list of objects, or that as JSON text, not {row['tools']!r}")
+        return tools or None
+
+
+def _is_filled_up(value: Any, is_tool: bool) -> bool:
+    """Whether something in `tools` or `arguments` is None."""
+    if isinstance(value, dict):
+        return any(
+            _is_filled_up(part, is_tool or (name in ("tools", "arguments") and part is not None)) for name, part in value.items()
+        )
+    return any(_is_filled_up(part, is_tool) for part in value) if isinstance(value, list) else is_tool and value is None

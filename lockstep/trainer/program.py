@@ -1,0 +1,70 @@
+"""What the programs of all recipes share: the command line, errors as one line, and Ray where a run has several processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.trainer import RayConfig, RunConfig
+from lockstep.errors import ConfigError, LockstepError, Stopped
+
+
+def run_program(
+    arguments: Sequence[str] | None, root: type, load: Callable[[list[str], Path | None], Any], run: Callable[[Any], None]
+) -> int:
+    """`run` what the command line describes; returns the exit status. `--config FILE` reads a YAML file, `--help` lists the keys."""
+    # Read when torch loads its OpenMP library. Threads that spin while they wait make a small model many times slower on busy cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in arguments or "-h" in arguments:
+        from lockstep.config.reference import command_line_help
+
+        print(command_line_help(root))
+        return 0
+    try:
+        config_file, overrides = _split_arguments(arguments)
+        run(load(overrides, config_file))
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.signum
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+@contextmanager
+def worker_group(section: RunConfig, ray: RayConfig, needs_ray: bool) -> Iterator[Any]:
+    """The class of the run's worker groups: in this process, or on Ray, which is started here if it has to be and stopped after."""
+    from lockstep.single_controller.local import LocalWorkerGroup
+    from lockstep.single_controller.ray import RayWorkerGroup
+    from lockstep.single_controller.ray.cluster import connect, disconnect
+    from lockstep.trainer.stop import end_on_sigterm
+
+    if section.worker_group != "ray" and not (section.worker_group == "auto" and needs_ray):
+        end_on_sigterm()
+        yield LocalWorkerGroup
+        return
+    started = connect(**ray.ray_init)
+    end_on_sigterm()  # Ray has a handler of its own
+    try:
+        yield RayWorkerGroup
+    finally:
+        if started:
+            disconnect()
+
+
+def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    if "--config" not in arguments:
+        return None, arguments
+    at = arguments.index("--config")
+    if at + 1 == len(arguments):
+        raise ConfigError("--config needs a file name after it")
+    return Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]

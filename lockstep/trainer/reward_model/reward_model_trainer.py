@@ -1,0 +1,92 @@
+"""RewardModelTrainer: a model whose score of a response says how much people prefer it, from pairs of a chosen and a rejected one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep.config.reward_train import RewardTrainConfig
+from lockstep.data.pairs import PairDataset
+from lockstep.errors import DataError
+from lockstep.observability.display import View
+from lockstep.observability.statistics import wilson_interval
+from lockstep.protocol import DataProto
+from lockstep.single_controller.base import WorkerGroup
+from lockstep.trainer.stage_run import StageRun
+
+
+class RewardModelTrainer(StageRun):
+    """Trains a score head and the model under it on the pairs in data.train_files."""
+
+    config: RewardTrainConfig
+    head = "score"
+    rows_per_example = 2
+    view = View(
+        (
+            ("loss", ".4f", ("train/loss",)),
+            ("accuracy", ".3f", ("train/accuracy",)),
+            ("margin", ".2f", ("train/margin",)),
+            ("tokens/s", ".0f", ("perf/throughput",)),
+            ("lr", ".2e", ("train/lr",)),
+            ("seconds", ".1f", ("timing_s/step",)),
+        ),
+        curve=("accuracy", "train/accuracy"),
+        validation=("val/accuracy", "val/loss"),
+    )
+
+    def __init__(
+        self,
+        config: RewardTrainConfig,
+        tokenizer: Any,
+        worker_cls: type,
+        group_cls: type[WorkerGroup],
+        make_loss: Callable[[], Any],
+    ) -> None:
+        data, self._loss = config.data, make_loss
+        open_pairs = partial(
+            PairDataset,
+            tokenizer=tokenizer,
+            max_length=data.max_length,
+            truncation=data.truncation,
+            skip_identical=data.skip_identical,
+            whole=True,
+        )
+        train = open_pairs(data.train_files, max_samples=data.train_max_samples)
+        val = open_pairs(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
+        for name, rows in (("train_files", train), ("val_files", val)):
+            if rows is not None and not rows.is_paired:
+                raise DataError(f"data.{name} has answers with a label; a reward model learns from pairs: chosen and rejected")
+        super().__init__(config, tokenizer, worker_cls, group_cls, train, val, data.train_batch_size, data.max_length)
+        self._prepare(train.batch([0]))
+
+    def _make_loss(self) -> Callable[[], Any]:
+        return self._loss
+
+    def _prepare(self, batch: DataProto) -> DataProto:
+        """The two rows of a pair become a unit. Raises DataError where a row ends with padding: transformers would not read its end."""
+        responses, pad = batch.ragged("responses"), self.tokenizer.pad_token_id
+        ends = responses.values[torch.cumsum(responses.lengths, 0) - 1]
+        if (ends == pad).any():
+            row = batch.non_tensor_batch["index"][int((ends == pad).nonzero()[0])]
+            raise DataError(
+                f"row {row} ends with the padding token {self.tokenizer.pad_token!r}, where the score is read; transformers skips padding. "
+                "Give the tokenizer another pad_token in tokenizer_config.json"
+            )
+        batch.columns["unit"] = torch.arange(len(batch)) // 2
+        return batch
+
+    def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
+        pairs = len(batch) // 2
+        bins = [measured.pop(name) for name in list(measured) if name.startswith("train/bin/")]
+        low, high = wilson_interval(measured["train/accuracy"] * pairs, pairs)
+        longer = batch.ragged("responses").lengths.view(-1, 2).diff().sign().neg()
+        return measured | {
+            "train/accuracy_low": low,
+            "train/accuracy_high": high,
+            "train/length_accuracy": float((longer + 1).double().mean() / 2),
+            "train/calibration_error": sum(map(abs, bins)) / pairs,
+            "train/row_length": float(batch.token_counts().double().mean()),
+        }

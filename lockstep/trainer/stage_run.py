@@ -1,0 +1,218 @@
+"""StageRun: what the recipes that learn from files have in common. A step is a batch of rows and one update.
+
+```text
+rows of the files -> prepare -> update (-> evaluate on the validation rows)
+```
+
+A recipe is a subclass: it opens its data, names its loss, and makes readable metrics of what the workers measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.rows import Rows
+from lockstep.config.actor_rollout_ref import SamplingConfig
+from lockstep.config.stage import STAGE_KEYS, StageConfig
+from lockstep.data.schedule import PromptSchedule
+from lockstep.observability.display import View, make_display
+from lockstep.observability.metrics import Metric, merge_metrics, values
+from lockstep.observability.trackers import check_trackers
+from lockstep.planner.count import Load
+from lockstep.protocol import DataProto
+from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
+from lockstep.trainer.launch import TRAINED, RoleSpec, Workers
+from lockstep.trainer.resources import ResourcePoolManager
+from lockstep.trainer.role import Role
+from lockstep.trainer.run import Run
+from lockstep.utils.device import resolve_device
+from lockstep.utils.model_size import count_parameters
+
+MODEL = "actor"
+"""The model's folder in a checkpoint, as in PPO's."""
+
+
+class Examples(Protocol):
+    """Training rows in files."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, positions: Sequence[int]) -> DataProto:
+        """The rows at these positions, as tokens."""
+        ...
+
+
+class StageRun(Run):
+    """Trains one model on the rows of `train_data`, `rows_per_step` of them per step, and evaluates it on `val_data`.
+
+    The constructor checks what can be checked without a model. `init_workers` starts the processes and loads it. `fit` trains.
+    """
+
+    config: StageConfig
+    view: View
+    """What the display shows of a step."""
+    role: Enum = Role.Actor
+    """The role of the model that learns."""
+    more_roles: tuple[Enum, ...] = ()
+    """Other roles, in the same processes."""
+    head = "language_model"
+    """What the model has on top; see models/load.py."""
+    rows_per_example = 1
+    """Rows of a batch that one of the files becomes."""
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        worker_cls: type,
+        group_cls: type[WorkerGroup],
+        train_data: Examples,
+        val_data: Examples | None,
+        rows_per_step: int,
+        longest: int,
+    ) -> None:
+        device = resolve_device(config.trainer.device)
+        config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=device))
+        check_trackers(config.trainer.logger)
+        section, data = config.trainer, config.data
+        seed = section.seed if data.seed is None else data.seed
+        self.schedule = PromptSchedule(len(train_data), rows_per_step, data.shuffle, seed)
+        total_steps = section.total_training_steps or self.schedule.steps_per_epoch * section.total_epochs
+        super().__init__(config, total_steps, make_display(view=self.view), has_validation=val_data is not None)
+        self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
+        self.rows_per_step, self.longest, self._worker_cls = rows_per_step, longest, worker_cls
+        counts = {"global_pool": [section.n_gpus_per_node] * section.nnodes}
+        pools = dict.fromkeys((self.role, *self.more_roles), "global_pool")
+        self.workers = Workers(section, ResourcePoolManager(counts, pools), group_cls, self.display.message)
+
+    def init_workers(self) -> None:
+        """Take the run's folder, check the resources, start a process per device, load the model. No process is left when this fails."""
+        self.open_folder()
+        self.workers.start(self._specs())
+        self.model_wg: Any = self.workers.by_role[self.role]
+
+    def close(self) -> None:
+        """End the worker processes, and let other runs have the folder."""
+        self.close_folder()
+        self.workers.close()
+
+    # -- what a recipe gives -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _make_loss(self) -> Callable[[], Any]:
+        """What makes the loss (workers/losses.py) in a worker: it is pickled."""
+
+    def _sampling(self) -> SamplingConfig | None:
+        """How responses are drawn, where the recipe has any."""
+        return None
+
+    def _prepare(self, batch: DataProto) -> DataProto:
+        """What an update needs of a batch beside its rows."""
+        return batch
+
+    @abstractmethod
+    def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
+        """Metrics of a batch, from what the workers measured on it, named as they are in `measured`."""
+
+    # -- what is the same for all ------------------------------------------------------------------------------------------
+
+    def _step(self) -> dict[str, float]:
+        """One batch, one update."""
+        timer = self.timer
+        with timer.stage("step"):
+            with timer.stage("data"):
+                batch = self._prepare(self.train_data.batch(self.schedule.batch(self.global_steps)))
+            with timer.stage("update"):
+                measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
+        tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]
+        return {
+            **self._metrics(batch, values(measured)),
+            **{f"timing_s/{name}": value for name, value in timer.seconds.items()},
+            "perf/total_num_tokens": tokens,
+            "perf/throughput": tokens / (seconds * self.workers.manager.get_n_gpus()),
+            "training/global_step": self.global_steps + 1,
+            "training/epoch": self.schedule.epoch(self.global_steps),
+        }
+
+    def _validate(self) -> dict[str, float]:
+        """The same metrics of all validation rows, under val/."""
+        assert self.val_data is not None
+        parts, measured = [], []
+        for start in range(0, len(self.val_data), self.rows_per_step):
+            batch = self._prepare(self.val_data.batch(range(start, min(start + self.rows_per_step, len(self.val_data)))))
+            measured += self._evaluate(batch)
+            parts.append(batch)
+        found = self._metrics(DataProto.concat(parts), values(merge_metrics(measured)))
+        return {f"val/{name.removeprefix('train/')}": value for name, value in found.items() if name.startswith("train/")}
+
+    def _evaluate(self, batch: DataProto) -> list[dict[str, Metric]]:
+        found: list[dict[str, Metric]] = self.model_wg.evaluate(batch, denominators=denominators_of(batch))
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        return {"num_train_rows": len(self.train_data)}
+
+    def _save(self, folder: Path) -> list[Path]:
+        reports = self.model_wg.begin_checkpoint(str(folder / MODEL), self.section.save_in_background)
+        self.tokenizer.save_pretrained(folder / MODEL)
+        return [Path(report) for report in reports]
+
+    def _finish_save(self) -> list[str]:
+        return [error for error in self.model_wg.finish_checkpoint() if error is not None]
+
+    def _load(self, folder: Path, state: dict[str, Any]) -> None:
+        if state["num_train_rows"] != len(self.train_data):
+            self.display.message(
+                f"warning: the checkpoint saw {state['num_train_rows']} training rows, now there are {len(self.train_data)}; "
+                "the order of rows is a new one"
+            )
+        self.model_wg.load_checkpoint(str(folder / MODEL))
+
+    def _describe(self) -> str:
+        section, engine, batch = self.section, self.config.engine, self.rows_per_step
+        one, several = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}[section.device]
+        processes, rows = section.n_gpus_per_node * section.nnodes, engine.micro_batch_size_per_gpu
+        cut = f"{rows} rows" if rows else f"{engine.max_token_len_per_gpu} tokens"
+        return "\n".join(
+            (
+                f"{len(self.train_data)} training rows, {batch} a step: {self.schedule.steps_per_epoch} steps an epoch, "
+                f"{self.total_steps} steps in all, each one update",
+                f"on {processes} {several if processes > 1 else one}, at most {cut} at once on each (this bounds memory, not the result)",
+                f"the run's folder: {section.run_dir}",
+            )
+        )
+
+    def _specs(self) -> dict[Enum, RoleSpec]:
+        """What the workers of each role are."""
+        return {self.role: self._spec()}
+
+    def _spec(self) -> RoleSpec:
+        config = self.config
+        worker = ClassWithInitArgs(
+            self._worker_cls,
+            config=config.policy(self._sampling()),
+            role=str(self.role),
+            seed=config.trainer.seed,
+            pad_token_id=self.tokenizer.pad_token_id,
+            total_updates=self.total_steps,
+            make_loss=self._make_loss(),
+            keys=STAGE_KEYS,
+            head=self.head,
+        )
+        return RoleSpec(worker, self._load_of, (count_parameters(str(config.model.path)) or 0) * TRAINED)
+
+    def _load_of(self, ranks: int) -> Load:
+        rows = -(-self.rows_per_step // ranks) * self.rows_per_example
+        return Load(longest=self.longest, step_rows=rows, update_rows=rows)
+
+
+def denominators_of(batch: DataProto) -> Denominators:
+    """Those of a whole mini-batch."""
+    mask = batch.ragged("response_mask")
+    return Denominators.of(mask.values, Rows(mask.lengths))

@@ -1,0 +1,72 @@
+"""A preference loss as the engines call it: log-probs of tokens become those of whole responses.
+
+The engine calls a loss on chunks of whole rows, and never separates rows of one unit (`DataProto.units`): a pair is a unit, so its two
+rows are in one chunk. Nothing else is needed for a loss that couples rows, and logits are still made once, a chunk at a time. A pair with
+more tokens than may have logits at once takes the way of any such row: log-probs first, and their logits once more in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.masked import masked_sum, zero_outside
+from lockstep.algorithms.preference_losses import NLL_COEF, bind_preference_loss, get_preference_loss, takes_pairs
+from lockstep.utils.files import load_reference
+from lockstep.workers.engine.base import TokenOutputs, TokenRows
+from lockstep.workers.engine.pending import Pending, all_finite, pending_mean
+from lockstep.workers.losses import Loss, Metrics
+
+
+def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nll_coef: float | None = None) -> Loss:
+    """The loss `mode` (a registered name or `file.py:function`) with these of its numbers, and `nll_coef` times the nll of chosen
+    responses (None: what suits the loss), as a mean over the pairs of the mini-batch, or over its rows. `name` stands before the names of
+    the metrics.
+
+    Reads the columns response_mask, is_chosen, with a reference ref_response_log_prob, and those that the loss names. For a loss of pairs
+    the rows are chosen and rejected in turn. Reading its metrics raises NumericalError, naming dataset rows, when a log-prob is not finite.
+    """
+    function = load_reference(mode) or get_preference_loss(mode)
+    bound, has_pairs = bind_preference_loss(function, parameters), takes_pairs(function)
+    coef = NLL_COEF.get(function, 0.0) if nll_coef is None else nll_coef
+
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.log_probs is not None
+        rows, mask = tokens.rows, tokens.columns["response_mask"].bool()
+        # Sums of many tokens lose what the loss is about, their small differences, in float32.
+        log_prob = rows.sum(zero_outside(outputs.log_probs, mask).double())
+        length = rows.sum(mask).clamp(min=1).double()
+        given = tokens.row_columns | {"log_prob": log_prob, "length": length}
+        if "ref_response_log_prob" in given:
+            given["ref_log_prob"] = given["ref_response_log_prob"]
+        if has_pairs:
+            given = {column: x.unflatten(0, (-1, 2)) for column, x in given.items()}
+        loss, rewards = bound(given, None)
+        is_chosen, nll = tokens.row_columns["is_chosen"].bool(), -log_prob / length
+        of_chosen = masked_sum(nll, is_chosen)
+        total = (loss.sum() + coef * of_chosen) / max(denominators.sequences // (2 if has_pairs else 1), 1)
+        metrics: Metrics = {
+            "check/log_probs": all_finite("log-probs", zero_outside(outputs.log_probs, mask), rows, tokens.indices),
+            f"{name}/loss": pending_mean(loss.sum() + coef * of_chosen, torch.ones_like(loss).sum()),
+            f"{name}/nll": pending_mean(of_chosen, is_chosen.sum()),
+            f"{name}/accuracy": _accuracy(rewards.detach(), is_chosen, has_pairs),
+        }
+        measured = {"log_prob": log_prob, "log_prob_mean": -nll, "reward": rewards.flatten()}
+        for label, selected in (("chosen", is_chosen), ("rejected", ~is_chosen)):
+            metrics |= {
+                f"{name}/{label}_{what}": pending_mean(masked_sum(x, selected), selected.sum()) for what, x in measured.items()
+            }
+        return total.to(outputs.log_probs.dtype), metrics
+
+    return loss_fn
+
+
+def _accuracy(rewards: Tensor, is_chosen: Tensor, has_pairs: bool) -> Pending:
+    """The share of pairs whose chosen reward is the larger, or of rows whose reward has the sign of its label; ties count half."""
+    ahead = rewards[:, 0] - rewards[:, 1] if has_pairs else torch.where(is_chosen, rewards, -rewards)
+    right = (ahead.sign() + 1) / 2
+    return pending_mean(right.sum(), torch.ones_like(right).sum())

@@ -1,0 +1,130 @@
+"""`lockstep sft` as a user runs it, on the embedded task's model: it learns, resumes to the bit, and says what is wrong in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.trainer import main_sft
+
+WORDS = ["abc", "cab", "bade", "face", "jig", "hi", "ace", "bead", "dig", "fig", "chad", "gab"]
+
+
+def write_examples(folder: Path, words: list[str], name: str = "train.jsonl") -> Path:
+    rows = [{"messages": [{"role": "user", "content": w}, {"role": "assistant", "content": w[::-1] + "<eos>"}]} for w in words]
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def arguments(embedded_task: Any, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model.path": embedded_task.model,
+        "data.train_files": write_examples(tmp_path, WORDS * 4),
+        "data.max_length": 32,
+        "data.train_batch_size": 12,
+        "optim.lr": 3e-3,
+        "trainer.default_local_dir": tmp_path / "run",
+        "trainer.total_training_steps": 4,
+    }
+
+
+def sft(arguments: dict[str, Any], **changes: Any) -> int:
+    return main_sft.main([f"{key}={value}" for key, value in (arguments | changes).items()])
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(("time", "timing", "perf"))} for row in rows]
+
+
+def test_it_learns_and_its_folder_is_a_model(arguments: dict[str, Any], embedded_task: Any, tmp_path: Path, capsys: Any) -> None:
+    more = {"data.val_files": write_examples(tmp_path, ["bed", "jag", "ahi"], "val.jsonl"), "sampled.files": embedded_task.val_file}
+    more |= {"sampled.max_samples": 8, "sampled.max_prompt_length": 16, "sampled.max_response_length": 12, "trainer.test_freq": 4}
+    assert sft(arguments, **more, **{"trainer.total_training_steps": 30}) == 0
+    rows = metrics(tmp_path / "run")
+    steps, last = [row for row in rows if "train/nll" in row], rows[-1]
+    assert steps[-1]["train/nll"] < 0.5 * steps[0]["train/nll"]
+    assert steps[-1]["train/token_accuracy"] > steps[0]["train/token_accuracy"]
+    assert 0 < steps[0]["train/trained_share"] < 1
+    assert {"val/nll", "val/token_accuracy", "val/bits_per_byte", "val-core/lockstep/reverse/reward/mean@1"} <= set(last)
+    assert (tmp_path / "run" / "validation" / "4.jsonl").is_file()
+    folder = tmp_path / "run" / "global_step_30" / "actor"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer("<user>bed<assistant>deb<eos>")["input_ids"]])
+    nll = torch.nn.functional.cross_entropy(model(ids).logits[0, 4:-1], ids[0, 5:])
+    assert nll.item() < 2.0
+    out = capsys.readouterr().out
+    assert "nll" in out.split("step 1/30", 1)[1].splitlines()[0]
+    assert "val/nll" in out.rsplit("done: 30 steps", 1)[1]
+
+
+def test_bits_per_byte_is_the_loss_in_bits_over_the_text(arguments: dict[str, Any], tmp_path: Path) -> None:
+    assert sft(arguments, **{"trainer.total_training_steps": 1, "data.shuffle": "false"}) == 0
+    (step,) = metrics(tmp_path / "run")
+    tokens, num_bytes = sum(len(w) + 1 for w in WORDS), sum(map(len, WORDS))  # the end token is trained and is no text
+    assert step["train/bits_per_byte"] == pytest.approx(step["train/nll"] * tokens / num_bytes / 0.6931471805599453, rel=1e-9)
+    assert step["train/trained_share"] == pytest.approx(tokens / sum(2 * len(w) + 3 for w in WORDS))
+
+
+def test_a_run_that_is_cut_in_two_ends_with_the_same_bits(arguments: dict[str, Any], tmp_path: Path) -> None:
+    assert sft(arguments, **{"trainer.save_freq": 2}) == 0
+    halves = arguments | {"trainer.default_local_dir": tmp_path / "halves", "trainer.save_freq": 2}
+    # The schedule of the learning rate is that of the whole run, so the first half is stopped, not shortened.
+    assert sft(halves) == 0
+    (tmp_path / "halves" / "global_step_4").rename(tmp_path / "gone")
+    assert sft(halves) == 0
+    assert metrics(tmp_path / "halves") == metrics(tmp_path / "run")
+    one, other = (load_file(tmp_path / run / "global_step_4" / "actor" / "model.safetensors") for run in ("run", "halves"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_processes_train_as_one(arguments: dict[str, Any], tmp_path: Path, ray_cluster: Any) -> None:
+    assert sft(arguments) == 0
+    assert sft(arguments, **{"trainer.n_gpus_per_node": 2, "trainer.default_local_dir": tmp_path / "two"}) == 0
+    for one, two in zip(metrics(tmp_path / "run"), metrics(tmp_path / "two"), strict=True):
+        assert two["train/nll"] == pytest.approx(one["train/nll"], rel=1e-5)
+
+
+def test_adapters_are_trained_and_merged(arguments: dict[str, Any], embedded_task: Any, tmp_path: Path) -> None:
+    assert sft(arguments, **{"model.lora_rank": 4, "trainer.total_training_steps": 10}) == 0
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["train/nll"] < rows[0]["train/nll"]
+    folder = tmp_path / "run" / "global_step_10" / "actor"
+    before, after = (load_file(Path(f) / "model.safetensors") for f in (embedded_task.model, folder))
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved
+    assert all("proj" in name for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model.path": ""}, "model.path is empty"),
+        ({"data.train_files": ""}, "data.train_files is empty"),
+        ({"data.train_on": "user"}, "data.train_on=user"),
+        ({"data.max_length": 6}, "train.jsonl row"),
+        ({"data.max_length": 4096}, "data.max_length=4096"),
+        ({"data.train_batch_size": 99}, "data.train_batch_size=99"),
+        ({"engine.max_token_len_per_gpu": 16}, "engine.max_token_len_per_gpu=16"),
+        ({"engine.strategy": "ddp"}, "engine.strategy=ddp"),
+        ({"trainer.critic_warmup": 3}, "unknown key 'trainer.critic_warmup'"),
+        ({"actor_rollout_ref.model.path": "x"}, "lockstep sft --help"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_work_is_one_line_before_a_model_is_loaded(
+    arguments: dict[str, Any], change: dict[str, Any], said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.workers.engine.spec.load_on_meta", lambda *_: pytest.fail("a model was loaded"))
+    assert sft(arguments, **change) == 1
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
