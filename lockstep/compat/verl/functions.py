@@ -202,7 +202,9 @@ def need_reward_model(config: Any) -> bool:
 
 def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> RewardManager:
     """The manager that the configuration describes."""
-    return RewardManager(tokenizer=tokenizer, num_examine=num_examine, **(reward_arguments(as_config(config).reward) | reward_kwargs))
+    return RewardManager(
+        tokenizer=tokenizer, num_examine=num_examine, **(reward_arguments(as_config(config).reward) | reward_kwargs)
+    )
 
 
 def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:

@@ -187,11 +187,12 @@ def _optim(key: str, new_key: str, value: Any, why: str) -> Verdict:
     if name in ("warmup_style", "lr_decay_style", "lr_scheduler_type"):
         if value is None:
             return Verdict(key, "ignored", "null is what happens here")
-        if value in ("constant", "cosine"):
+        if value in ("constant", "cosine", "linear"):
             return _same(key, f"{section}lr_scheduler_type", value, "the shape of the learning rate")
-        return Verdict(key, "refused", f"the learning rate is constant or cosine, not {value}")
-    if name in ("lr", "weight_decay", "betas", "clip_grad", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"):
-        return Verdict(key, "ignored", "null is what happens here") if value is None else _same(key, new_key, value)
+        return Verdict(key, "refused", f"the learning rate is constant, cosine or linear, not {value}")
+    same = _same(key, new_key, value)
+    if same.kind == "accepted":
+        return Verdict(key, "ignored", "null is what happens here") if value is None else same
     if name in ("total_training_steps", "zero_indexed_step", "lr_decay_steps") or name.startswith(("muon_", "lr_wsd_", "use_")):
         return Verdict(key, "ignored", "the steps of the run are known" if "steps" in name else "of Megatron's or other optimizers")
     usual = {"optimizer": ("adamw", "adam"), "name": ("adamw",), "optimizer_impl": ("torch.optim",), "num_cycles": (0.5,), "eps": (1e-8,),
