@@ -86,7 +86,10 @@ ARROWS: dict[str, set[str]] = {
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
-    "compat": {"algorithms", "config", "protocol", "utils"},
+    "compat": {
+        "algorithms", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/ppo", "trainer/setup",
+        "utils",
+    },
     "trainer/ppo/core_algos": {"compat"},
     "utils/dataset": {"data"},
     "utils/reward_score": {"rewards"},

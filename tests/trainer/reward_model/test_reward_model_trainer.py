@@ -5,20 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers.run import roles, train
-from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from lockstep.data.pairs import PairDataset
-from lockstep.data.scored_text import ScoredText
 from lockstep.trainer import main_reward_model
-from lockstep.utils.tokenizer import hf_tokenizer
 
 
 def write_pairs(path: Path, count: int, seed: int, **more: Any) -> Path:
