@@ -9,13 +9,15 @@ LockstepError
  |- MissingReward    (NotImplementedError)  a data_source has no reward function
  |- RewardError      (RuntimeError)  a reward function raised, hung, or returned something that is not a score
  |- NumericalError   (ArithmeticError) a loss, gradient or log-prob is not finite
+ |- Stopped          (RuntimeError)  SIGTERM or SIGINT ended the run; its exit status is 128 + the signal's number
  |- WeightSyncError  (RuntimeError)  weights did not reach the engine that generates whole and unchanged
  '- WorkerError      (RuntimeError)  a worker raised; carries the worker's own traceback
      |- WorkerDied                   its process ended
      '- WorkerTimeout                it did not answer before the deadline
 ```
 
-The command line prints a `LockstepError` as one message and exits with 1; any other exception is a bug and keeps its traceback.
+The command line prints a `LockstepError` as one message and exits with 1 (130 or 143 for Stopped); any other exception is a bug and
+keeps its traceback.
 """
 
 import functools
@@ -60,6 +62,17 @@ class RewardError(LockstepError, RuntimeError):
 
 class NumericalError(LockstepError, ArithmeticError):
     """A loss, gradient or log-prob is not finite."""
+
+
+class Stopped(LockstepError, RuntimeError):
+    """A signal ended the run. `signum` is its number; the message says what was saved."""
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(signum, message)
+        self.signum, self.message = int(signum), message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class WeightSyncError(LockstepError, RuntimeError):

@@ -47,11 +47,12 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
+    "trainer/stop": set(),
     "trainer/ppo": {
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
         "rewards", "protocol", "config", "observability", "utils",
@@ -65,10 +66,14 @@ ARROWS: dict[str, set[str]] = {
         "utils",
     },
     "trainer/reward_model": {"trainer/stage_run", "single_controller", "data", "protocol", "config", "observability"},
+    "trainer/dpo": {
+        "trainer/stage_run", "trainer/launch", "trainer/role", "single_controller", "algorithms", "data", "protocol", "config",
+        "observability", "utils",
+    },
     "trainer/summary": {"trainer/run"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
-    "workers/engine": {"models", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/engine": {"checkpoint", "models", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/rollout": {"workers/weight_sync", "models", "protocol", "config", "observability", "utils"},
     "workers/weight_sync": {"config"},
     # tools
@@ -88,8 +93,9 @@ ARROWS: dict[str, set[str]] = {
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
-    "trainer/main_ppo", "trainer/main_sft", "trainer/main_reward_model", "trainer/program", "trainer/setup",
-    "tools/reward_check/command", "tools/compare", "cli", "__init__",
+    "trainer/main_ppo", "trainer/main_sft", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
+    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "__init__",
 )  # fmt: skip
 
 

@@ -20,6 +20,22 @@ PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "r
 """The inputs that belong to rows, or to the batch: they have no tokens to pad."""
 
 
+def token_column(what: str, x: Any, shape: tuple[int, ...], name: str = "") -> Tensor:
+    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else, as its `name`."""
+    if isinstance(x, Tensor) and x.shape == shape:
+        return x
+    raise ConfigError(
+        f"{what} must return one number per token, {shape}, before any mean; it returned {kind_of(x)}{name and f' as {name}'}"
+    )
+
+
+def kind_of(x: Any) -> str:
+    """What messages call something that a function returned."""
+    if isinstance(x, tuple | list):
+        return f"{type(x).__name__} of {len(x)}"
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
 def on_blocks(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which takes and returns padded blocks, as one that takes flat columns and `rows` and returns flat columns.
 
@@ -38,10 +54,7 @@ def on_blocks(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 return {name: unpadded(part) for name, part in x.items()}
             if isinstance(x, tuple | list):
                 return tuple(unpadded(part) for part in x)
-            if not isinstance(x, Tensor) or x.shape != shape:
-                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise ConfigError(f"{what} must return one number per token, {shape}, before any mean; it returned {got}")
-            return rows.unpad(x)
+            return rows.unpad(token_column(what, x, shape))
 
         return unpadded(function(**{name: rows.pad(x) if name in flat else x for name, x in inputs.items()}))
 
@@ -54,6 +67,8 @@ class Bound:
     Raises ConfigError when an argument of the function is not keyword-only.
     """
 
+    what: str
+    """What messages call it."""
     columns: dict[str, bool]
     """The columns that it reads, and whether it cannot do without each. One with the name of a parameter replaces it."""
     takes_rows: bool
@@ -69,7 +84,7 @@ class Bound:
         self.columns = {name: required and name not in given for name, required in names.items() if name != "rows"}
         self.takes_rows = takes_blocks or "rows" in names
         self.function = functools.partial(on_blocks(what, function) if takes_blocks else function, **given)
-        self._what, self._remedy, self._parameters = what, remedy, parameters
+        self.what, self._remedy, self._parameters = what, remedy, parameters
 
     def arguments(self, columns: Mapping[str, Any], rows: Rows | None) -> dict[str, Any]:
         """What `function` is to be called with. A column that is None counts as missing.
@@ -81,7 +96,7 @@ class Bound:
         if missing:
             present = sorted(name for name, value in {**self._parameters, **columns}.items() if value is not None)
             raise ConfigError(
-                f"{self._what} needs {', '.join(missing)}, which this run does not have (it has {', '.join(present)}): {self._remedy}"
+                f"{self.what} needs {', '.join(missing)}, which this run does not have (it has {', '.join(present)}): {self._remedy}"
             )
         return given | {"rows": rows} if self.takes_rows else given
 

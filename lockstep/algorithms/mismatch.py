@@ -108,7 +108,7 @@ def log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
 def raw_weights(x: Tensor, response_mask: Tensor, rows: Rows, level: str) -> Tensor:
     """exp(x) of each token, or of its whole row, with the exponent within -20 and 20: [M], 0 outside the mask."""
     exponent = x if level == "token" else rows.spread(rows.sum(zero_outside(x, response_mask)))
-    return zero_outside(exponent.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(), response_mask)
+    return zero_outside(_within(exponent).exp(), response_mask)
 
 
 def importance_weights(x: Tensor, response_mask: Tensor, rows: Rows, level: str, band: Bounds, normalise: bool = False) -> Tensor:
@@ -139,30 +139,35 @@ def kept_tokens(x: Tensor, response_mask: Tensor, rows: Rows, kind: str, bounds:
 
     Raises ConfigError when the kind is unknown or a group_* kind has no `group` [B].
     """
-    if kind not in RS_KINDS:
-        raise unknown_name("kind of rejection", kind, RS_KINDS)
-    place, divergence = kind.rsplit("_", 1)
-    clamped = x.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    value = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(clamped) - clamped}[divergence]
-    match place:
-        case "token":
-            statistic = value
-        case "seq_sum":
-            statistic = rows.spread(rows.sum(zero_outside(value, response_mask)))
-        case "seq_mean":
-            statistic = rows.spread(rows.mean(value, response_mask))
-        case "seq_max":  # k2 and k3 are at least 0
-            largest = value.new_zeros(len(rows)).scatter_reduce(0, rows.index, zero_outside(value, response_mask), "amax")
-            statistic = rows.spread(largest)
-        case _:
-            counted = rows.sum(response_mask.bool()) > 0
-            statistic = rows.spread(_group_mean(rows.mean(value, response_mask), counted, group))
-    if divergence == "k1":
+    statistic = rejection_statistic(x, response_mask, rows, kind, group)
+    if kind.endswith("k1"):
         lowest = math.log(bounds.low) if bounds.low else -math.inf
         passes = (statistic >= lowest) & (statistic <= math.log(bounds.high))
     else:
         passes = statistic <= bounds.high
     return response_mask.bool() & passes
+
+
+def rejection_statistic(x: Tensor, response_mask: Tensor, rows: Rows, kind: str, group: Tensor | None = None) -> Tensor:
+    """What one kind of rejection looks at, for each token [M]; see `kept_tokens`."""
+    if kind not in RS_KINDS:
+        raise unknown_name("kind of rejection", kind, RS_KINDS)
+    place, divergence = kind.rsplit("_", 1)
+    clamped = _within(x)
+    value = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(clamped) - clamped}[divergence]
+    match place:
+        case "token":
+            return value
+        case "seq_sum":
+            return rows.spread(rows.sum(zero_outside(value, response_mask)))
+        case "seq_mean":
+            return rows.spread(rows.mean(value, response_mask))
+        case "seq_max":  # k2 and k3 are at least 0
+            largest = value.new_zeros(len(rows)).scatter_reduce(0, rows.index, zero_outside(value, response_mask), "amax")
+            return rows.spread(largest)
+        case _:
+            counted = rows.sum(response_mask.bool()) > 0
+            return rows.spread(_group_mean(rows.mean(value, response_mask), counted, group))
 
 
 def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, rows: Rows) -> dict[str, float]:
@@ -176,7 +181,8 @@ def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
     chi2_token, chi2_seq            mean squared ratio of tokens, of rows, less 1
     ```
 
-    Empty when no token is selected. Numbers that overflow are inf: they say what happened.
+    Empty when no token is selected. Numbers that overflow are inf: they say what happened; the ratios in chi2_* stay within exp(-20) and
+    exp(20).
     """
     mask = response_mask.bool()
     counted = rows.sum(mask) > 0
@@ -198,31 +204,100 @@ def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": difference.exp().mean(),
-        "chi2_token": masked_mean((2 * x).exp(), mask) - 1,
-        "chi2_seq": (2 * rows.sum(x)[counted]).exp().mean() - 1,
+        "chi2_token": masked_mean((2 * _within(x)).exp(), mask) - 1,
+        "chi2_seq": (2 * _within(rows.sum(x)[counted])).exp().mean() - 1,
     }
     return {name: value.item() for name, value in found.items()}
 
 
-def weight_metrics(raw: Tensor, response_mask: Tensor, rows: Rows, level: str, band: Bounds) -> dict[str, float]:
-    """Of the weights before they are cut: rollout_is_{mean, std, min, max, eff_sample_size, ratio_fraction_high, ..._low}.
+def weight_metrics(
+    raw: Tensor, response_mask: Tensor, rows: Rows, level: str, band: Bounds, normalise: bool = False
+) -> dict[str, float]:
+    """Of the weights before (`raw`) and after they are cut, without normalisation.
 
-    Over tokens, or over rows for level "sequence". The effective sample size is a share: mean(w)^2 / mean(w^2) of the cut
-    weights, 1 when all are equal.
+    ```text
+    rollout_is_mean, _std, _eff_sample_size            over tokens, of the cut weights; the last is mean(w)^2 / mean(w^2), at most 1
+    rollout_is_min, _max                               of the cut weights of tokens; with level "sequence" of the raw weights of rows
+    rollout_is_ratio_fraction_high, _low               share of raw weights beyond the band, or beyond 1 / high: of tokens, or of rows
+    rollout_is_oob_ratio                               IcePop: share of tokens whose weight became 0
+    rollout_is_batch_norm_factor                       `normalise`: what the weights are divided by
+    rollout_is_seq_mean, _std, _max, _min              of each row's mean cut weight; _max_deviation is the largest distance to 1
+    rollout_is_seq_fraction_high, _low                 share of rows whose mean raw weight is beyond the band
+    ```
+
+    Empty when no token is selected; rows without such a token take no part.
     """
-    values, cut = (_one_each(w, response_mask, rows, level) for w in (raw, _cut(raw, band)))
-    if not len(values):
+    mask = response_mask.bool()
+    counted = rows.sum(mask) > 0
+    if not counted.any():
         return {}
+    cut = _cut(raw, band).double()
+    low, tokens = band.low or 1 / band.high, cut[mask]
+    row_cut, row_raw = (rows.mean(weights.double(), mask)[counted] for weights in (cut, raw))
+    unit = raw.double()[mask] if level == "token" else row_raw
+    spread = tokens if level == "token" else row_raw
     found = {
-        "mean": values.mean(),
-        "std": values.std(correction=0),
-        "min": values.min(),
-        "max": values.max(),
-        "eff_sample_size": (cut.mean().square() / cut.square().mean()).nan_to_num(),  # 0 where every weight is
-        "ratio_fraction_high": (values > band.high).double().mean(),
-        "ratio_fraction_low": (values < (band.low or 1 / band.high)).double().mean(),
-    }
-    return {f"rollout_is_{name}": value.item() for name, value in found.items()}
+        "mean": tokens.mean(),
+        "std": tokens.std(correction=0),
+        "min": spread.min(),
+        "max": spread.max(),
+        "eff_sample_size": (tokens.mean().square() / tokens.square().mean()).nan_to_num(),  # 0 where every weight is
+        "ratio_fraction_high": (unit > band.high).double().mean(),
+        "ratio_fraction_low": (unit < low).double().mean(),
+        "seq_max_deviation": (row_cut - 1).abs().max(),
+        "seq_fraction_high": (row_raw > band.high).double().mean(),
+        "seq_fraction_low": (row_raw < low).double().mean(),
+    } | {f"seq_{name}": value for name, value in _row_spread(row_cut).items()}
+    if normalise:
+        mean = (tokens if level == "token" else row_cut).mean()
+        found["batch_norm_factor"] = torch.where(mean > 0, mean, 1)
+    if band.low:
+        found["oob_ratio"] = ((raw < band.low) | (raw > band.high))[mask].double().mean()
+    return {f"rollout_is_{name}": float(value) for name, value in found.items()}
+
+
+def rejection_metrics(statistic: Tensor, response_mask: Tensor, rows: Rows, kind: str, bounds: Bounds) -> dict[str, float]:
+    """Of what one kind of rejection looks at (`rejection_statistic`), rollout_rs_{kind}_*:
+
+    ```text
+    mean, std                    over tokens; std of the statistic cut to the bounds
+    max, min, fraction_high, _low, of tokens, or of rows for all but token_*; share beyond the upper, and for k1 the lower, bound
+    seq_mean, _std, _max, _min   of each row's mean; _max_deviation is the largest distance to 0
+    seq_fraction_high, _low      share of rows beyond the bounds
+    ```
+
+    Under k1 the numbers are those of the inverse ratio, -x and log bounds: verl's sign. Empty when no token is selected.
+    """
+    mask, is_k1 = response_mask.bool(), kind.endswith("k1")
+    counted = rows.sum(mask) > 0
+    if not counted.any():
+        return {}
+    statistic = -statistic.double() if is_k1 else statistic.double()
+    high, low = (math.log(bounds.high), math.log(bounds.low)) if is_k1 else (bounds.high, 0.0)
+    tokens, by_row = statistic[mask], rows.mean(statistic, mask)[counted]
+    unit = tokens if kind.startswith("token") else by_row
+    found = {
+        "mean": tokens.mean(),
+        "std": tokens.clamp(low, high).std(correction=0),
+        "max": unit.max(),
+        "min": unit.min(),
+        "fraction_high": (unit > high).double().mean(),
+        "fraction_low": (unit < low).double().mean() if is_k1 else 0.0,
+        "seq_max_deviation": by_row.abs().max(),
+        "seq_fraction_high": (by_row > high).double().mean(),
+    } | {f"seq_{name}": value for name, value in _row_spread(by_row).items()}
+    if is_k1:
+        found["seq_fraction_low"] = (by_row < low).double().mean()
+    return {f"rollout_rs_{kind}_{name}": float(value) for name, value in found.items()}
+
+
+def _row_spread(values: Tensor) -> dict[str, Tensor]:
+    std = values.std() if len(values) > 1 else torch.zeros(())
+    return {"mean": values.mean(), "std": std, "max": values.max(), "min": values.min()}
+
+
+def _within(x: Tensor) -> Tensor:
+    return x.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 def _cut(weights: Tensor, band: Bounds) -> Tensor:

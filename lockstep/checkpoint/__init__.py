@@ -1,1 +1,1 @@
-"""Checkpoints on disk: named, published whole or not at all, pruned, found again."""
+"""Checkpoints on disk: named, whole or not there at all, checked, kept or deleted, found again; and one run per folder."""

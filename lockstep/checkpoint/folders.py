@@ -4,7 +4,9 @@
 global_step_20/
   actor/   critic/          Hugging Face folders with the optimizer's state beside the weights
   trainer_state.json        what the driver needs to go on
+  manifest.json             size and checksum of every file
 latest_checkpointed_iteration.txt
+run.lock                    who writes here
 ```
 """
 
@@ -13,11 +15,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.manifest import Entry, check_manifest, write_manifest
 from lockstep.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -25,24 +27,32 @@ STATE = "trainer_state.json"
 _PREFIX = "global_step_"
 
 
-@contextmanager
-def publishing(run_dir: Path, step: int) -> Iterator[Path]:
-    """A folder to write a checkpoint into. It gets its name, and the tracker names it, only when the block ends without an error."""
-    final = run_dir / f"{_PREFIX}{step}"
+def make_draft(run_dir: Path, step: int) -> Path:
+    """A new folder to write a checkpoint into; `publish` gives it its name."""
     draft = run_dir / f"{_PREFIX}{step}.incomplete"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    yield draft
+    return draft
+
+
+def publish(draft: Path, known: Mapping[str, Entry]) -> Path:
+    """Write the manifest of a draft, give it its name and let the tracker name it; returns the checkpoint.
+
+    `known` are the manifest's entries that need not be computed.
+    """
+    write_manifest(draft, known)
     for path in (*draft.rglob("*"), draft):
-        _sync(path)
+        sync(path)
+    run_dir, final = draft.parent, draft.with_suffix("")
     if final.exists():
         _remove(final)
     draft.rename(final)
     tracker = run_dir / f"{TRACKER}.incomplete"
-    tracker.write_text(str(step))
-    _sync(tracker)
+    tracker.write_text(final.name.removeprefix(_PREFIX))
+    sync(tracker)
     tracker.rename(run_dir / TRACKER)
-    _sync(run_dir)
+    sync(run_dir)
+    return final
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -53,39 +63,73 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """Read the driver's part. Raises DataError when `folder` is not a complete checkpoint."""
     try:
-        return json.loads((folder / STATE).read_text())
-    except (OSError, ValueError) as error:
+        state = json.loads((folder / STATE).read_text())
+        if not isinstance(state["global_steps"], int):
+            raise TypeError(f"global_steps is {state['global_steps']!r}")
+        return state
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"{folder} is not a checkpoint: {STATE} cannot be read ({error}); expected a global_step_N folder"
         ) from error
 
 
+def found(run_dir: Path) -> list[Path]:
+    """The checkpoints, the newest last. Whether their files are as they were written is for `newest_whole` to say."""
+    folders = [p for p in run_dir.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit() and p.is_dir()]
+    return sorted(folders, key=lambda p: int(p.name.removeprefix(_PREFIX)))
+
+
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint with the highest step, or None."""
-    found = _complete(run_dir)
-    return found[-1] if found else None
+    folders = found(run_dir)
+    return folders[-1] if folders else None
 
 
-def prune(run_dir: Path, keep: int | None) -> None:
-    """Delete the oldest checkpoints beyond `keep`; None keeps all."""
-    for folder in _complete(run_dir)[: -keep if keep else 0]:
-        _remove(folder)
+def newest_whole(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files are as they were written, or None.
+
+    A newer one that is not is said and put aside as `global_step_N.damaged`. Raises DataError where there are checkpoints, and no whole
+    one.
+    """
+    damaged: dict[Path, DataError] = {}
+    for folder in reversed(found(run_dir)):
+        try:
+            check_manifest(folder)
+        except DataError as error:
+            damaged[folder] = error
+            continue
+        for other, why in damaged.items():
+            say(f"warning: {why}. This checkpoint is not used, and is now {_rename_aside(other, 'damaged').name}")
+        return folder
+    if damaged:
+        raise DataError(
+            f"{run_dir} has no checkpoint that is whole: {'; '.join(map(str, damaged.values()))}. Restore one of them, or start again in "
+            "another folder (trainer.experiment_name or trainer.default_local_dir)"
+        )
+    return None
+
+
+def prune(run_dir: Path, keep: int | None, best: Path | None = None) -> None:
+    """Delete the oldest checkpoints beyond `keep`, but not `best`; None keeps all."""
+    for folder in found(run_dir)[: -keep if keep else 0]:
+        if folder != best:
+            _remove(folder)
 
 
 def _remove(folder: Path) -> None:
     """Take the name away first: a crash in the middle must not leave half a checkpoint under it."""
-    aside = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(_rename_aside(folder, "removed"))
+
+
+def _rename_aside(folder: Path, why: str) -> Path:
+    aside = folder.with_name(f"{folder.name}.{why}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
-    shutil.rmtree(aside)
+    return aside
 
 
-def _complete(run_dir: Path) -> list[Path]:
-    folders = [p for p in run_dir.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit() and (p / STATE).is_file()]
-    return sorted(folders, key=lambda p: int(p.name.removeprefix(_PREFIX)))
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

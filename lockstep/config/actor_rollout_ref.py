@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from lockstep.config.check import absolute_reference, at_least, auto_or_bool, in_range, one_of
+from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
-from lockstep.config.sampling import check_sampling
+from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.sampling import check_sampling, check_stop
 from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
 
@@ -25,6 +25,7 @@ POLICY_ROLES = {
     "rollout": Parts(rollout=True),
     "actor_rollout": Parts(actor=True, rollout=True),
     "ref": Parts(reference=True),
+    "actor_ref": Parts(actor=True, reference=True),
     "actor_rollout_ref": Parts(actor=True, rollout=True, reference=True),
 }
 """Role of an ActorRolloutRefWorker -> its parts."""
@@ -38,6 +39,8 @@ class PolicyKeys:
     engine: str = "actor_rollout_ref.actor"
     tokens: str = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     model: str = "actor_rollout_ref.model"
+    reference_tokens: str = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
+    reference_offload: str = "actor_rollout_ref.ref.param_offload"
 
 
 PPO_KEYS = PolicyKeys()
@@ -68,6 +71,12 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         self.loss_mode = absolute_reference(self.loss_mode)
+        prefix = "actor_rollout_ref.actor.policy_loss"
+        above(self, prefix, 0.0, "clip_cov_ratio", "kl_cov_ratio", "dro_beta")
+        in_range(self, prefix, 0.0, 1.0, "clip_cov_ratio", "kl_cov_ratio")
+        at_least(self, prefix, 0.0, "ppo_kl_coef")
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ConfigError(f"{prefix}.clip_cov_lb={self.clip_cov_lb} must be below {prefix}.clip_cov_ub={self.clip_cov_ub}")
 
 
 @dataclass
@@ -111,9 +120,12 @@ class ActorConfig(EngineChoice):
 
     def __post_init__(self) -> None:
         prefix = "actor_rollout_ref.actor"
-        one_of(f"{prefix}.strategy", self.strategy, STRATEGIES)
+        self.check(prefix)
+        self.optim.check(f"{prefix}.optim")
         at_least(self, prefix, 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs")
         at_least(self, prefix, 1.0, "clip_ratio_c")
+        at_least(self, prefix, 0.0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
+        above(self, prefix, 0.0, "tau_pos", "tau_neg", "loss_scale_factor")
 
     @property
     def clip_low(self) -> float:
@@ -235,6 +247,7 @@ class RolloutConfig:
         prefix = "actor_rollout_ref.rollout"
         one_of(f"{prefix}.name", self.name, ROLLOUTS)
         check_sampling(prefix, self, "n", "max_num_seqs", "max_num_batched_tokens")
+        check_stop(prefix, self.stop)
         in_range(self, prefix, 0.01, 1.0, "gpu_memory_utilization")
         at_least(self, prefix, 0.0, "exactness_bound")
         at_least(self, prefix, 0.001, "weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s")
@@ -276,6 +289,7 @@ class ActorRolloutRefConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
+        self.model.check("actor_rollout_ref.model")
         check_lora(self.model, self.actor, "actor_rollout_ref.actor", "actor_rollout_ref.model")
         if self.ref.param_offload is True and self.actor.strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import absolute_reference, at_least, in_range, one_of
+from lockstep.config.check import above, absolute_reference, at_least, in_range, one_of
 from lockstep.errors import ConfigError
 
 
@@ -21,6 +21,8 @@ class KLControlConfig:
     def __post_init__(self) -> None:
         one_of("algorithm.kl_ctrl.type", self.type, ("fixed", "adaptive"))
         at_least(self, "algorithm.kl_ctrl", 1, "horizon")
+        at_least(self, "algorithm.kl_ctrl", 0.0, "kl_coef")
+        above(self, "algorithm.kl_ctrl", 0.0, "target_kl")
 
 
 @dataclass
@@ -30,7 +32,7 @@ class FilterGroupsConfig:
     metric: str = "score"
     """What must differ: score (what the judges gave), seq_reward (with the overlong penalty), or a key that a reward function returned."""
     max_num_gen_batches: int = 10
-    """Batches of prompts generated at most for one step; 0: no limit. The step goes on with what there is then."""
+    """Batches of prompts generated at most for one step; 0: those of one epoch. The step goes on with what there is then."""
 
     def __post_init__(self) -> None:
         at_least(self, "algorithm.filter_groups", 0, "max_num_gen_batches")
@@ -74,7 +76,8 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo: divide by the group's standard deviation; false is Dr.GRPO."""
     gdpo_reward_keys: list[str] | None = None
-    """gdpo: the parts of the reward to balance, by name: judges of reward.weights, or keys that a reward function returned."""
+    """gdpo: the parts of the reward to balance, by name: judges of reward.weights, keys that a reward function returned, and
+    overlong_penalty where reward.overlong_buffer is on."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: their weights; null weighs all alike."""
     use_kl_in_reward: bool = False

@@ -28,6 +28,14 @@ def at_least(section: object, prefix: str, least: float, *names: str) -> None:
             raise ConfigError(f"{prefix}.{name}={value} is too small; it must be at least {least}")
 
 
+def above(section: object, prefix: str, bound: float, *names: str) -> None:
+    """These values of the section, whose keys begin with `prefix`, must be more than `bound`; None passes (the key is unset)."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not value > bound:
+            raise ConfigError(f"{prefix}.{name}={value} is too small; it must be above {bound}")
+
+
 def in_range(section: object, prefix: str, low: float, high: float, *names: str) -> None:
     """These values of the section, whose keys begin with `prefix`, must lie in [low, high]."""
     for name in names:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from lockstep.config.check import at_least, one_of
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.check import at_least
+from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_lora
 
 
 @dataclass
@@ -32,7 +32,10 @@ class CriticConfig(EngineChoice):
     """Nodes in that pool."""
 
     def __post_init__(self) -> None:
-        one_of("critic.strategy", self.strategy, STRATEGIES)
+        self.check("critic")
+        self.model.check("critic.model")
+        self.optim.check("critic.optim")
+        at_least(self, "critic", 0.0, "cliprange_value")
         at_least(
             self, "critic", 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"
         )

@@ -31,13 +31,15 @@ class ModelConfig:
     lora_rank: int = 0
     """Train adapters of this rank beside the model's linear layers instead of the model (LoRA; fsdp and fsdp2). 0: train the model."""
     lora_alpha: int = 16
-    """LoRA: adapters are scaled by lora_alpha / lora_rank."""
+    """LoRA: adapters are scaled by lora_alpha / lora_rank; at least 1, since 0 would learn nothing."""
     target_modules: Any = "all-linear"
     """LoRA: which layers get an adapter: all-linear (all but the output layer), or a list of names such as [q_proj,v_proj]."""
 
-    def __post_init__(self) -> None:
-        one_of("model.recompute", self.recompute, ("auto", "selective", "full"))
-        at_least(self, "model", 0, "lora_rank")
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError, naming the key after `prefix`, for a value that cannot work. So do the other sections that exist twice."""
+        one_of(f"{prefix}.recompute", self.recompute, ("auto", "selective", "full"))
+        at_least(self, prefix, 0, "lora_rank")
+        at_least(self, prefix, 1, "lora_alpha")
 
 
 @dataclass
@@ -61,10 +63,11 @@ class FSDPConfig:
     use_torch_compile: bool = False
     """Compile each layer (seconds at the first update and pass). Not for llama, mistral, qwen2 and qwen3, whose own kernels are faster."""
 
-    def __post_init__(self) -> None:
-        one_of("fsdp_config.dtype", self.dtype, DTYPES)
-        auto_or_bool(self, "fsdp_config", "param_offload", "optimizer_offload")
-        _check_sizes(self, "fsdp_config", "tensor_parallel_size", "ulysses_sequence_parallel_size")
+    def check(self, prefix: str) -> None:
+        """See `ModelConfig.check`."""
+        one_of(f"{prefix}.dtype", self.dtype, DTYPES)
+        auto_or_bool(self, prefix, "param_offload", "optimizer_offload")
+        _check_sizes(self, prefix, "tensor_parallel_size", "ulysses_sequence_parallel_size")
 
 
 @dataclass
@@ -80,9 +83,10 @@ class MegatronConfig:
     use_distributed_optimizer: bool = True
     """Divide AdamW's moments and the master weights among the data-parallel ranks."""
 
-    def __post_init__(self) -> None:
-        one_of("megatron.dtype", self.dtype, DTYPES)
-        at_least(self, "megatron", 1, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    def check(self, prefix: str) -> None:
+        """See `ModelConfig.check`."""
+        one_of(f"{prefix}.dtype", self.dtype, DTYPES)
+        at_least(self, prefix, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass
@@ -96,9 +100,10 @@ class TorchtitanConfig:
     use_torch_compile: bool = False
     """Compile each layer."""
 
-    def __post_init__(self) -> None:
-        one_of("torchtitan.dtype", self.dtype, DTYPES)
-        at_least(self, "torchtitan", 1, "tensor_parallel_size", "pipeline_parallel_size")
+    def check(self, prefix: str) -> None:
+        """See `ModelConfig.check`."""
+        one_of(f"{prefix}.dtype", self.dtype, DTYPES)
+        at_least(self, prefix, 1, "tensor_parallel_size", "pipeline_parallel_size")
 
 
 @dataclass
@@ -110,9 +115,10 @@ class VeOmniConfig:
     ulysses_parallel_size: int = 1
     """Ranks that divide the tokens of one micro-batch; attention exchanges heads for tokens (Ulysses)."""
 
-    def __post_init__(self) -> None:
-        one_of("veomni.dtype", self.dtype, DTYPES)
-        _check_sizes(self, "veomni", "ulysses_parallel_size")
+    def check(self, prefix: str) -> None:
+        """See `ModelConfig.check`."""
+        one_of(f"{prefix}.dtype", self.dtype, DTYPES)
+        _check_sizes(self, prefix, "ulysses_parallel_size")
 
 
 def _check_sizes(section: FSDPConfig | VeOmniConfig, prefix: str, *names: str) -> None:
@@ -133,6 +139,12 @@ class EngineChoice:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     torchtitan: TorchtitanConfig = field(default_factory=TorchtitanConfig)
     veomni: VeOmniConfig = field(default_factory=VeOmniConfig)
+
+    def check(self, prefix: str) -> None:
+        """See `ModelConfig.check`."""
+        one_of(f"{prefix}.strategy", self.strategy, STRATEGIES)
+        for name in ("fsdp_config", "megatron", "torchtitan", "veomni"):
+            getattr(self, name).check(f"{prefix}.{name}")
 
     @property
     def engine(self) -> EngineConfig:
@@ -175,7 +187,7 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's two betas."""
     clip_grad: float = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    """Largest gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     lr_scheduler_type: str = "constant"
     """After the warm-up: constant, cosine or linear (fall to lr * min_lr_ratio at the last step), or wsd (constant, then linear in the last
     lr_decay_steps_ratio of all steps)."""
@@ -188,9 +200,11 @@ class OptimConfig:
     lr_decay_steps_ratio: float = 0.2
     """wsd: the share of all optimizer steps in which the learning rate falls."""
 
-    def __post_init__(self) -> None:
-        one_of("optim.lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        in_range(self, "optim", 0.0, 1.0, "lr_warmup_steps_ratio", "min_lr_ratio", "lr_decay_steps_ratio")
-        at_least(self, "optim", 0.0, "lr", "clip_grad")
+    def check(self, prefix: str) -> None:
+        """See `ModelConfig.check`."""
+        one_of(f"{prefix}.lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
+        in_range(self, prefix, 0.0, 1.0, "lr_warmup_steps_ratio", "min_lr_ratio", "lr_decay_steps_ratio")
+        at_least(self, prefix, 0.0, "lr", "clip_grad", "weight_decay")
+        at_least(self, prefix, -1, "lr_warmup_steps")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optim.betas={self.betas} must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]")
+            raise ConfigError(f"{prefix}.betas={self.betas} must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]")

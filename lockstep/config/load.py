@@ -151,7 +151,8 @@ def _unknown_key(key: str, root: Any) -> str:
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     nearest = (near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, 1, 0))[0]
-    return f"unknown key '{key}'; the nearest valid key is '{nearest}' (all keys: {root.command} --help)"
+    more = "; verl's: lockstep verl-keys" if root is PPOConfig else ""
+    return f"unknown key '{key}'; the nearest valid key is '{nearest}' (all keys: {root.command} --help{more})"
 
 
 def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:

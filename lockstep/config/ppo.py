@@ -18,6 +18,7 @@ class PPOConfig:
     """Everything a run needs to know. Read-only once training has started."""
 
     command: ClassVar[str] = "lockstep ppo"
+    flags: ClassVar[str] = " [--from-verl]"
     about: ClassVar[str] = (
         "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it."
     )
@@ -34,6 +35,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         self._check_model_and_data()
         self._check_batches()
+        self._check_rewards()
         self._check_kl()
         self._check_placement()
 
@@ -134,6 +136,14 @@ class PPOConfig:
                     f"{key}={budget} tokens cannot hold one row of data.max_prompt_length + data.max_response_length = {longest} "
                     f"tokens{among}; raise {key} to at least {-(-longest // ranks)}"
                 )
+
+    def _check_rewards(self) -> None:
+        overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
+        if overlong.enable and overlong.len > longest:
+            raise ConfigError(
+                f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length={longest}, so every response would lose "
+                "reward; lower it, or set reward.overlong_buffer.enable=false"
+            )
 
     def _check_kl(self) -> None:
         actor = self.actor_rollout_ref.actor

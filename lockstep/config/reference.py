@@ -11,12 +11,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import valid_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward_train import RewardTrainConfig
 from lockstep.config.sft import SFTConfig
 
-ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "reward-model": RewardTrainConfig}
+ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward-model": RewardTrainConfig}
 """Command -> its configuration."""
 
 
@@ -32,7 +33,7 @@ def keys(root: Any = PPOConfig) -> Iterator[tuple[str, Any, str]]:
 
 def command_line_help(root: Any = PPOConfig) -> str:
     """What the command's `--help` prints."""
-    lines = [f"usage: {root.command} [--config FILE.yaml] [key=value ...]", "", root.about, ""]
+    lines = [f"usage: {root.command} [--config FILE.yaml]{root.flags} [key=value ...]", "", root.about, ""]
     for key, default, meaning in keys(root):
         lines.append(f"{key}={default}")
         lines.append(textwrap.fill(meaning, 110, initial_indent="    ", subsequent_indent="    "))

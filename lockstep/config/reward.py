@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import at_least, in_range, one_of
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig
+from lockstep.config.check import at_least, in_range
+from lockstep.config.engine import EngineChoice, ModelConfig
 
 
 @dataclass
@@ -99,5 +99,6 @@ class RewardModelConfig(EngineChoice):
     """Nodes in that pool."""
 
     def __post_init__(self) -> None:
-        one_of("reward_model.strategy", self.strategy, STRATEGIES)
+        self.check("reward_model")
+        self.model.check("reward_model.model")
         at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "max_token_len_per_gpu", "n_gpus_per_node", "nnodes")

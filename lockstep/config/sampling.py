@@ -1,5 +1,6 @@
 """How tokens are drawn: what the trainer asks of the generation engines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +33,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_sampling("sampling", self, "max_tokens")
-        if "" in self.stop:
-            raise ConfigError(f"sampling.stop={list(self.stop)} has an empty string, which every response ends with; leave it out")
+        check_stop("sampling", self.stop)
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens cannot be drawn."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def check_stop(prefix: str, stop: Sequence[str]) -> None:
+    """Raise ConfigError, with `prefix` before the name, when one of the strings is empty."""
+    if "" in stop:
+        raise ConfigError(f"{prefix}.stop={list(stop)} has an empty string, which every response ends with; leave it out")
 
 
 def check_sampling(prefix: str, section: Any, *counts: str) -> None:

@@ -1,7 +1,7 @@
 """What the recipes around RL (sft, ...) have in common: the model that learns, its engine, its optimizer, the run."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.check import at_least, one_of
@@ -21,6 +21,7 @@ class LearnerConfig(EngineChoice):
 
     def __post_init__(self) -> None:
         one_of("engine.strategy", self.strategy, STRATEGIES)
+        self.check("engine")
         at_least(self, "engine", 1, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 
 
@@ -53,7 +54,14 @@ class FilesConfig:
         at_least(self, "data", 1, "train_batch_size")
 
 
-STAGE_KEYS = PolicyKeys("train", "engine", "engine.max_token_len_per_gpu", "model")
+STAGE_KEYS = PolicyKeys(
+    name="train",
+    engine="engine",
+    tokens="engine.max_token_len_per_gpu",
+    model="model",
+    reference_tokens="engine.max_token_len_per_gpu",
+    reference_offload="engine.fsdp_config.param_offload",
+)
 """What the workers' messages call these sections."""
 
 
@@ -66,6 +74,8 @@ def stage_optim(lr: float) -> OptimConfig:
 class StageConfig:
     """The sections that these recipes share."""
 
+    flags: ClassVar[str] = ""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: LearnerConfig = field(default_factory=LearnerConfig)
     optim: OptimConfig = field(default_factory=lambda: stage_optim(1e-5))
@@ -75,6 +85,8 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not self.model.path:
             raise ConfigError("model.path is empty; name a Hugging Face model folder")
+        self.model.check("model")
+        self.optim.check("optim")
         check_lora(self.model, self.engine, "engine", "model")
         if self.trainer.worker_group == "local" and self.needs_ray:
             raise ConfigError(

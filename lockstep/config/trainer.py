@@ -35,11 +35,23 @@ class RunConfig:
     save_freq: int = -1
     """Save a checkpoint every so many steps, and after the last; -1 after the last only, 0 never."""
     max_ckpt_to_keep: int | None = None
-    """Delete the oldest checkpoints beyond this many; null keeps all."""
+    """Delete the oldest checkpoints beyond this many; null keeps all. The best one (best_metric) stays."""
+    best_metric: str | None = None
+    """Keep the checkpoint that is best by this metric, such as val-core/TAG/reward/mean, beside the newest max_ckpt_to_keep."""
+    best_is_lowest: bool = False
+    """The best is the lowest value of best_metric instead of the highest."""
+    save_in_background: bool = True
+    """Copy what is saved to host memory and write it while the run goes on; false writes it before the run goes on."""
+    on_save_failure: str = "stop"
+    """What a save that fails (a full disk) does to the run: stop, or continue without that checkpoint."""
+    stop_deadline_s: float = 300.0
+    """Longest time from SIGTERM or SIGINT to the checkpoint of the step that is being done; then the run ends without it."""
     resume_mode: str = "auto"
-    """auto (continue from the newest checkpoint in the run's folder), disable, or resume_path."""
+    """auto (continue from the newest whole checkpoint in the run's folder), disable (begin in a folder without any), or resume_path."""
     resume_from_path: str | None = None
     """The global_step_N folder to continue from, with resume_mode=resume_path."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys in which a resumed run may differ from its checkpoint, such as [actor_rollout_ref.actor.optim.lr]."""
     project_name: str = "lockstep"
     """Groups runs in the trackers, and names a folder."""
     experiment_name: str = "ppo"
@@ -57,6 +69,7 @@ class RunConfig:
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
         one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
         one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
+        one_of("trainer.on_save_failure", self.on_save_failure, ("stop", "continue"))
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path: the global_step_N folder")
         if self.resume_mode != "resume_path" and self.resume_from_path:
@@ -65,6 +78,7 @@ class RunConfig:
                 "set trainer.resume_mode=resume_path"
             )
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
+        at_least(self, "trainer", 0.1, "stop_deadline_s")
         at_least(self, "trainer", -1, "test_freq", "save_freq")
 
     @property

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.compat.verl.command import check_arguments, from_verl
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.trainer.program import run_program, worker_group
@@ -17,8 +19,15 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line says; returns the exit status."""
-    return run_program(arguments, PPOConfig, load_config, run)
+    """Train as the command line says; returns the exit status. `--from-verl` takes file and arguments as verl's."""
+    return run_program(arguments, PPOConfig, _load, run)
+
+
+def _load(overrides: list[str], config_file: Path | None) -> PPOConfig:
+    if "--from-verl" in overrides:
+        overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
+    check_arguments(overrides)
+    return load_config(overrides, config_file)
 
 
 def run(config: PPOConfig) -> None:

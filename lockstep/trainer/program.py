@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.trainer import RayConfig, RunConfig
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, Stopped
 
 
 def run_program(
@@ -28,6 +28,9 @@ def run_program(
     try:
         config_file, overrides = _split_arguments(arguments)
         run(load(overrides, config_file))
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.signum
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -43,11 +46,14 @@ def worker_group(section: RunConfig, ray: RayConfig, needs_ray: bool) -> Iterato
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.single_controller.ray.cluster import connect, disconnect
+    from lockstep.trainer.stop import end_on_sigterm
 
     if section.worker_group != "ray" and not (section.worker_group == "auto" and needs_ray):
+        end_on_sigterm()
         yield LocalWorkerGroup
         return
     started = connect(**ray.ray_init)
+    end_on_sigterm()  # Ray has a handler of its own
     try:
         yield RayWorkerGroup
     finally:

@@ -1,8 +1,11 @@
 """Run: everything around the steps of a training, once for every recipe.
 
 ```text
-resume -> (validate) -> step -> validate and save when due -> log -> step ... -> FitResult
+open the folder -> resume -> (validate) -> step -> validate and begin to save when due -> log -> publish -> step ... -> FitResult
 ```
+
+Metrics of a step are on disk before its checkpoint has its name, and what was logged after a checkpoint is dropped on resume: whenever the
+run is killed, every step is there once.
 
 A recipe is a subclass: it says what a step, a validation and a checkpoint are. What is trained, and on what, is not known here.
 """
@@ -12,16 +15,24 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.lock import FolderLock
+from lockstep.checkpoint.manifest import check_manifest
+from lockstep.checkpoint.saver import Saver
 from lockstep.config.load import to_yaml
+from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.trainer import RunConfig
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking
+from lockstep.trainer.stop import StopSignals
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +42,13 @@ class FitResult:
     steps: int
     """Steps done in all, those before a resume included."""
     first_validation: dict[str, float]
-    """Metrics of the first validation in this run (empty without one)."""
+    """Metrics of the first validation, that of a run before a resume included (empty without one)."""
     last_validation: dict[str, float]
     """Metrics of the last."""
     checkpoint: Path | None
     """The newest checkpoint."""
+    best_checkpoint: Path | None
+    """The best one by trainer.best_metric."""
     metrics_file: Path
     """Where every step's metrics are."""
 
@@ -57,6 +70,19 @@ class Run(ABC):
         self.timer = StageTimer(on_enter=display.stage if display.shows_stages else None)
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
+        self.validations: list[dict[str, float]] = []
+        """Metrics of the first validation and of those of this start."""
+        self._lock: FolderLock | None = None
+        self._from: tuple[Path, dict[str, Any]] | None = None
+        """The checkpoint to go on from, and its state."""
+        self._saver = Saver(
+            self.section.run_dir,
+            keep=self.section.max_ckpt_to_keep,
+            metric=self.section.best_metric,
+            lowest=self.section.best_is_lowest,
+            stops=self.section.on_save_failure == "stop",
+            say=display.message,
+        )
 
     # -- what a recipe gives -----------------------------------------------------------------------------------------------
 
@@ -73,8 +99,16 @@ class Run(ABC):
         return {}
 
     @abstractmethod
-    def _save(self, folder: Path) -> None:
-        """Write the models into `folder` (absolute)."""
+    def _save(self, folder: Path) -> Sequence[Path] | None:
+        """Write the models into `folder` (absolute), as they are now.
+
+        A recipe whose workers go on writing returns the files, one for each who writes, in which they will say that they are done
+        (checkpoint/saver.py::write_report).
+        """
+
+    def _finish_save(self) -> Sequence[str]:
+        """Wait until all who write are done; returns what went wrong with them. Raises where one of them is gone."""
+        return ()
 
     @abstractmethod
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
@@ -86,44 +120,95 @@ class Run(ABC):
 
     # -- what is the same for all ------------------------------------------------------------------------------------------
 
+    def open_folder(self) -> None:
+        """Take the run's folder, and find the checkpoint to go on from. Nothing is loaded; call it before models are.
+
+        Raises ResourceError where another run is there, ConfigError where the folder has checkpoints that this run does not go on from or
+        the configuration differs from the checkpoint's, and DataError where that is damaged.
+        """
+        if self._lock is None:
+            self._lock = FolderLock(self.section.run_dir)
+            try:
+                self._from = self._find_checkpoint()
+            except BaseException:
+                self.close_folder()
+                raise
+
+    def close_folder(self) -> None:
+        """Let other runs have the folder. A save that is not done by now is given up. May be called again."""
+        self._saver.cancel()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
     def fit(self) -> FitResult:
-        """Train until the last step, resuming where the run's folder says so. Validates and saves when due."""
+        """Train until the last step, resuming where the run's folder says so. Validates and saves when due.
+
+        SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped.
+        """
         config = self.section
-        self._resume()
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
-        validations: list[dict[str, float]] = []
-        with self._tracking() as tracking, self.display:
-            self._introduce()
-            if self.has_validation and (config.val_before_train or config.val_only):
-                validations.append(self._timed_validation())
-                tracking.log(validations[-1], self.global_steps)
-                self.display.step(self.global_steps, validations[-1])
-            while self.global_steps < self.total_steps and not config.val_only:
-                self.timer.reset()
-                metrics = self._step()
-                self.global_steps += 1
-                if self.has_validation and self.is_due(config.test_freq, self.global_steps):
-                    validations.append(self._timed_validation())
-                    metrics |= validations[-1]
-                if self.is_due(config.save_freq, self.global_steps):
-                    self._save_checkpoint()
-                for name in ("testing", "save_checkpoint"):
-                    if name in self.timer.seconds:
-                        metrics[f"timing_s/{name}"] = self.timer.seconds[name]
-                tracking.log(metrics, self.global_steps)
-                self.display.step(self.global_steps, metrics)
-        return FitResult(
-            steps=self.global_steps,
-            first_validation=validations[0] if validations else {},
-            last_validation=validations[-1] if validations else {},
-            checkpoint=folders.newest(config.run_dir),
-            metrics_file=config.run_dir / "metrics.jsonl",
-        )
+        self.open_folder()
+        try:
+            with StopSignals(config.stop_deadline_s) as stop:
+                self._resume()
+                (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
+                with self._tracking() as tracking, self.display:
+                    self._introduce()
+                    if self.has_validation and (config.val_only or (config.val_before_train and not self.global_steps)):
+                        metrics = self._timed_validation()
+                        tracking.log(metrics, self.global_steps)
+                        self.display.step(self.global_steps, metrics)
+                    while self.global_steps < self.total_steps and not config.val_only and not stop.asked:
+                        self.timer.reset()
+                        metrics = self._step()
+                        self.global_steps += 1
+                        if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
+                            metrics |= self._timed_validation()
+                        saves = self.is_due(config.save_freq, self.global_steps) or (stop.asked and config.save_freq != 0)
+                        draft = self._begin_save(metrics) if saves else None
+                        for name in ("testing", "save_checkpoint"):
+                            if name in self.timer.seconds:
+                                metrics[f"timing_s/{name}"] = self.timer.seconds[name]
+                        tracking.log(metrics, self.global_steps)
+                        if draft is not None:
+                            self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
+                        self.display.step(self.global_steps, metrics)
+                        self._saver.check()
+                    self._end_save()
+            if stop.asked and self.global_steps < self.total_steps:
+                raise Stopped(stop.asked, self._stopped(stop.asked.name))
+            return self._result()
+        except Stopped:
+            raise
+        except Exception:
+            with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
+                self._end_save()
+            raise
+        finally:
+            self.close_folder()
 
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
         return frequency != 0 and (step == self.total_steps or (frequency > 0 and step % frequency == 0))
+
+    @property
+    def _metrics_file(self) -> Path:
+        return self.section.run_dir / "metrics.jsonl"
+
+    def _result(self) -> FitResult:
+        return FitResult(
+            steps=self.global_steps,
+            first_validation=self.validations[0] if self.validations else {},
+            last_validation=self.validations[-1] if self.validations else {},
+            checkpoint=folders.newest(self.section.run_dir),
+            best_checkpoint=self._saver.best(),
+            metrics_file=self._metrics_file,
+        )
+
+    def _stopped(self, signal_name: str) -> str:
+        newest = folders.newest(self.section.run_dir)
+        saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
+        return f"{signal_name}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
 
     def _tracking(self) -> Tracking:
         return Tracking(
@@ -147,25 +232,87 @@ class Run(ABC):
 
     def _timed_validation(self) -> dict[str, float]:
         with self.timer.stage("testing"):
-            return self._validate()
+            self.validations.append(self._validate())
+        return self.validations[-1]
 
-    def _save_checkpoint(self) -> None:
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def _begin_save(self, metrics: dict[str, float]) -> tuple[Path, Sequence[Path]] | None:
+        """Write the checkpoint of this step, or begin to; returns the draft and who still writes. None where it failed and that is said."""
         with self.timer.stage("save_checkpoint"):
-            with folders.publishing(self.section.run_dir, self.global_steps) as folder:
+            self._wait_for_save()
+            try:
+                draft = self._saver.begin(self.global_steps)
                 # Workers may run in another folder than the driver.
-                self._save(Path(os.path.abspath(folder)))
-                folders.write_state(folder, {"global_steps": self.global_steps} | self._state())
-            folders.prune(self.section.run_dir, self.section.max_ckpt_to_keep)
+                reports = self._save(Path(os.path.abspath(draft))) or ()
+                folders.write_state(draft, self._run_state(metrics) | self._state())
+                return draft, reports
+            except OSError as error:
+                self._saver.fail(error)
+                return None
+
+    def _wait_for_save(self) -> None:
+        for error in self._finish_save():
+            self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
+        self._saver.wait()
+
+    def _end_save(self) -> None:
+        """Wait for the last save. Raises ResourceError where that of the last step failed, whatever trainer.on_save_failure says."""
+        self._wait_for_save()
+        if self._saver.failed == self.global_steps:
+            raise ResourceError(f"step {self.global_steps}, the last one, was not saved")
+
+    def _run_state(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """What is the same for every recipe in trainer_state.json."""
+        best = self.section.best_metric
+        if best is not None and best not in metrics and "testing" in self.timer.seconds:
+            raise ConfigError(f"trainer.best_metric={best} is not among the metrics: {', '.join(sorted(metrics))}")
+        return {
+            "global_steps": self.global_steps,
+            "recipe": type(self.config).__name__,
+            "config": kept_values(self.config),
+            "first_validation": self.validations[0] if self.validations else {},
+            "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
+        }
+
+    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint that the configuration names, or the run's newest whole one, with its state."""
+        config, run_dir = self.section, self.section.run_dir
+        if config.resume_mode == "auto":
+            folder = folders.newest_whole(run_dir, self.display.message)
+        else:
+            folder = Path(str(config.resume_from_path)) if config.resume_mode == "resume_path" else None
+            if folder is not None:
+                check_manifest(folder)
+            self._refuse_used_folder(folder)
+        if folder is None:
+            return None
+        state = folders.read_state(folder)
+        recipe = type(self.config).__name__
+        if state.get("recipe") != recipe:
+            raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
+        check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
+        return folder, state
+
+    def _refuse_used_folder(self, start: Path | None) -> None:
+        """Raise ConfigError where the folder has checkpoints other than `start` and those before it."""
+        run_dir = self.section.run_dir
+        names = [folder.name for folder in folders.found(run_dir)]
+        if start is not None and start.resolve().parent == run_dir.resolve():
+            names = names[names.index(start.name) + 1 :]
+        if names:
+            raise ConfigError(
+                f"{run_dir} has checkpoints of another run ({', '.join(names)}), and trainer.resume_mode={self.section.resume_mode} "
+                "does not go on from them; set trainer.resume_mode=auto to go on, choose another folder with trainer.experiment_name or "
+                "trainer.default_local_dir, or move them away"
+            )
 
     def _resume(self) -> None:
-        """Take over the checkpoint that the configuration names, or the run's newest. Raises DataError when it is none."""
-        config = self.section
-        folder = folders.newest(config.run_dir) if config.resume_mode == "auto" else None
-        if config.resume_mode == "resume_path":
-            folder = Path(str(config.resume_from_path))
-        if folder is None:
+        """Take over the checkpoint that was found."""
+        if self._from is None:
             return
-        state = folders.read_state(folder)
+        folder, state = self._from
         self.global_steps = state["global_steps"]
+        self.validations = [state["first_validation"]] if state["first_validation"] else []
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         self._load(Path(os.path.abspath(folder)), state)

@@ -13,6 +13,8 @@ def summarise(result: FitResult, embedded: bool) -> str:
             before = result.first_validation.get(name, float("nan"))
             lines.append(f"  {name}: {before:.3f} before, {after:.3f} after")
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
+    if result.best_checkpoint is not None:
+        lines.append(f"  the best one: {result.best_checkpoint}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
     if embedded:
         lines += [

@@ -27,6 +27,7 @@ from lockstep.planner.memory import MemoryPlan, Model, Rollout
 from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
+from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
@@ -44,7 +45,7 @@ __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref or actor_rollout_ref.
+    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
     where it is not PPO's; `keys` are the names in messages and metrics; `head` is what the model has on top (models/load.py).
@@ -155,8 +156,8 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes ref_log_prob under the reference."""
-        ref, key = self.ref, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
-        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
+        ref = self.ref
+        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, self.keys.reference_tokens), ref.active():
             out = ref.engine.forward(data, ref.budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 
@@ -217,10 +218,9 @@ class ActorRolloutRefWorker(ModelWorker):
         assert not self.parts.actor, f"the rollout of a worker of role {self.role} has the actor's weights"
         return self.rollout.engine.receive(offer, self.device, self.rank)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write the actor to a folder."""
-        self.actor.engine.save(Path(local_path))
+    @property
+    def trained(self) -> TrainEngine:
+        return self.actor.engine
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import masked_sum, zero_outside
-from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss
+from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss, read_loss
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
@@ -55,7 +55,8 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
         # The sampler's log-probs are here to be compared with, in some updates only: no loss may come to depend on them.
         given = {name: column for name, column in columns.items() if name != "rollout_log_probs"}
         given |= {"old_log_prob": old_log_probs, "log_prob": log_probs, "response_mask": mask}
-        token_loss, token_metrics = policy_loss.function(**policy_loss.arguments(given, rows))
+        result = policy_loss.function(**policy_loss.arguments(given, rows))
+        token_loss, token_metrics = read_loss(policy_loss, result, log_probs)
         if "rollout_is_weights" in columns:
             token_loss = token_loss * zero_outside(columns["rollout_is_weights"], mask)
         of_tokens = partial(aggregate, mask=mask, denominators=denominators, rows=rows)

@@ -1,8 +1,9 @@
-"""What the two worker classes share: memory that is counted before models are loaded, and peaks of stages."""
+"""What the two worker classes share: memory that is counted before models are loaded, peaks of stages, and checkpoints."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 from lockstep.observability.metrics import Metric
 from lockstep.planner.count import Load
@@ -10,7 +11,9 @@ from lockstep.planner.memory import Model, Rollout
 from lockstep.planner.needs import Needs
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.memory import available_ram, free_device_memory
+from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.memory_watch import MemoryWatch
+from lockstep.workers.engine.share_writer import ShareWriter
 
 
 class ModelWorker(Worker):
@@ -19,6 +22,12 @@ class ModelWorker(Worker):
     def __init__(self) -> None:
         super().__init__()
         self.memory = MemoryWatch(self.device)
+        self._share_writer = ShareWriter(self.device)
+
+    @property
+    def trained(self) -> TrainEngine:
+        """The engine whose model is saved."""
+        raise NotImplementedError
 
     def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
         """The models that `init_model` loads, and the rollout."""
@@ -34,3 +43,30 @@ class ModelWorker(Worker):
     def take_peaks(self) -> dict[str, Metric]:
         """Peaks of GPU memory of this process that no update has reported (see MemoryWatch.take_peaks)."""
         return self.memory.take_peaks()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str) -> None:
+        """Write the model to a folder."""
+        self.trained.save(Path(local_path))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_checkpoint(self, local_path: str, in_background: bool) -> str:
+        """Write the model to a folder as it is now; with `in_background` this returns when it has been copied to host memory.
+
+        Returns the file that will say when this rank's share is written, or why it was not (checkpoint/saver.py); that is not raised.
+        """
+        writer, path = self._share_writer, Path(local_path)
+        writer.begin(in_background)
+        failure = None
+        try:
+            self.trained.save(path, writer)
+        except OSError as error:
+            failure = error
+        report = path / f"rank_{self.rank}.written"
+        writer.finish(report, failure)
+        return str(report)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> str | None:
+        """Wait until this rank's share is written; returns what went wrong."""
+        return self._share_writer.wait()

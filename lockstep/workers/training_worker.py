@@ -116,10 +116,9 @@ class TrainingWorker(ModelWorker):
         """The token ids that the reward model judges, those that `lockstep reward-model` trains it on."""
         return self._text.ids(prompt, response)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str) -> None:
-        """Write the model to a folder."""
-        self.engine.save(Path(local_path))
+    @property
+    def trained(self) -> TrainEngine:
+        return self.engine
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:

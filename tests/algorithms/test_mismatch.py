@@ -16,6 +16,8 @@ from lockstep.algorithms.mismatch import (
     make_correction,
     mismatch_metrics,
     raw_weights,
+    rejection_metrics,
+    rejection_statistic,
     weight_metrics,
 )
 from lockstep.algorithms.rows import Rows
@@ -131,10 +133,18 @@ def test_metrics_by_hand():
     raw = raw_weights(log_ratio(old, rollout, mask), mask, rows, "token")
     assert weight_metrics(raw, mask, rows, "token", Bounds(0.0, 1.5)) == pytest.approx(
         {
-            "rollout_is_mean": 1.5,
-            "rollout_is_std": math.sqrt(0.5),
+            # The cut weights are 1.5, 0.5 and 1.5; those of the first row have the mean 1.
+            "rollout_is_mean": 3.5 / 3,
+            "rollout_is_std": math.sqrt(2) / 3,
             "rollout_is_min": 0.5,
-            "rollout_is_max": 2.0,
+            "rollout_is_max": 1.5,
+            "rollout_is_seq_mean": 1.25,
+            "rollout_is_seq_std": math.sqrt(0.125),
+            "rollout_is_seq_max": 1.5,
+            "rollout_is_seq_min": 1.0,
+            "rollout_is_seq_max_deviation": 0.5,
+            "rollout_is_seq_fraction_high": 1 / 2,  # raw: 1.25 and 2
+            "rollout_is_seq_fraction_low": 0.0,
             "rollout_is_eff_sample_size": (3.5 / 3) ** 2 / ((1.5**2 * 2 + 0.25) / 3),
             "rollout_is_ratio_fraction_high": 2 / 3,
             "rollout_is_ratio_fraction_low": 1 / 3,
@@ -142,6 +152,34 @@ def test_metrics_by_hand():
     )
     assert mismatch_metrics(old, rollout, torch.zeros(4), rows) == {}
     assert weight_metrics(raw, torch.zeros(4), rows, "sequence", TRUNCATE) == {}
+
+
+def test_what_a_rejection_looks_at_by_hand():
+    x = torch.tensor([0.5, -1.0, 9.0, 0.25], dtype=torch.float64)
+    rows, mask = Rows(torch.tensor([3, 1])), torch.tensor([1, 1, 0, 1])
+    bounds = Bounds(math.exp(-0.4), math.exp(0.4))
+    statistic = rejection_statistic(x, mask, rows, "token_k1")
+    # Under k1 the sign is turned: -0.5, 1 and -0.25; cut to the bounds -0.4, 0.4 and -0.25.
+    assert rejection_metrics(statistic, mask, rows, "token_k1", bounds) == pytest.approx(
+        {
+            "rollout_rs_token_k1_mean": 0.25 / 3,
+            "rollout_rs_token_k1_std": statistics.pstdev([-0.4, 0.4, -0.25]),
+            "rollout_rs_token_k1_max": 1.0,
+            "rollout_rs_token_k1_min": -0.5,
+            "rollout_rs_token_k1_fraction_high": 1 / 3,
+            "rollout_rs_token_k1_fraction_low": 1 / 3,
+            "rollout_rs_token_k1_seq_mean": 0.0,
+            "rollout_rs_token_k1_seq_std": statistics.stdev([0.25, -0.25]),
+            "rollout_rs_token_k1_seq_max": 0.25,
+            "rollout_rs_token_k1_seq_min": -0.25,
+            "rollout_rs_token_k1_seq_max_deviation": 0.25,
+            "rollout_rs_token_k1_seq_fraction_high": 0.0,
+            "rollout_rs_token_k1_seq_fraction_low": 0.0,
+        }
+    )
+    of_rows = rejection_metrics(rejection_statistic(x, mask, rows, "seq_max_k2"), mask, rows, "seq_max_k2", Bounds(0.0, 0.1))
+    assert (of_rows["rollout_rs_seq_max_k2_max"], of_rows["rollout_rs_seq_max_k2_fraction_high"]) == (0.5, 0.5)
+    assert rejection_metrics(statistic, torch.zeros(4), rows, "token_k1", bounds) == {}
 
 
 def test_the_options_are_read_in_verls_notation():

@@ -78,6 +78,10 @@ def test_the_defaults_are_a_valid_configuration():
             ["critic.model.lora_rank=8", "critic.fsdp_config.tensor_parallel_size=2"],
         ),
         (
+            ["reward.overlong_buffer={enable: true, len: 513}"],
+            ["reward.overlong_buffer.len=513", "data.max_response_length=512", "reward.overlong_buffer.enable=false"],
+        ),
+        (
             ["actor_rollout_ref.ref.param_offload=true", f"{ACTOR}.strategy=megatron"],
             ["actor_rollout_ref.ref.param_offload=true", f"{ACTOR}.strategy=fsdp2 or fsdp, not megatron"],
         ),
@@ -152,7 +156,7 @@ ONE_OF = {
 
 @pytest.mark.parametrize("key", ONE_OF)
 def test_a_name_that_is_not_known_is_an_error_that_lists_the_names(key):
-    with pytest.raises(ConfigError, match=f"{_shown(key)}=nothing is not known; choose one of: {ONE_OF[key]}"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)}=nothing is not known; choose one of: {ONE_OF[key]}"):
         load(f"{key}=nothing")
 
 
@@ -173,8 +177,13 @@ TOO_SMALL = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 0,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 0,
     f"{ACTOR}.clip_ratio_c": 0.5,
-    f"{ACTOR}.optim.lr": -1.0,
-    f"{ACTOR}.optim.clip_grad": -1.0,
+    **{f"{section}.optim.{name}": -1.0 for section in (ACTOR, "critic") for name in ("lr", "clip_grad", "weight_decay")},
+    **{f"{section}.model.lora_alpha": 0 for section in ("actor_rollout_ref", "critic", "reward_model")},
+    **{f"{ACTOR}.{name}": -1.0 for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")},
+    f"{ACTOR}.policy_loss.ppo_kl_coef": -1.0,
+    f"{ACTOR}.torchtitan.tensor_parallel_size": 0,
+    "critic.cliprange_value": -1.0,
+    "algorithm.kl_ctrl.kl_coef": -1.0,
     f"{ROLLOUT}.temperature": -1.0,
     f"{ROLLOUT}.top_k": 0,
     f"{ROLLOUT}.n": 0,
@@ -190,8 +199,35 @@ TOO_SMALL = {
 
 @pytest.mark.parametrize("key", TOO_SMALL)
 def test_a_number_that_is_too_small_is_an_error_that_says_the_least(key):
-    with pytest.raises(ConfigError, match=rf"{_shown(key)}={TOO_SMALL[key]} is too small; it must be at least -?[\d.]+$"):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}={TOO_SMALL[key]} is too small; it must be at least -?[\d.]+$"):
         load(f"{key}={TOO_SMALL[key]}")
+
+
+NOT_ABOVE_ZERO = [
+    *(f"{ACTOR}.{name}" for name in ("tau_pos", "tau_neg", "loss_scale_factor")),
+    *(f"{ACTOR}.policy_loss.{name}" for name in ("clip_cov_ratio", "kl_cov_ratio", "dro_beta")),
+    "algorithm.kl_ctrl.target_kl",
+]
+
+
+@pytest.mark.parametrize("key", NOT_ABOVE_ZERO)
+@pytest.mark.parametrize("value", [0.0, -1.0, "nan"])
+def test_a_number_that_must_be_above_zero_is_an_error_that_says_so(key, value):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}={value} is too small; it must be above 0\.0$"):
+        load(f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{ACTOR}.policy_loss.kl_cov_ratio=2", r"kl_cov_ratio=2\.0 is out of range"),
+        (f"{ACTOR}.policy_loss.clip_cov_lb=9", r"clip_cov_lb=9\.0 must be below .*clip_cov_ub=5\.0"),
+        (f"{ROLLOUT}.stop=['']", r"stop=\[''\] has an empty string"),
+    ],
+)
+def test_other_values_that_cannot_work_are_an_error_with_the_whole_key(override, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(override.split('=')[0].rpartition('.')[0])}.{message}"):
+        load(override)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +243,7 @@ def test_a_number_that_is_too_small_is_an_error_that_says_the_least(key):
 )
 @pytest.mark.parametrize("value", [-0.1, 1.1, "nan"])
 def test_a_share_outside_zero_to_one_is_an_error(key, value):
-    with pytest.raises(ConfigError, match=rf"{_shown(key)}={value} is out of range; it must be between 0\.0 and 1\.0"):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}={value} is out of range; it must be between 0\.0 and 1\.0"):
         load(f"{key}={value}")
 
 
@@ -253,9 +289,3 @@ def test_what_a_run_consists_of_follows_from_the_config(overrides, critic, refer
 def test_the_run_folder_is_named_after_project_and_experiment_unless_given():
     assert TrainerConfig(project_name="p", experiment_name="e").run_dir == Path("checkpoints/p/e")
     assert TrainerConfig(default_local_dir="elsewhere").run_dir == Path("elsewhere")
-
-
-def _shown(key):
-    """The key as an error shows it: sections that hang in several places know only their own name."""
-    shared = re.search(r"(optim|fsdp_config)\.\w+$", key)
-    return re.escape(shared.group() if shared else key)

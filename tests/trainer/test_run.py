@@ -1,15 +1,22 @@
 """The skeleton, with a recipe that only counts."""
 
+import errno
 import json
+import os
+import signal
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint import folders
 from lockstep.config.trainer import TrainerConfig
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped
 from lockstep.observability.display import Display
+from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run import Run
 
 
@@ -108,8 +115,200 @@ def test_a_run_continues_from_its_newest_checkpoint_or_the_named_one_or_not_at_a
     with pytest.raises(DataError, match="global_step_N"):
         Counting(tmp_path / "other", 2, **quiet, **named | {"resume_from_path": str(tmp_path)}).fit()
 
-    Counting(run_dir, 1, resume_mode="disable", **quiet).fit()
-    assert logged(run_dir) == [{"step": 1, "count": 2}]
+    Counting(tmp_path / "third", 1, resume_mode="disable", **quiet).fit()
+    assert logged(tmp_path / "third") == [{"step": 1, "count": 2}]
+
+
+def test_a_new_run_in_a_used_folder_is_refused_and_deletes_nothing(tmp_path):
+    quiet = {"val_before_train": False, "save_freq": 2, "max_ckpt_to_keep": 2, "test_freq": 0}
+    Counting(tmp_path, 8, **quiet).fit()
+    new = Counting(tmp_path, 4, resume_mode="disable", **quiet | {"max_ckpt_to_keep": 1})
+    with pytest.raises(ConfigError, match=r"another run \(global_step_6, global_step_8\).*resume_mode=auto.*experiment_name"):
+        new.fit()
+    back = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_6")}
+    with pytest.raises(ConfigError, match=r"another run \(global_step_8\)"):
+        Counting(tmp_path, 8, **quiet, **back).fit()
+    assert saved(tmp_path) == ["global_step_6", "global_step_8"]
+    assert len(logged(tmp_path)) == 8
+    (tmp_path / "global_step_8").rename(tmp_path / "kept_elsewhere")
+    assert Counting(tmp_path, 8, **quiet, **back).fit().checkpoint == tmp_path / "global_step_8"
+
+
+def test_two_runs_on_one_folder_are_one_too_many(tmp_path):
+    def start_another(run):
+        with pytest.raises(ResourceError, match=str(os.getpid())):
+            Counting(tmp_path, 3).fit()
+
+    Counting(tmp_path, 2, at_step=start_another).fit()
+    opened = Counting(tmp_path, 3)
+    opened.open_folder()
+    with pytest.raises(ResourceError, match="in use"):
+        Counting(tmp_path, 3).open_folder()
+    opened.close_folder()
+    assert Counting(tmp_path, 3).fit().steps == 3
+
+
+def test_a_changed_configuration_is_listed_before_anything_is_loaded(tmp_path):
+    Counting(tmp_path, 1).fit()
+    other = Counting(tmp_path, 2, seed=5)
+    other._load = None
+    with pytest.raises(ConfigError, match=r"trainer.seed: 0 then, 5 now\n.*trainer.allow_changes=\[trainer.seed\]"):
+        other.open_folder()
+    assert Counting(tmp_path, 2, seed=5, allow_changes=["trainer.seed"]).fit().steps == 2
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    Counting(tmp_path, 1).fit()
+
+    class OtherConfig(CountingConfig):
+        pass
+
+    other = Counting(tmp_path, 2)
+    other.config = OtherConfig(other.config.trainer)
+    with pytest.raises(DataError, match="another kind of training: CountingConfig, not OtherConfig"):
+        other.fit()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), lambda file: file.write_text("7"), lambda file: file.write_text("")]
+)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(tmp_path, damage):
+    quiet = {"val_before_train": False, "save_freq": 1, "test_freq": 0}
+    Counting(tmp_path, 3, **quiet).fit()
+    damage(tmp_path / "global_step_3" / "count")
+    again = Counting(tmp_path, 4, **quiet | {"max_ckpt_to_keep": 1})
+    again.fit()
+    assert "global_step_3/count" in again.display.texts[0]
+    assert again.display.texts[1] == f"resuming from {tmp_path / 'global_step_2'} at step 2"
+    assert logged(tmp_path) == [{"step": n, "count": 2 * n} for n in (1, 2, 3, 4)]
+    assert saved(tmp_path) == ["global_step_3.damaged", "global_step_4"]
+    named = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_3.damaged")}
+    with pytest.raises(DataError, match=r"global_step_3\.damaged/count"):
+        Counting(tmp_path / "other", 4, **quiet, **named).fit()
+
+
+class Killed(BaseException):
+    """As kill -9: nothing of the run does anything after it."""
+
+
+@pytest.mark.parametrize("moment", ["_begin_save", "_saver.publish", "log", "_step"])
+@pytest.mark.parametrize("save_freq", [1, 2, 3])
+def test_metrics_are_complete_once_and_in_order_whenever_the_run_is_killed(tmp_path, monkeypatch, moment, save_freq):
+    """Killed before and after each of the four, in every step, it ends with the lines and the checkpoint of a run that was not."""
+    for step in range(1, 7):
+        for after in (False, True):
+            run = Counting(tmp_path, 7, save_freq=save_freq, test_freq=2)
+            kill_at(run, moment, step, after, monkeypatch)
+            with suppress(Killed):  # it may be done already
+                run.fit()
+            monkeypatch.undo()
+    Counting(tmp_path, 7, save_freq=save_freq, test_freq=2).fit()
+    counts = [{"step": step, "count": 2 * step} for step in range(1, 8)]
+    expected = [{"step": 0}, *counts]
+    assert [{k: v for k, v in line.items() if k != "val-core/count"} for line in logged(tmp_path)] == expected
+    assert [line["step"] for line in logged(tmp_path) if "val-core/count" in line] == [0, 2, 4, 6, 7]
+    assert (folders.newest(tmp_path) / "count").read_text() == "14"
+
+
+def kill_at(run, moment, step, after, monkeypatch):
+    """Raise Killed before or after a call of `moment` in a step that is due (the next one that calls it)."""
+    owner, _, name = moment.rpartition(".")
+    target = getattr(run, owner) if owner else Tracking if name == "log" else run
+    original = getattr(target, name)
+
+    def killing(*args, **kwargs):
+        due = run.global_steps + (name == "_step") >= step
+        if due and not after:
+            raise Killed
+        result = original(*args, **kwargs)
+        if due:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(target, name, killing)
+
+
+def test_the_first_validation_is_that_of_the_first_start(tmp_path):
+    Counting(tmp_path, 1).fit()
+    result = Counting(tmp_path, 2).fit()
+    assert (result.first_validation, result.last_validation) == ({"val-core/count": 0.0}, {"val-core/count": 4.0})
+    assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2]
+
+
+def test_the_best_checkpoint_is_kept_and_named(tmp_path):
+    class Rising(Counting):
+        def _validate(self):
+            return {"val-core/acc": {2: 0.9, 4: 0.2, 5: 0.4}.get(self.global_steps, 0.0)}
+
+    best = {"best_metric": "val-core/acc", "max_ckpt_to_keep": 1}
+    result = Rising(tmp_path, 5, save_freq=1, test_freq=2, **best).fit()
+    assert saved(tmp_path) == ["global_step_2", "global_step_5"]
+    assert result.best_checkpoint == tmp_path / "global_step_2"
+    with pytest.raises(ConfigError, match=r"best_metric=nothing is not among the metrics: count, val-core/count"):
+        Counting(tmp_path / "other", 1, best_metric="nothing").fit()
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_full_disk_stops_the_run_or_not_and_leaves_older_checkpoints(tmp_path, policy):
+    class Full(Counting):
+        def _save(self, folder):
+            if self.global_steps == 2:
+                raise OSError(errno.ENOSPC, "No space left on device", str(folder / "count"))
+            super()._save(folder)
+
+    run = Full(tmp_path, 3, save_freq=1, on_save_failure=policy)
+    if policy == "stop":
+        with pytest.raises(ResourceError, match=r"step 2 was not saved: no space left for .*count"):
+            run.fit()
+        assert saved(tmp_path) == ["global_step_1"]
+    else:
+        run.fit()
+        assert saved(tmp_path) == ["global_step_1", "global_step_3"]
+        assert any("no space left" in text for text in run.display.texts)
+    with pytest.raises(ResourceError, match="step 2"):
+        Full(tmp_path / "last", 2, save_freq=1, on_save_failure=policy).fit()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number, capfd):
+    def interrupt(run):
+        if run.global_steps == 1:
+            os.kill(os.getpid(), number)
+
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(
+        Stopped, match=rf"{number.name}: ended after step 2 of 5; the newest checkpoint is .*global_step_2"
+    ) as stopped:
+        Counting(tmp_path, 5, at_step=interrupt).fit()
+    assert stopped.value.signum == number
+    assert f"{number.name}: the run ends after this step" in capfd.readouterr().err
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    Counting(tmp_path, 5).fit()
+    assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
+    def twice(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stopped, match="SIGTERM: ended after a second signal"):
+        Counting(tmp_path / "twice", 5, at_step=twice).fit()
+
+    def hang(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    started = time.monotonic()
+    with pytest.raises(Stopped, match=r"SIGTERM: ended after 0.2 s \(trainer.stop_deadline_s\), before the step was saved"):
+        Counting(tmp_path / "hang", 5, at_step=hang, stop_deadline_s=0.2).fit()
+    assert time.monotonic() - started < 10
+    assert saved(tmp_path / "twice") == saved(tmp_path / "hang") == []
+
+
+def test_a_run_that_never_saves_does_not_on_a_signal(tmp_path):
+    with pytest.raises(Stopped, match="there is no checkpoint"):
+        Counting(tmp_path, 5, save_freq=0, at_step=lambda run: os.kill(os.getpid(), signal.SIGTERM)).fit()
 
 
 def test_a_run_that_is_done_says_so(tmp_path):

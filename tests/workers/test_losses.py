@@ -19,7 +19,7 @@ from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.errors import NumericalError
+from lockstep.errors import ConfigError, NumericalError
 from lockstep.models.packing import token_rows
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
@@ -238,6 +238,25 @@ def test_no_loss_sees_the_samplers_log_probs(tmp_path: Path) -> None:
     data.set("rollout_log_probs", data.ragged("old_log_probs"))
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{file}:mine"))
     assert "sampler/ratio" in evaluate(policy_loss_of(config, data), data, outputs, [[0, 1]])[2]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("log_prob", r"must return \(loss, metrics\), one number per token and a dict; it returned shape"),
+        ("(log_prob.mean(), {})", r"one number per token, .*it returned shape \(\)"),
+        ("(log_prob, {'x': log_prob.detach().mean()})", r"one number per token, .*it returned shape \(\)"),
+        ("(log_prob.detach(), {})", "a loss without a gradient: compute it from log_prob"),
+    ],
+)
+@pytest.mark.parametrize("rows", ["rows", ""])
+def test_a_loss_that_returns_the_wrong_thing_is_told_what_is_right(tmp_path: Path, result: str, message: str, rows: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def mine(*, log_prob, {rows}):\n    return {result}\n")
+    data, outputs = make_batch([3, 2], 0)
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{file}:mine"))
+    with pytest.raises(ConfigError, match=f"policy loss 'mine'.*{message}"):
+        evaluate(policy_loss_of(config, data), data, outputs, [[0, 1]])
 
 
 def test_importance_weights_multiply_the_policy_loss_and_no_other_term() -> None:

@@ -56,14 +56,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.bound import Bound, kind_of, token_column
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
 from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
 from lockstep.algorithms.registry import input_names, registering, unknown_name
+from lockstep.algorithms.rows import Rows
+from lockstep.errors import ConfigError
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Prepare = Callable[..., dict[str, Tensor]]
@@ -137,6 +140,20 @@ def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
     return [name for name in required if name not in given and name not in BATCH_INPUTS]
 
 
+def check_numbers(loss: PolicyLoss, parameters: Mapping[str, Any]) -> None:
+    """Raise the ConfigError that the loss, one of those here, would raise for these numbers in training: it is called on one token.
+
+    One that was added is not called: what it expects of a batch is not known.
+    """
+    if loss not in _BUILT_IN:
+        return
+    columns = dict.fromkeys(("old_log_prob", "log_prob", "advantages", "response_mask"), torch.ones(1))
+    rows, prepare = Rows(torch.ones(1, dtype=torch.int64)), bind_prepare(loss, parameters)
+    if prepare is not None:
+        columns |= prepare(columns | {"row_keys": torch.zeros(1, dtype=torch.int64)}, rows)
+    bind_policy_loss(loss, parameters)(columns, rows)
+
+
 def takes_blocks(loss: PolicyLoss) -> bool:
     """Whether the loss is written for padded blocks: an added one that does not name `rows`."""
     return loss not in _BUILT_IN and "rows" not in input_names(_what(loss), loss)
@@ -148,6 +165,21 @@ def bind_policy_loss(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound:
     Raises ConfigError when an argument of the loss is not keyword-only.
     """
     return Bound(_what(loss), loss, parameters, REMEDY, takes_blocks(loss))
+
+
+def read_loss(loss: Bound, result: Any, log_prob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss per token [M] and its metrics, [M] each, from what the loss returned for `log_prob` [M]. Raises ConfigError when it is
+    something else, or a loss that `log_prob` has no part in."""
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):
+        raise ConfigError(
+            f"{loss.what} must return (loss, metrics), one number per token and a dict; it returned {kind_of(result)}"
+        )
+    values, metrics = result
+    for name, x in {"the loss": values, **{f"metric {name!r}": x for name, x in metrics.items()}}.items():
+        token_column(loss.what, x, tuple(log_prob.shape), name)
+    if log_prob.requires_grad and not values.requires_grad:
+        raise ConfigError(f"{loss.what} returned a loss without a gradient: compute it from log_prob, not detached")
+    return values, metrics
 
 
 def bind_prepare(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound | None:

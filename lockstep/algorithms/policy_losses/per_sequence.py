@@ -73,7 +73,7 @@ def geo_mean(
     if not (clip_ratio_low >= 0 and clip_ratio_high >= 0):
         raise ConfigError(
             "the geo_mean policy loss needs clip_ratio_low and clip_ratio_high of at least 0, "
-            f"not {clip_ratio_low} and {clip_ratio_high}"
+            f"not {clip_ratio_low} and {clip_ratio_high}: set actor_rollout_ref.actor.clip_ratio_low and clip_ratio_high"
         )
     advantages = zero_outside(advantages, response_mask)
     log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.algorithms.advantages import get_adv_estimator, required_inputs
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.kl import KL_KINDS
-from lockstep.algorithms.policy_losses import get_policy_loss, loss_inputs, missing_numbers
+from lockstep.algorithms.policy_losses import check_numbers, get_policy_loss, loss_inputs, missing_numbers
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
@@ -18,6 +18,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.trainer.ppo.resolved import read_correction
+from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
 
@@ -58,7 +59,7 @@ def check_algorithm(config: PPOConfig) -> None:
             f"can read {', '.join(sorted(present))}"
         )
     if "reward_parts" in required:
-        _check_reward_parts(algorithm)
+        _check_reward_parts(algorithm, config.reward.overlong_buffer.enable)
     if "values" in required and not config.use_critic:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} needs values, but the run has no critic; set critic.enable=true"
@@ -82,9 +83,10 @@ def _check_policy_loss(actor: ActorConfig) -> None:
             f"the policy loss {policy_loss.loss_mode} needs {', '.join(missing)}; set "
             f"actor_rollout_ref.actor.policy_loss.loss_kwargs.{missing[0]}"
         )
+    check_numbers(loss, actor.loss_parameters)
 
 
-def _check_reward_parts(algorithm: AlgorithmConfig) -> None:
+def _check_reward_parts(algorithm: AlgorithmConfig, penalises_length: bool) -> None:
     if not algorithm.gdpo_reward_keys:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} balances the parts of a reward; name them in "
@@ -94,6 +96,12 @@ def _check_reward_parts(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} reads the parts of the reward, which a KL penalty in the reward is not "
             "one of: set algorithm.use_kl_in_reward=false and, for a KL term, actor_rollout_ref.actor.use_kl_loss=true"
+        )
+    if penalises_length and OVERLONG_PART not in algorithm.gdpo_reward_keys:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} reads the parts of the reward that algorithm.gdpo_reward_keys="
+            f"{algorithm.gdpo_reward_keys} names, and the penalty of reward.overlong_buffer is not among them: add {OVERLONG_PART!r} (and "
+            "its weight), or set reward.overlong_buffer.enable=false"
         )
 
 

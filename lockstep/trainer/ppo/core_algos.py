@@ -1,3 +1,3 @@
-"""verl's path to `lockstep.compat.verl`."""
+"""verl's path to `lockstep.compat.verl.core_algos`."""
 
-from lockstep.compat.verl import *  # noqa: F403
+from lockstep.compat.verl.core_algos import *  # noqa: F403

@@ -17,10 +17,12 @@ _AROUND_STAGES = ("step", "testing", "save_checkpoint")
 
 
 def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
-    """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, prompt_length/*."""
+    """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, response_length_non_aborted/* (without
+    empty responses), prompt_length/*; docs/metrics.md has them all. Scores are those of rows that are trained on.
+    """
     mask = batch.ragged("response_mask").values.bool()
-    # A row with tokens of which none is the policy's has been left out, for want of a reward.
-    counted = (row_sums(batch, "response_mask") > 0) | (batch.ragged("responses").lengths == 0)
+    # A row with tokens of which none is the policy's has been left out, for want of a reward; an empty one has no token to hold a score.
+    counted = row_sums(batch, "response_mask") > 0
     metrics = _spread("critic/score", row_sums(batch, "token_level_scores")[counted])
     metrics |= _spread("critic/rewards", row_sums(batch, "token_level_rewards")[counted])
     metrics |= _spread("critic/advantages", batch.ragged("advantages").values[mask])
@@ -29,18 +31,19 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
         # In float64 equal returns have a variance of exactly 0: there is nothing to explain.
         values, returns = (batch.ragged(name).values[mask].double() for name in ("values", "returns"))
         metrics |= _spread("critic/values", values)
-        if len(returns) and (variance := returns.var(correction=0)) > 0:
-            metrics["critic/vf_explained_var"] = (1 - (returns - values).var(correction=0) / variance).item()
-    for name, column, limit in (
-        ("response_length", "responses", max_response_length),
-        ("prompt_length", "prompts", max_prompt_length),
+        if len(returns) > 1 and (variance := returns.var()) > 0:
+            metrics["critic/vf_explained_var"] = (1 - (returns - values).var() / (variance + 1e-5)).item()
+    responses, prompts = (batch.ragged(name).lengths.float() for name in ("responses", "prompts"))
+    for name, lengths, limit in (
+        ("response_length", responses, max_response_length),
+        ("response_length_non_aborted", responses[responses > 0], max_response_length),
+        ("prompt_length", prompts, max_prompt_length),
     ):
-        lengths = batch.ragged(column).lengths.float()
-        metrics |= _spread(name, lengths)
-        metrics[f"{name}/clip_ratio"] = (lengths >= limit).float().mean().item()
+        if len(lengths):
+            metrics |= _spread(name, lengths) | {f"{name}/clip_ratio": (lengths >= limit).float().mean().item()}
     if "finish_reason" in batch.non_tensor_batch:
         metrics["response/error_ratio"] = float((batch.non_tensor_batch["finish_reason"] == "error").mean())
-    metrics["response/aborted_ratio"] = (batch.ragged("responses").lengths == 0).float().mean().item()
+    metrics["response/aborted_ratio"] = (responses == 0).float().mean().item()
     return metrics
 
 
@@ -60,7 +63,7 @@ def balance_metrics(batch: DataProto, shares: list[list[int]]) -> dict[str, floa
 
 
 def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> dict[str, float]:
-    """timing_s/*, timing_per_token_ms/* (generation by response tokens, the rest by all tokens), and perf/*.
+    """timing_s/*, timing_per_token_ms/* (generation by response tokens, the rest by all tokens; 0 without tokens), and perf/*.
 
     perf/idle_ratio is the share of the step in none of its stages.
     """
@@ -68,8 +71,8 @@ def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: 
     response_tokens, tokens = int(batch.ragged("responses").lengths.sum()), int(batch.token_counts().sum())
     per_token = {"gen": response_tokens} | dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), tokens)
     for name, count in per_token.items():
-        if name in seconds and count:
-            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / count
+        if name in seconds:
+            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / count if count else 0.0
     metrics["perf/total_num_tokens"] = tokens
     metrics["perf/time_per_step"] = seconds["step"]
     in_stages = sum(value for name, value in seconds.items() if name not in _AROUND_STAGES)

@@ -94,6 +94,9 @@ class RayPPOTrainer(Run):
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)
 
         self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id)
+        self.new_groups = partial(
+            Groups, algorithm.filter_groups, data.train_batch_size, config.actor_rollout_ref.rollout.n, schedule.steps_per_epoch
+        )
         stop_ids = stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer)
         self.sampling, self.val_sampling = config.sampling(stop_ids), config.sampling(stop_ids, validation=True)
         self.drift = Drift(config, self.display.message)
@@ -107,7 +110,9 @@ class RayPPOTrainer(Run):
         self.worker_groups = self.workers.by_role
 
     def init_workers(self) -> None:
-        """Check the resources, start a process per slot of the pools, load every role's model. No process is left when this fails."""
+        """Take the run's folder, check the resources, start a process per slot of the pools, load every role's model. No process is left
+        when this fails."""
+        self.open_folder()
         workers = self.workers
         workers.start(role_specs(self.config, self.role_worker_mapping, self.total_steps, self.tokenizer.pad_token_id))
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
@@ -121,7 +126,8 @@ class RayPPOTrainer(Run):
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 
     def close(self) -> None:
-        """End the worker processes, and those of the rewards."""
+        """End the worker processes, and those of the rewards, and let other runs have the folder."""
+        self.close_folder()
         self.workers.close()
         for reward_fn in (self.reward_fn, self.val_reward_fn):
             if hasattr(reward_fn, "close"):
@@ -134,7 +140,7 @@ class RayPPOTrainer(Run):
         step, config, timer = self.global_steps + 1, self.config, self.timer
         actor = config.actor_rollout_ref.actor
         with timer.stage("step"):
-            groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
+            groups = self.new_groups()
             while not groups.are_complete:  # once, unless algorithm.filter_groups drops some
                 batch, number = self.prompts.next()
                 scoring = self.scorer.begin(batch)
@@ -232,11 +238,17 @@ class RayPPOTrainer(Run):
             "num_train_rows": len(self.train_dataset),
         }
 
-    def _save(self, folder: Path) -> None:
-        self.actor_wg.save_checkpoint(str(folder / "actor"))
-        self.tokenizer.save_pretrained(folder / "actor")
+    def _save(self, folder: Path) -> list[Path]:
+        in_background = self.config.trainer.save_in_background
+        reports = self.actor_wg.begin_checkpoint(str(folder / "actor"), in_background)
         if self.critic_wg is not None:
-            self.critic_wg.save_checkpoint(str(folder / "critic"))
+            reports += self.critic_wg.begin_checkpoint(str(folder / "critic"), in_background)
+        self.tokenizer.save_pretrained(folder / "actor")
+        return [Path(report) for report in reports]
+
+    def _finish_save(self) -> list[str]:
+        groups = [group for group in (self.actor_wg, self.critic_wg) if group is not None]
+        return [error for group in groups for error in group.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_dataset):

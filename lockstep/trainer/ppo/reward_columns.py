@@ -14,10 +14,11 @@ from lockstep.algorithms.shaping import has_signal, overlong_penalty
 from lockstep.config.reward import OverlongConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, RewardError
+from lockstep.observability.metrics import Mean, Metric, Sum
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.metrics import row_sums
 from lockstep.trainer.ppo.missing_rewards import leave_out
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.scored import OVERLONG_PART, Scored
 from lockstep.trainer.ppo.stages import generate
 
 
@@ -39,23 +40,25 @@ def model_scores(reward_model: Any, reward_fn: Any, batch: DataProto, tokenizer:
     batch.set("rm_judged", judged)
 
 
-def penalise_overlong(batch: DataProto, config: OverlongConfig, max_response_length: int) -> dict[str, float]:
-    """Reads responses; adds the overlong penalty to token_level_scores, on the last token."""
-    if config.len > max_response_length:
-        raise ConfigError(f"reward.overlong_buffer.len={config.len} is more than data.max_response_length={max_response_length}")
+def penalise_overlong(batch: DataProto, scored: Scored, config: OverlongConfig, max_response_length: int) -> dict[str, Metric]:
+    """Reads responses; adds the overlong penalty to token_level_scores, on the last token, and to the parts of `scored`."""
     scores, lengths = batch.ragged("token_level_scores"), batch.ragged("responses").lengths
     penalty = overlong_penalty(lengths, max_response_length, config.len, config.penalty_factor).float()
     values, filled = scores.values.clone(), lengths > 0
     values[(lengths.cumsum(0) - 1)[filled]] += penalty[filled]
     batch.set("token_level_scores", scores.like(values))
-    return {"reward/overlong_penalty/mean": penalty.mean().item(), "reward/overlong_ratio": (penalty < 0).float().mean().item()}
+    scored.parts[OVERLONG_PART] = penalty.tolist()
+    return {
+        "reward/overlong_penalty/mean": Mean(penalty.double().sum().item(), len(penalty)),
+        "reward/overlong_ratio": Mean(int((penalty < 0).sum()), len(penalty)),
+    }
 
 
 def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
     """Writes reward_parts [B, K] (float), with its names in meta_info: what `keys` name of the judges' scores and the function's numbers.
     Missing rows are 0.
 
-    Raises RewardError when a row that has a reward lacks one of them.
+    Raises RewardError when a row that has a reward lacks one of them, or has something that is not a finite number.
     """
     columns = []
     for key in keys:
@@ -66,6 +69,12 @@ def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
             raise RewardError(
                 f"{len(lacking)} rows have no reward part {key!r} (dataset row {batch.non_tensor_batch['index'][lacking[0]]} is the "
                 f"first); known parts: {', '.join(known)}. Name judges in reward.weights, or return the key from the reward function"
+            )
+        wrong = [v for v, f in zip(values, scored.failures, strict=True) if f is None and not _is_number(v)]
+        if wrong:
+            raise RewardError(
+                f"algorithm.gdpo_reward_keys names {key!r}, which is not a finite number in {len(wrong)} rows, but {wrong[0]!r}: name "
+                "judges, or keys with numbers"
             )
         columns.append([0.0 if f is not None else float(v or 0.0) for v, f in zip(values, scored.failures, strict=True)])
     batch.set("reward_parts", torch.tensor(columns, dtype=torch.float32).T.contiguous())
@@ -85,7 +94,7 @@ def baselines(batch: DataProto, greedy: DataProto, greedy_scored: Scored) -> int
     return sum(failure is not None for failure in greedy_scored.failures)
 
 
-def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: SamplingParams, scorer: Any) -> dict[str, float]:
+def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: SamplingParams, scorer: Any) -> dict[str, Metric]:
     """Writes reward_baselines: the score of the greedy response to each prompt. `number` is that of the batch, `scorer` a `Scorer`."""
     first = torch.tensor([sample == 0 for sample in batch.non_tensor_batch["sample"]])
     objects = [name for name in batch.non_tensor_batch if name != "finish_reason"]
@@ -94,8 +103,7 @@ def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: Sa
     scored, _ = scorer.score(greedy, number)
     missing = baselines(batch, greedy, scored)
     known = [total for total, failure in zip(scored.total, scored.failures, strict=True) if failure is None]
-    mean = {"reward/baseline/mean": sum(known) / len(known)} if known else {}
-    return mean | {"reward/baseline/missing": float(missing)}
+    return {"reward/baseline/mean": Mean(sum(known), len(known)), "reward/baseline/missing": Sum(float(missing))}
 
 
 def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
@@ -107,7 +115,7 @@ def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
         values = row_sums(batch, "token_level_scores")
     elif metric in scored.extra:
         said = scored.extra[metric]
-        lacking = [i for i, value in enumerate(said) if counted[i] and not isinstance(value, int | float | np.number | np.bool_)]
+        lacking = [i for i, value in enumerate(said) if counted[i] and not _is_number(value)]
         if lacking:
             raise RewardError(
                 f"algorithm.filter_groups.metric={metric} is not a number in {len(lacking)} rows: {said[lacking[0]]!r}"
@@ -120,3 +128,7 @@ def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
         )
     group = torch.from_numpy(np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1])
     return has_signal(values, group, counted).nonzero().flatten()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number | np.bool_) and bool(np.isfinite(value))

@@ -8,6 +8,9 @@ from typing import Any
 
 from lockstep.rewards.outcome import Failure
 
+OVERLONG_PART = "overlong_penalty"
+"""The name of reward.overlong_buffer's penalty among the parts of a reward."""
+
 
 @dataclass
 class Scored:
@@ -20,7 +23,7 @@ class Scored:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     """What the reward function returned: "score" and its other keys."""
     parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """Judge -> its score before weighting; None where it was not asked."""
+    """Judge -> its score before weighting, None where it was not asked; and the penalty for length, where the run has one."""
 
     def select(self, rows: Sequence[int]) -> Scored:
         """The same of some rows."""

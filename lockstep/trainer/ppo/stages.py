@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
+from lockstep.algorithms.advantages import read_estimate
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
@@ -120,17 +121,19 @@ def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[st
     x = mismatch.log_ratio(old, rollout, mask)
     if correction.level is not None:
         raw = mismatch.raw_weights(x, mask, rows, correction.level)
-        metrics |= mismatch.weight_metrics(raw, mask, rows, correction.level, correction.band)
+        metrics |= mismatch.weight_metrics(raw, mask, rows, correction.level, correction.band, correction.normalise)
         weights = mismatch.importance_weights(x, mask, rows, correction.level, correction.band, correction.normalise)
         _set_tokens(batch, "rollout_is_weights", weights)
     kept = mask
     for kind, bounds in correction.rejections:
         passed = mismatch.kept_tokens(x, mask, rows, kind, bounds, _group(batch))
-        metrics[f"rollout_rs_{kind}_masked_fraction"] = _share_lost(mask, passed)
+        metrics |= mismatch.rejection_metrics(
+            mismatch.rejection_statistic(x, mask, rows, kind, _group(batch)), mask, rows, kind, bounds
+        )
+        metrics |= _lost(f"rollout_rs_{kind}", mask, passed, rows)
         kept = kept & passed
     if correction.rejections:
-        metrics["rollout_rs_masked_fraction"] = _share_lost(mask, kept)
-        metrics["rollout_rs_seq_masked_fraction"] = _share_lost(rows.sum(mask) > 0, rows.sum(kept) > 0)
+        metrics |= _lost("rollout_rs", mask, kept, rows)
         _set_tokens(batch, "response_mask", kept.long())
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -161,7 +164,7 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
     }
-    advantages, returns = estimation.estimator(columns, rows)
+    advantages, returns = read_estimate(estimation.estimator, estimation.estimator(columns, rows), rows)
     for name, values in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
         _set_tokens(batch, name, values)
     return metrics
@@ -301,8 +304,14 @@ def _reward_parts(batch: DataProto, keys: Sequence[str] | None) -> Tensor | None
     return batch.batch["reward_parts"][:, [names.index(key) for key in keys]]
 
 
-def _share_lost(before: Tensor, after: Tensor) -> float:
-    return 1 - int(after.sum()) / max(int(before.sum()), 1)
+def _lost(name: str, before: Tensor, after: Tensor, rows: Rows) -> dict[str, float]:
+    """The share of tokens that left the mask, and of rows that lost at least one."""
+    lost = before & ~after
+    touched, counted = (int((rows.sum(tokens) > 0).sum()) for tokens in (lost, before))
+    return {
+        f"{name}_masked_fraction": int(lost.sum()) / max(int(before.sum()), 1),
+        f"{name}_seq_masked_fraction": touched / max(counted, 1),
+    }
 
 
 def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:

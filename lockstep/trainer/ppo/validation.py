@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import generate, make_prompts
 
+_MAX_CHOICES = 1000
 _VALIDATION_STEPS = 1 << 40
 """Added to the step in the sampling key of validation, so that it draws other numbers than training."""
 
@@ -62,7 +64,8 @@ def validation_metrics(
     `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever the reward
     function returned, one entry a row (None where it said nothing of a row). A variable is summarised for the sources that have a number
     in every row; the core variable of a source is "acc" where it has one, else "reward". best@k is the exact mean of the best of k over
-    all ways to choose k of the N samples. maj@N takes the most frequent "pred" (ties: the first) and needs one in every row.
+    all ways to choose k of the N samples. maj@k takes the most frequent "pred" of k (ties: the first) and needs one in every row; its mean
+    is over all ways to choose k of N, or over 1,000 of them where there are more.
 
     Rows with a failure (not None) have no reward: they are in no number but `val-aux/{source}/missing`, their count.
     """
@@ -106,8 +109,9 @@ def _summary(groups: dict[int, list[int]], entries: Sequence[Any], preds: Sequen
         usable = [s for s in scores if len(s) >= k]
         summary[f"best@{k}/mean"] = float(np.mean([expected_best(s, k) for s in usable]))
         summary[f"worst@{k}/mean"] = float(np.mean([-expected_best([-x for x in s], k) for s in usable]))
-    if preds is not None:
-        summary[f"maj@{n}/mean"] = float(np.mean([_majority(rows, entries, preds) for rows in groups.values()]))
+        if preds is not None:
+            chosen = (_majority(rows, k, entries, preds) for rows in groups.values() if len(rows) >= k)
+            summary[f"maj@{k}/mean"] = float(np.mean(list(chosen)))
     return summary
 
 
@@ -122,6 +126,13 @@ def _sizes(n: int) -> list[int]:
     return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n]
 
 
-def _majority(rows: list[int], entries: Sequence[Any], preds: Sequence[Any]) -> float:
-    winner = Counter(str(preds[row]) for row in rows).most_common(1)[0][0]
-    return next(float(entries[row]) for row in rows if str(preds[row]) == winner)
+def _majority(rows: list[int], k: int, entries: Sequence[Any], preds: Sequence[Any]) -> float:
+    """The mean, over ways to choose k of the rows in their order, of the entry that the most frequent prediction has first."""
+    if math.comb(len(rows), k) <= _MAX_CHOICES:
+        choices = [list(choice) for choice in itertools.combinations(rows, k)]
+    else:
+        generator = np.random.default_rng(0)
+        choices = [[rows[i] for i in sorted(generator.choice(len(rows), k, replace=False))] for _ in range(_MAX_CHOICES)]
+    winners = [Counter(str(preds[row]) for row in choice).most_common(1)[0][0] for choice in choices]
+    first = [next(row for row in choice if str(preds[row]) == winner) for choice, winner in zip(choices, winners, strict=True)]
+    return float(np.mean([float(entries[row]) for row in first]))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from lockstep.errors import NumericalError
 from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, TokenOutputs, chunked_log_probs, most_logits
 from lockstep.models.flops import ModelCost, model_cost
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightFiles
 from lockstep.models.outputs import logits_log_probs
 from lockstep.models.packing import (
     Budget,
@@ -35,28 +33,15 @@ from lockstep.models.packing import (
     pack_sequences,
     shared_prompt_tokens,
 )
-from lockstep.models.weight_file import TensorSpec, write_weights
+from lockstep.models.weight_file import TensorSpec
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.checkpoint import (
-    MOMENTS,
-    OPTIMIZER,
-    WEIGHTS,
-    ModelFolder,
-    Place,
-    Progress,
-    Write,
-    open_moments,
-    read_progress,
-    write_index,
-    write_progress,
-    write_shares,
-)
+from lockstep.workers.engine.checkpoint import ModelFolder
 from lockstep.workers.engine.micro_batches import LazySequence, join_rows
 from lockstep.workers.engine.optim import OptimResult, Updates
 from lockstep.workers.engine.pending import Pending, read
 from lockstep.workers.engine.precision import compute_dtype
-from lockstep.workers.engine.sharded import ReadRows
+from lockstep.workers.engine.saved import SavedEngine
 from lockstep.workers.engine.spec import EngineSpec
 
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
@@ -81,7 +66,7 @@ def uses_weights(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate
     return with_weights
 
 
-class TrainEngine(ABC):
+class TrainEngine(SavedEngine):
     """One model on `world_size` ranks. Every method is called on all ranks together, each with rows of its own.
 
     Where several ranks compute one model together (tensor, pipeline or sequence parallel: `model_group`) they put their rows together,
@@ -95,15 +80,11 @@ class TrainEngine(ABC):
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
     tokens_at_once: int | None = None
     """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
-    folder: ModelFolder
-    """The model as a checkpoint has it."""
     cost: ModelCost
     """What a token costs, for rates."""
     dtype: torch.dtype
     """The type of the computation."""
     device: torch.device
-    rank: int
-    world_size: int
     model_group: dist.ProcessGroup | None = None
     """The ranks that compute the same rows together; None where each computes its own."""
     gradient_ranks: int
@@ -131,53 +112,8 @@ class TrainEngine(ABC):
         """Clip, step, clear the gradients. Raises NumericalError, before any weight changes, when the gradient is not finite."""
 
     @abstractmethod
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every parameter and saved buffer; a tied weight comes once.
-
-        On one rank the tensors are the parameters themselves, not copies: they follow later updates (unless `exports_copies`).
-        """
-
-    @abstractmethod
-    def _read_weights(self, path: Path, files: WeightFiles) -> None:
-        """Take over the weights of a checkpoint, whose shapes have been checked. `path` is its folder."""
-
-    @abstractmethod
-    def _export_moments(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of one of AdamW's moments for every weight that learns; zeros where there was no update yet.
-        Changes nothing: an optimizer that has no state keeps none."""
-
-    @abstractmethod
-    def _read_moments(self, kind: str, read: ReadRows) -> None:
-        """Replace one of AdamW's moments."""
-
-    @abstractmethod
-    def _set_steps(self, progress: Progress) -> None:
-        """Replace AdamW's count of updates; called after `_read_moments`."""
-
-    def _steps(self) -> dict[str, int]:
-        """Name -> AdamW's count of updates, of the weights that this rank has."""
-        return dict.fromkeys(self.moment_specs, self._updates.done)
-
-    @abstractmethod
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Context in which backward passes do (or do not) reduce gradients over the ranks."""
-
-    def on_device(self) -> AbstractContextManager[None]:
-        """Context in which the weights are on the device. Every method sees to it by itself; who calls several holds it around them,
-        so that an offloaded engine is moved once."""
-        return nullcontext()
-
-    def _check(self, path: Path) -> None:  # noqa: B027  (most have nothing to add)
-        """Raise DataError for a checkpoint that this engine cannot go on from, beyond the shapes of its weights."""
-
-    @property
-    def moment_specs(self) -> Mapping[str, TensorSpec]:
-        """Hugging Face name -> type and shape of each moment of what learns."""
-        return self.folder.specs
-
-    def _saved_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as a checkpoint has them."""
-        return self.export_weights()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Context in which the model is the one that training started from. For an engine that trains adapters beside it (LoRA)."""
@@ -250,54 +186,6 @@ class TrainEngine(ABC):
                         value = loss_pass.of(packed).loss_of(self._run(packed, temperature, entropy_grad), packed.tokens)
                     value.backward()
         return self._metrics(loss_pass)
-
-    @uses_weights
-    def save(self, path: Path, write: Write = write_weights) -> None:
-        """Write a Hugging Face folder (weights, config) and, for a trained model, what the optimizer needs to go on.
-
-        Each rank writes a share with `write`; the folder is whole when all have written. The engine stays as it is, to the bit.
-        """
-        place, files = Place(self.rank, self.world_size), {path / WEIGHTS: self.folder.specs}
-        folder = path / OPTIMIZER if self._is_trained else path
-        folder.mkdir(parents=True, exist_ok=True)
-        write_shares(path / WEIGHTS, self.folder.specs, self._saved_weights(), place, write)
-        found: list[dict[str, int]] = [{}] * self.world_size
-        if self._is_trained:
-            for kind in MOMENTS:
-                file = path / OPTIMIZER / f"{kind}.safetensors"
-                files[file] = self.moment_specs
-                write_shares(file, self.moment_specs, self._export_moments(kind), place, write)
-            dist.all_gather_object(found, self._steps())
-        try:  # what can fail on one rank alone comes after all that the ranks do together
-            if self.rank == 0:
-                self.folder.write_config(path)
-                for file, specs in files.items():
-                    write_index(file, specs, self.world_size)
-                if self._is_trained:
-                    steps = {name: max(part.get(name, 0) for part in found) for name in self.moment_specs}
-                    write_progress(path, Progress(self._updates.done, steps))
-        finally:
-            dist.barrier()  # no rank goes on before the files are there
-
-    @property
-    def _is_trained(self) -> bool:
-        return self._updates.config is not None
-
-    @uses_weights
-    def load(self, path: Path) -> None:
-        """Read what `save` wrote, at any number of ranks. Raises DataError, before anything changes, where it does not fit."""
-        weights = self.folder.open(path)
-        self._check(path)
-        if not self._is_trained:
-            self._read_weights(path, weights)
-            return
-        moments = {kind: open_moments(path, kind, self.moment_specs) for kind in MOMENTS}
-        progress = read_progress(path)
-        self._read_weights(path, weights)
-        for kind, files in moments.items():
-            self._read_moments(kind, files.read)
-        self._set_steps(progress)
-        self._updates.done = progress.updates
 
     # -- what a backend replaces when its ranks take turns (pipelines) or its model is not transformers' -----------------------
 

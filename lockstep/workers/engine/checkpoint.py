@@ -119,7 +119,7 @@ def write_index(file: Path, specs: Specs, world_size: int) -> None:
     if len(shares) > 1:
         files = _files(file, len(shares))
         weight_map = {name: path.name for path, share in zip(files, shares, strict=True) for name in share}
-        total = sum(_num_bytes(spec) for spec in specs.values())
+        total = sum(num_bytes(spec) for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         Path(f"{file}.index.json").write_text(json.dumps(index, indent=1))
 
@@ -128,10 +128,10 @@ def divide(specs: Specs, parts: int) -> list[dict[str, TensorSpec]]:
     """Shares of about equally many bytes, none of them empty, in the order of `specs`; the same on every rank."""
     shares: list[dict[str, TensorSpec]] = [{} for _ in range(max(1, min(parts, len(specs))))]
     sizes = [0] * len(shares)
-    for name in sorted(specs, key=lambda name: -_num_bytes(specs[name])):
+    for name in sorted(specs, key=lambda name: -num_bytes(specs[name])):
         least = min(range(len(shares)), key=lambda part: (bool(shares[part]), sizes[part]))
         shares[least][name] = specs[name]
-        sizes[least] += _num_bytes(specs[name])
+        sizes[least] += num_bytes(specs[name])
     return [{name: specs[name] for name in specs if name in share} for share in shares]
 
 
@@ -168,6 +168,7 @@ def _files(file: Path, count: int) -> list[Path]:
     return [file.with_name(f"{file.stem}-{number:05d}-of-{count:05d}{file.suffix}") for number in range(1, count + 1)]
 
 
-def _num_bytes(spec: TensorSpec) -> int:
+def num_bytes(spec: TensorSpec) -> int:
+    """The bytes of a tensor."""
     dtype, shape = spec
     return torch.Size(shape).numel() * dtype.itemsize

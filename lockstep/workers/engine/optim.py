@@ -81,7 +81,7 @@ def update_metrics(
     peak = peak_flops(torch.cuda.get_device_name(engine.device)) if on_gpu and engine.dtype == torch.bfloat16 else None
     if peak is not None:
         flops = engine.cost.training(counts.tolist(), len(mini_batch.ragged("responses").values))
-        metrics[f"perf/mfu/{prefix}"] = Mean(flops, seconds * peak)
+        metrics[f"perf/model_mfu/{prefix}"] = Mean(flops, seconds * peak)
     return metrics
 
 

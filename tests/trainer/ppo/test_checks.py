@@ -89,6 +89,16 @@ def test_remax_needs_nothing_more_and_gdpo_its_keys():
     check_algorithm(as_config({"algorithm": gdpo, "actor_rollout_ref": {"rollout": {"n": 2}}}))
 
 
+def test_gdpo_balances_the_penalty_for_length_or_the_run_has_none():
+    def config(*keys):
+        gdpo = {"adv_estimator": "gdpo", "gdpo_reward_keys": keys}
+        return as_config(GRPO | {"algorithm": gdpo, "reward": {"overlong_buffer": {"enable": True}}})
+
+    check_algorithm(config("a", "overlong_penalty"))
+    with pytest.raises(ConfigError, match=r"reward\.overlong_buffer is not among them: add 'overlong_penalty'"):
+        check_algorithm(config("a"))
+
+
 def test_an_estimator_that_reads_what_no_run_has_is_an_error(monkeypatch):
     monkeypatch.setattr("lockstep.algorithms.advantages.ADV_ESTIMATORS", dict(ADV_ESTIMATORS))
     register_adv_est("mine")(lambda *, temperature, response_mask: (response_mask, response_mask))
@@ -114,6 +124,29 @@ def test_loss_kwargs_must_be_arguments_of_the_loss(tmp_path):
         check_algorithm(config(f"{file}:mine"))
     with pytest.raises(DataError, match="has no 'other'"):
         check_algorithm(config(f"{file}:other"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "numbers", "message"),
+    [
+        (
+            "vanilla",
+            {"clip_ratio_low": 2.0},
+            r"needs 0 <= clip_ratio_low <= 1.* not 2\.0.*actor_rollout_ref\.actor\.clip_ratio_low",
+        ),
+        ("gspo", {"clip_ratio_low": 2.0}, "gspo policy loss needs"),
+        ("clip_cov", {"clip_ratio_low": 2.0}, "clip_cov policy loss needs"),
+        ("vanilla", {"clip_ratio_c": 1.0}, r"needs clip_ratio_c above 1"),
+    ],
+)
+def test_numbers_outside_the_range_of_the_loss_are_an_error_before_models_are_loaded(mode, numbers, message):
+    actor = {"policy_loss": {"loss_mode": mode}} | numbers
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(as_config({"actor_rollout_ref": {"actor": actor}}))
+
+
+def test_a_wide_range_suits_a_loss_of_log_ratios():
+    check_algorithm(as_config({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "geo_mean"}, "clip_ratio_low": 2.0}}}))
 
 
 def test_the_defaults_and_grpo_pass():

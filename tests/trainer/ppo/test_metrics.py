@@ -48,7 +48,7 @@ def test_data_metrics_equal_a_plain_loop(shape, seed, with_values):
         for name in COLUMNS
         if name in rows
     }
-    counted = [any(mask) or not mask for mask in rows["response_mask"]]  # a response that is masked as a whole has no reward
+    counted = [any(mask) for mask in rows["response_mask"]]  # a response that is empty or masked as a whole has no reward
     expected = spread("critic/score", [sum(row) for row, c in zip(rows["token_level_scores"], counted, strict=True) if c])
     expected |= spread("critic/rewards", [sum(row) for row, c in zip(rows["token_level_rewards"], counted, strict=True) if c])
     expected |= spread("critic/advantages", kept["advantages"]) | spread("critic/returns", kept["returns"])
@@ -56,8 +56,11 @@ def test_data_metrics_equal_a_plain_loop(shape, seed, with_values):
         expected |= spread("critic/values", kept["values"])
         if len(kept["returns"]) > 1:
             errors = [r - v for r, v in zip(kept["returns"], kept["values"], strict=True)]
-            expected["critic/vf_explained_var"] = 1 - statistics.pvariance(errors) / statistics.pvariance(kept["returns"])
+            expected["critic/vf_explained_var"] = 1 - statistics.variance(errors) / (statistics.variance(kept["returns"]) + 1e-5)
     expected |= spread("prompt_length", [p for p, _ in shape]) | spread("response_length", [t for _, t in shape])
+    if written := [t for _, t in shape if t]:
+        expected |= spread("response_length_non_aborted", written)
+        expected["response_length_non_aborted/clip_ratio"] = sum(t >= 3 for t in written) / len(written)
     expected["prompt_length/clip_ratio"] = sum(p >= 4 for p, _ in shape) / len(shape)
     expected["response_length/clip_ratio"] = sum(t >= 3 for _, t in shape) / len(shape)
     expected["response/aborted_ratio"] = sum(t == 0 for _, t in shape) / len(shape)
@@ -103,10 +106,11 @@ def test_no_metric_is_nan_when_every_response_is_empty():
     batch = make_batch([(1, 0), (2, 0)])
     metrics = data_metrics(batch, 3, 3) | timing_metrics(batch, {"step": 1.0, "gen": 1.0}, 1)
     assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
+    assert metrics["timing_per_token_ms/gen"] == 0
 
 
 def test_the_peak_of_a_step_is_that_of_its_fullest_stage():
     name = "perf/max_memory_allocated_gb"
     stages = {f"{name}/gen": 3.0, f"{name}/update_critic": 5.0, f"{name}/update_actor": 4.0}
-    assert peak_metrics({**stages, "perf/mfu/actor": 9.0}) == {name: 5.0}
+    assert peak_metrics({**stages, "perf/model_mfu/actor": 9.0}) == {name: 5.0}
     assert peak_metrics({"actor/lr": 1.0}) == {}

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from helpers.batches import column, make_batch, rows_of
@@ -53,11 +55,11 @@ def test_a_baseline_is_that_of_the_prompt_and_a_missing_one_leaves_the_prompt_ou
 
 def test_the_overlong_penalty_is_on_the_last_token():
     batch = make_batch(((1,) * 8, (1,) * 10, ()), token_level_scores=[[0.0] * 7 + [1.0], [0.0] * 9 + [1.0], []])
-    metrics = reward_columns.penalise_overlong(batch, OverlongConfig(enable=True, len=4, penalty_factor=2.0), 10)
+    said = scored(rows=3)
+    metrics = reward_columns.penalise_overlong(batch, said, OverlongConfig(enable=True, len=4, penalty_factor=2.0), 10)
+    assert said.parts == {"overlong_penalty": [-1.0, -2.0, 0.0]}
     assert [sum(row) for row in rows_of(batch, "token_level_scores")] == [0.0, -1.0, 0.0]
-    assert metrics["reward/overlong_ratio"] == pytest.approx(2 / 3)
-    with pytest.raises(ConfigError, match=r"reward\.overlong_buffer\.len=20"):
-        reward_columns.penalise_overlong(batch, OverlongConfig(enable=True, len=20), 10)
+    assert metrics["reward/overlong_ratio"].value == pytest.approx(2 / 3)
 
 
 def test_groups_without_a_signal_are_found_by_what_the_user_names():
@@ -84,3 +86,6 @@ def test_reward_parts_are_taken_from_judges_and_from_what_functions_return():
     assert batch.batch["reward_parts"].tolist() == [[1.0, 0.5], [0.0, 0.0]]
     with pytest.raises(RewardError, match="no reward part 'style'.*known parts: rule, format"):
         reward_columns.set_parts(batch, said, ["style"])
+    for value in ("good", [0.5], math.nan):
+        with pytest.raises(RewardError, match=r"gdpo_reward_keys names 'tone', which is not a finite number in 1 rows"):
+            reward_columns.set_parts(batch, scored(1, rows=2, tone=[value, None]), ["tone"])

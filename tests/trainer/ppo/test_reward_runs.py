@@ -119,6 +119,18 @@ def test_overlong_responses_lose_reward(embedded_config):
     assert row["critic/score/mean"] == pytest.approx(row["reward/rule/mean"] + row["reward/overlong_penalty/mean"], abs=1e-5)
 
 
+def test_gdpo_learns_from_the_penalty_for_length(embedded_config, tmp_path):
+    def advantages(name, *keys):
+        config = embedded_config(
+            *GRPO, "trainer.total_training_steps=1", "reward.overlong_buffer={enable: true, len: 11, penalty_factor: 5}",
+            "algorithm.adv_estimator=gdpo", f"trainer.default_local_dir={tmp_path / name}",
+            "algorithm.gdpo_reward_keys=[rule, overlong_penalty]", "actor_rollout_ref.rollout.temperature=3", *keys,
+        )  # fmt: skip
+        return train(config, POOL, HYBRID)[0]["critic/advantages/max"]
+
+    assert advantages("both") != advantages("rule alone", "algorithm.gdpo_reward_weights=[1.0, 0.0]")
+
+
 class Listening(RewardManager):
     """Counts the responses that were heard of before generation ended."""
 

@@ -240,6 +240,26 @@ def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
     assert rows_of(batch, "returns") == [[0, 0, 0.5], [1.5]]
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("token_level_rewards", r"must return \(advantages, returns\); it returned shape \(4,\)"),
+        ("(token_level_rewards,) * 3", r"must return \(advantages, returns\); it returned tuple of 3"),
+        ("(token_level_rewards[:1], token_level_rewards)", r"one number per token, \(4,\).*it returned shape \(1,\) as advantages"),
+        ("(token_level_rewards, None)", "it returned NoneType as returns"),
+    ],
+)
+@pytest.mark.parametrize("rows", ["rows", ""])
+def test_an_estimator_that_returns_the_wrong_thing_is_told_what_is_right(tmp_path, result, message, rows):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def mine(*, token_level_rewards, {rows}):\n    return {result}\n")
+    batch = make_batch(token_level_scores=[[0, 0, 1], [3]])
+    with pytest.raises(ConfigError, match=message if rows else "must return"):
+        stages.advantage(
+            batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:mine")), make_kl_controller("fixed", 0.1, 0.5, 1000)
+        )
+
+
 def test_advantages_that_are_not_finite_stop_the_step_with_their_rows(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("def log(*, token_level_rewards):\n    return token_level_rewards.log(), token_level_rewards\n")
@@ -405,7 +425,7 @@ def test_weights_are_a_column_and_leave_the_mask_alone():
     batch, metrics = corrected(rollout_is="token", rollout_is_threshold=3.0)
     assert rows_of(batch, "rollout_is_weights") == [[1, 1], [pytest.approx(2)], [1, 3], [1]]
     assert rows_of(batch, "response_mask") == [[1, 1], [1], [1, 1], [1]]
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(10)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(3)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
     assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(20) / 6)
     assert not any("rollout_rs" in name for name in metrics)

@@ -1,4 +1,5 @@
 import itertools
+import math
 import statistics
 
 import numpy as np
@@ -53,6 +54,19 @@ def test_the_majority_is_the_most_frequent_prediction_and_the_first_of_equals():
         {"reward": [0.0, 1.0, 1.0, 0.25, 1.0, 0.0], "pred": ["4", "7", "7", "a", "b", "c"]},
     )
     assert metrics["val-core/s/reward/maj@3/mean"] == pytest.approx((1.0 + 0.25) / 2)
+    # Of two, the first where they differ: (4, 7), (4, 7), (7, 7) and (a, b), (a, c), (b, c).
+    assert metrics["val-core/s/reward/maj@2/mean"] == pytest.approx((1 / 3 + 1.5 / 3) / 2)
+
+
+def test_the_majority_of_many_samples_is_drawn_from_the_ways_to_choose_them():
+    preds = ["a"] * 20 + ["b"] * 12
+    infos = {"reward": [float(pred == "a") for pred in preds], "pred": preds}
+    metrics = validation_metrics(["s"] * 32, [0] * 32, infos)
+    assert metrics["val-core/s/reward/maj@32/mean"] == 1.0
+    # "a" wins 8 of 32 with hypergeometric odds; a tie goes to "a", which comes first.
+    odds = sum(math.comb(20, i) * math.comb(12, 8 - i) for i in range(4, 9)) / math.comb(32, 8)
+    assert metrics["val-core/s/reward/maj@8/mean"] == pytest.approx(odds, abs=0.03)
+    assert metrics == validation_metrics(["s"] * 32, [0] * 32, infos)
 
 
 @pytest.mark.parametrize("preds", [None, ["1", None]])

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.rows import Rows
-from lockstep.compat import verl as core_algos
-from lockstep.compat.verl import AdvantageEstimator
+from lockstep.compat.verl import core_algos
+from lockstep.compat.verl.core_algos import AdvantageEstimator
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.errors import ConfigError
 

@@ -1,0 +1,140 @@
+"""Saver: from a draft whose files are still being written to a checkpoint with its name, while the run goes on.
+
+```text
+begin -> the recipe writes, or lets its workers begin to -> publish -> (a thread) wait for the workers, manifest, name, prune
+```
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.manifest import Entry
+from lockstep.errors import ResourceError
+
+_POLL_S = (0.01, 0.5)
+
+
+class Saver:
+    """Saves one checkpoint of a run at a time. The run goes on while files are written, and waits before the next one.
+
+    A save that fails leaves older checkpoints alone. With `stops` it is raised, by the next call; else it is said, and the run goes on.
+    `keep` and `metric` say which checkpoints stay: the last so many, and the best by that number of their state's "metrics".
+    """
+
+    def __init__(
+        self, run_dir: Path, *, keep: int | None, metric: str | None, lowest: bool, stops: bool, say: Callable[[str], None]
+    ) -> None:
+        self._run_dir, self._keep, self._metric, self._lowest, self._stops = run_dir, keep, metric, lowest, stops
+        self._say = say
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._cancelled, self._reason, self._step = threading.Event(), "", 0
+        self.failed: int | None = None
+        """The step of the last save, where it failed."""
+
+    def begin(self, step: int) -> Path:
+        """A folder to write the checkpoint of a step into. Waits for the one before."""
+        self.wait()
+        self._cancelled.clear()
+        self._step = step
+        return folders.make_draft(self._run_dir, step)
+
+    def publish(self, draft: Path, reports: Sequence[Path], durable: Sequence[Path], *, waits: bool = False) -> None:
+        """Make a draft a checkpoint, as soon as all `reports` are there: what those who write its files say when they are done
+        (`write_report`). `durable` are files that must not be lost once the checkpoint is there. With `waits` it is there on return."""
+
+        def finish() -> None:
+            try:
+                for path in durable:
+                    folders.sync(path)
+                folders.publish(draft, self._collect(draft, reports))
+                folders.prune(self._run_dir, self._keep, self.best())
+            except Exception as error:
+                self._error = error
+
+        if reports and not waits:
+            self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            finish()
+            self.check()
+
+    def fail(self, error: Exception) -> None:
+        """Take note that the checkpoint that was begun cannot be written."""
+        self._error = error
+        self.check()
+
+    def check(self) -> None:
+        """Raise, or say, what went wrong with the last save, if it did."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        error, self._error = self._error, None
+        if error is None:
+            return
+        self.failed = self._step
+        for draft in self._run_dir.glob("global_step_*.incomplete"):
+            shutil.rmtree(draft, ignore_errors=True)
+        text = f"the checkpoint of step {self.failed} was not saved: {describe_failure(error)}. Older ones are as they were"
+        if self._stops:
+            raise ResourceError(f"{text}; trainer.on_save_failure=continue would go on without it") from error
+        self._say(f"warning: {text}; the run goes on (trainer.on_save_failure=continue)")
+
+    def wait(self) -> None:
+        """Wait until the last save is done, and `check` it."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def cancel(self, reason: str = "the run ended before it was written") -> None:
+        """Give up on a save that still waits for others."""
+        self._reason = reason
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric, or None where no metric is asked for or no checkpoint has it."""
+        if self._metric is None:
+            return None
+        values = {
+            folder: folders.read_state(folder).get("metrics", {}).get(self._metric) for folder in folders.found(self._run_dir)
+        }
+        known = {folder: value for folder, value in values.items() if value is not None}
+        return (min if self._lowest else max)(known, key=lambda folder: known[folder], default=None)
+
+    def _collect(self, draft: Path, reports: Sequence[Path]) -> dict[str, Entry]:
+        known: dict[str, Entry] = {}
+        pause, longest = _POLL_S
+        for report in reports:
+            while not report.is_file():
+                if self._cancelled.wait(pause):
+                    raise ResourceError(self._reason)
+                pause = min(2 * pause, longest)
+            found = json.loads(report.read_text())
+            report.unlink()
+            if found["error"] is not None:
+                raise ResourceError(found["error"])
+            known |= {(Path(name)).relative_to(draft.absolute()).as_posix(): entry for name, entry in found["files"].items()}
+        return known
+
+
+def write_report(file: Path, files: dict[str, Any], error: str | None) -> None:
+    """Say that the files (absolute path -> manifest entry) of one who writes are done, or why they are not."""
+    draft = file.with_suffix(".tmp")
+    draft.write_text(json.dumps({"files": files, "error": error}))
+    draft.rename(file)
+
+
+def describe_failure(error: Exception) -> str:
+    """One line on why something was not written."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left for {error.filename or 'it'} ({error.strerror}); free some, or set trainer.max_ckpt_to_keep"
+    return str(error) if isinstance(error, ResourceError) else repr(error)

@@ -1,0 +1,65 @@
+"""SIGTERM and SIGINT (Ctrl-C) end a run after its step, with a checkpoint; both within a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from lockstep.errors import Stopped
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """Inside, a first signal sets `asked`; a second one, or `deadline_s` seconds after the first, raises Stopped where the program is.
+
+    Only the main thread gets signals: elsewhere this does nothing.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._before: dict[signal.Signals, Any] = {}
+        self.asked: signal.Signals | None = None
+        """The signal that came first."""
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in (*_SIGNALS, signal.SIGALRM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGALRM and self.asked is None:
+            self.asked = signal.Signals(number)
+            signal.setitimer(signal.ITIMER_REAL, self._deadline_s)
+            text = (
+                f"{self.asked.name}: the run ends after this step, with a checkpoint, within {self._deadline_s:g} s "
+                "(trainer.stop_deadline_s); once more ends it now\n"
+            )
+            os.write(2, text.encode())  # a handler may come in the middle of a print, which cannot be entered again
+        else:
+            assert self.asked is not None
+            why = "after a second signal" if number != signal.SIGALRM else f"after {self._deadline_s:g} s (trainer.stop_deadline_s)"
+            raise Stopped(self.asked, f"{self.asked.name}: ended {why}, before the step was saved")
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM raise Stopped where the program is, as SIGINT raises KeyboardInterrupt: while there is nothing to save yet.
+
+    Call it after `ray.init`, whose own handler ends the process in the middle of what it does.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _raise)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise Stopped(signal.Signals(number), "SIGTERM: ended before the first step")

@@ -1,0 +1,100 @@
+"""Drafts become checkpoints when all who write have said so; what fails is said or raised, and older ones stay."""
+
+import errno
+import threading
+
+import pytest
+
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.manifest import check_manifest, entry_of
+from lockstep.checkpoint.saver import Saver, write_report
+from lockstep.errors import ResourceError
+
+
+def make_saver(run_dir, *, said=None, **options):
+    defaults = {"keep": None, "metric": None, "lowest": False, "stops": True}
+    return Saver(run_dir, say=[].append if said is None else said.append, **defaults | options)
+
+
+def begin(saver, step, metrics=None):
+    draft = saver.begin(step).absolute()
+    (draft / "weights").write_text(f"weights {step}")
+    folders.write_state(draft, {"global_steps": step, "metrics": metrics or {}})
+    return draft
+
+
+def steps(run_dir):
+    return [int(folder.name.rpartition("_")[2]) for folder in folders.found(run_dir)]
+
+
+def test_a_checkpoint_gets_its_name_when_the_last_one_who_writes_is_done(tmp_path):
+    saver = make_saver(tmp_path)
+    draft = begin(saver, 1)
+    reports = [draft / "rank_0.written", draft / "rank_1.written"]
+    saver.publish(draft, reports, durable=[])
+    write_report(reports[1], {str(draft / "weights"): entry_of(draft / "weights")}, None)
+    assert steps(tmp_path) == []
+    write_report(reports[0], {}, None)
+    saver.wait()
+    assert steps(tmp_path) == [1]
+    check_manifest(tmp_path / "global_step_1")
+    assert sorted(p.name for p in (tmp_path / "global_step_1").iterdir()) == ["manifest.json", "trainer_state.json", "weights"]
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path):
+    saver = make_saver(tmp_path)
+    draft = begin(saver, 1)
+    saver.publish(draft, [draft / "late"], durable=[])
+    threading.Timer(0.2, write_report, (draft / "late", {}, None)).start()
+    saver.publish(begin(saver, 2), [], durable=[])
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_failed_save_stops_the_run_or_is_said_and_leaves_the_old_ones(tmp_path, stops):
+    said = []
+    saver = make_saver(tmp_path, stops=stops, said=said)
+    saver.publish(begin(saver, 1), [], durable=[])
+    draft = begin(saver, 2)
+    saver.publish(draft, [draft / "a"], durable=[])
+    write_report(draft / "a", {}, "no space left for model.safetensors")
+    words = "checkpoint of step 2 was not saved: no space left for model.safetensors. Older ones are as they were"
+    if stops:
+        with pytest.raises(ResourceError, match=words):
+            saver.wait()
+    else:
+        saver.wait()
+        assert words in said[0]
+    assert saver.failed == 2
+    assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_1"]
+    check_manifest(tmp_path / "global_step_1")
+    saver.publish(begin(saver, 3), [], durable=[])
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_what_the_driver_cannot_write_is_a_failed_save_too(tmp_path):
+    said = []
+    saver = make_saver(tmp_path, stops=False, said=said)
+    begin(saver, 1)
+    saver.fail(OSError(errno.ENOSPC, "No space left on device", "trainer_state.json"))
+    assert "no space left for trainer_state.json (No space left on device)" in said[0]
+    assert steps(tmp_path) == []
+
+
+def test_a_save_is_given_up_with_the_run_or_with_one_who_cannot_report(tmp_path):
+    saver = make_saver(tmp_path)
+    draft = begin(saver, 1)
+    saver.publish(draft, [draft / "never"], durable=[])
+    saver.cancel("no space left at all")
+    with pytest.raises(ResourceError, match="no space left at all"):
+        saver.wait()
+
+
+@pytest.mark.parametrize(("lowest", "kept", "best"), [(False, [2, 5], 2), (True, [3, 5], 3)])
+def test_the_last_and_the_best_are_kept(tmp_path, lowest, kept, best):
+    saver = make_saver(tmp_path, keep=1, metric="val/score", lowest=lowest)
+    for step, value in enumerate((0.5, 0.9, 0.1, None, 0.3), start=1):
+        saver.publish(begin(saver, step, {} if value is None else {"val/score": value}), [], durable=[])
+    assert steps(tmp_path) == kept
+    assert saver.best() == tmp_path / f"global_step_{best}"
+    assert make_saver(tmp_path).best() is None

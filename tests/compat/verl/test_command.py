@@ -1,0 +1,109 @@
+"""`lockstep verl-keys` over shell scripts as verl's users write them. Nothing that a script would start or write happens."""
+
+import shlex
+import sys
+import textwrap
+
+import pytest
+
+from lockstep import cli
+from lockstep.compat.verl.command import main, read_arguments, read_script
+from lockstep.config.load import load_config
+from lockstep.errors import ConfigError
+
+
+def script(tmp_path, text):
+    path = tmp_path / "run.sh"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_variables_arithmetic_arrays_and_branches_are_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("FROM_OUTSIDE", "11")
+    path = script(
+        tmp_path,
+        r"""
+        #!/usr/bin/env bash
+        set -xeuo pipefail
+        KIND=${KIND:-$(python3 -c 'import nothing' 2>/dev/null && echo other || echo usual)}
+        length=$((1024 * 2))
+        name=$(basename org/some-model)
+        cat > made.py << EOF
+        print("a > b")
+        EOF
+        mkdir -p made && touch made.txt
+        DATA=(
+            data.max_prompt_length=${length}   # a comment
+            data.train_files="['$HOME/a.parquet', 'b.parquet']"
+        )
+        case "$KIND" in usual) DATA+=(data.train_batch_size=${FROM_OUTSIDE}) ;; *) echo "no" >&2; exit 1 ;; esac
+        if [ "${MODE:-async}" = "async" ]; then DATA+=(data.shuffle=False); fi
+        RUN=(python3)
+        uv sync --extra vllm
+        ray job submit --no-wait -- "${RUN[@]}" -m verl.trainer.main_ppo --config-path=config \
+            --config-name='ppo_megatron_trainer.yaml'\
+            "${DATA[@]}" trainer.experiment_name="${name}" +algorithm.kl_ctrl.kl_coef=0.1 $@ 2>&1 | tee log.txt
+        """,
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert read_script(path) == {
+        "--config-path": "config",
+        "--config-name": "ppo_megatron_trainer.yaml",
+        "data.max_prompt_length": 2048,
+        "data.train_files": ["/home/someone/a.parquet", "b.parquet"],
+        "data.train_batch_size": 11,
+        "data.shuffle": False,
+        "trainer.experiment_name": "some-model",
+        "algorithm.kl_ctrl.kl_coef": 0.1,
+    }
+    assert [file.name for file in tmp_path.iterdir()] == ["run.sh"]
+
+
+def test_a_script_can_start_write_and_end_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = script(tmp_path, "/bin/touch one; command -p touch two; echo x > three; exec /bin/touch four; PATH=/bin touch five\n")
+    with pytest.raises(ConfigError, match="starts no trainer"):
+        read_script(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.sh"]
+
+
+def test_the_command_that_is_printed_is_read_back(tmp_path, capsys):
+    keys = "actor_rollout_ref.model.path=m actor_rollout_ref.actor.grad_clip=2"
+    path = script(tmp_path, f"python -m verl.trainer.main_ppo data.train_files=\"['a b','c']\" {keys} $1\n")
+    assert main([str(path), "trainer.n_gpus_per_node=4"]) == 0
+    command, _, table = capsys.readouterr().out.partition("\n\n")
+    program, sub, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert (program, sub) == ("lockstep", "ppo")
+    config = load_config(arguments)
+    assert config.data.train_files == ["a b", "c"]
+    assert config.actor_rollout_ref.actor.optim.clip_grad == 2
+    assert config.trainer.n_gpus_per_node == 4
+    assert "actor_rollout_ref.actor.grad_clip" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [([], 2, "usage"), (["--help"], 0, "usage"), (["missing.sh"], 1, "does not exist")],
+)
+def test_a_wrong_call_says_how(arguments, status, said, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lockstep", "verl-keys", *arguments])
+    assert cli.main() == status
+    assert said in "".join(capsys.readouterr())
+
+
+def test_a_script_with_a_refused_key_is_a_failure_with_the_whole_table(tmp_path, capsys):
+    path = script(tmp_path, "python -m verl.trainer.main_ppo trainer.device=npu trainer.nnodes=$NOT_SET\n")
+    assert main([str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "trainer.device" in said
+    assert "its value is empty" in said
+
+
+def test_what_hydra_cannot_read_is_a_string():
+    assert read_arguments(["trainer.project_name=a(b", "~trainer.logger"]) == {
+        "trainer.project_name": "a(b",
+        "trainer.logger": None,
+    }
+    with pytest.raises(ConfigError, match="expected key=value"):
+        read_arguments(["nonsense"])

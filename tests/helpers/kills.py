@@ -1,0 +1,227 @@
+"""Kill a run again and again, and see whether it ends as the run that was never hit: `python -m helpers.kills --kills 1000` (from tests/).
+
+The run is a fork of this process, which has everything imported, so a kill costs a second. Half of the kills come at an instant that is
+chosen among all touches of a file in the run's folder (drafts, manifests, renames, metrics, pruning), half after a random time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.manifest import MANIFEST, check_manifest
+
+Start = Callable[[Path], None]
+"""Train in a folder to the end, resuming what is there."""
+UNLIKE = ("time", "timing_", "perf/", "memory/")
+"""Beginnings of the names of metrics that differ between any two runs."""
+
+
+@dataclass
+class Kills:
+    """What came of killing."""
+
+    kills: int = 0
+    runs: int = 0
+    """Runs that reached the end, each after several kills."""
+    different: list[str] = field(default_factory=list)
+    """What was not as in the run that was never hit."""
+    seconds: float = 0.0
+
+
+def kill_runs(start: Start, folder: Path, num_kills: int, seed: int) -> Kills:
+    """Start runs and kill them until `num_kills` have hit, and let the last one end."""
+    rng, kills, started = random.Random(seed), Kills(), time.monotonic()
+    whole = folder / "whole"
+    num_instants, seconds = _uninterrupted(start, whole)
+    expected = end_of(whole)
+    while kills.kills < num_kills:
+        run_dir = folder / "run"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        while True:
+            spare = kills.kills < num_kills
+            instant = rng.randrange(num_instants) if spare and rng.random() < 0.5 else None
+            after_s = rng.uniform(0, 1.2 * seconds) if spare and instant is None else None
+            if _attempt(start, run_dir, instant, after_s):
+                break
+            kills.kills += 1
+        kills.runs += 1
+        found = end_of(run_dir)
+        kills.different += [f"run {kills.runs}: {name}" for name in expected if found.get(name) != expected[name]]
+    kills.seconds = time.monotonic() - started
+    return kills
+
+
+def end_of(run_dir: Path) -> dict[str, Any]:
+    """What a run came to: checksums of every file of its last checkpoint, and the lines of its metrics."""
+    newest = folders.newest(run_dir)
+    assert newest is not None
+    check_manifest(newest)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    same = [{name: value for name, value in line.items() if not name.startswith(UNLIKE)} for line in lines]
+    files = json.loads((newest / MANIFEST).read_text())["files"]
+    return {f"{newest.name}/{name}": entry for name, entry in files.items()} | {
+        "checkpoints": [path.name for path in folders.found(run_dir)],
+        "steps of metrics.jsonl": [line["step"] for line in lines],
+        **{f"metrics of line {number}": line for number, line in enumerate(same)},
+    }
+
+
+def _uninterrupted(start: Start, run_dir: Path) -> tuple[int, float]:
+    """Touches of files and seconds of a run to the end."""
+    before = time.monotonic()
+    count = run_dir.with_name("instants")
+
+    def counted(run_dir: Path) -> None:
+        touches = [0]
+        _on_touch(run_dir, lambda: touches.__setitem__(0, touches[0] + 1))
+        start(run_dir)
+        count.write_text(str(touches[0]))
+
+    assert _attempt(counted, run_dir, None, None)
+    return int(count.read_text()), time.monotonic() - before
+
+
+def _attempt(start: Start, run_dir: Path, instant: int | None, after_s: float | None) -> bool:
+    """Start it, and maybe kill it; whether it reached the end."""
+    child = os.fork()
+    if child == 0:
+        _child(start, run_dir, instant)
+    if after_s is not None:
+        until = time.monotonic() + after_s
+        while time.monotonic() < until:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return _ended(status)
+            time.sleep(0.005)
+        os.kill(child, signal.SIGKILL)
+    return _ended(os.waitpid(child, 0)[1])
+
+
+def _ended(status: int) -> bool:
+    assert status in (0, signal.SIGKILL), f"the run failed with status {status}; see above"
+    return status == 0
+
+
+def _child(start: Start, run_dir: Path, instant: int | None) -> None:
+    """Never returns."""
+    gc.freeze()
+    status = 1
+    try:
+        if instant is not None:
+            left = [instant]
+
+            def touched() -> None:
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+
+            _on_touch(run_dir, touched)
+        start(run_dir)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _on_touch(run_dir: Path, call: Callable[[], None]) -> None:
+    """Call it whenever a file or folder in the run's folder is about to be opened, made, renamed or removed."""
+    prefix = str(run_dir)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate") and str(arguments[0]).startswith(
+            prefix
+        ):
+            call()
+
+    sys.addaudithook(hook)
+
+
+# -- the long command --------------------------------------------------------------------------------------------------------
+
+
+def small_runs(task: Any, *more: str) -> Start:
+    """Seven PPO steps of the embedded task, saved every other step and validated now and then; `more` are further keys."""
+    from helpers.run import make_trainer, roles
+    from lockstep.config import load_config
+
+    def start(run_dir: Path) -> None:
+        config = load_config(
+            [
+                f"data.train_files={task.train_file}", f"data.val_files={task.val_file}", "data.val_max_samples=8",
+                "data.train_batch_size=4", "data.max_prompt_length=16", "data.max_response_length=8",
+                f"actor_rollout_ref.model.path={task.model}", "actor_rollout_ref.rollout.n=2", "trainer.device=cpu",
+                "trainer.total_training_steps=7", "trainer.save_freq=2", "trainer.test_freq=3", "trainer.max_ckpt_to_keep=2",
+                f"trainer.default_local_dir={run_dir}", *more,
+            ]
+        )  # fmt: skip
+        names = roles("ActorRollout", "Critic") if config.use_critic else roles("ActorRollout")
+        trainer = make_trainer(config, {"global_pool": [1]}, names)
+        try:
+            trainer.init_workers()
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    return start
+
+
+CASES = {
+    "PPO, fsdp2": ("algorithm.use_kl_in_reward=false", "trainer.critic_warmup=2"),
+    "GRPO, fsdp2": ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+    "GRPO, torchtitan": (
+        "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.strategy=torchtitan",
+    ),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Kill runs of every case; print, and write with --out, what came of it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    import torch
+
+    from lockstep.embedded import prepare
+
+    torch.set_num_threads(1)
+    results = {}
+    with TemporaryDirectory() as folder:
+        task = prepare(Path(folder) / "task", seed=0)
+        for number, (name, more) in enumerate(CASES.items()):
+            share = arguments.kills * (number + 1) // len(CASES) - arguments.kills * number // len(CASES)
+            found = kill_runs(small_runs(task, *more), Path(folder) / str(number), share, arguments.seed + number)
+            results[name] = {
+                "kills": found.kills,
+                "runs": found.runs,
+                "different": found.different,
+                "seconds": round(found.seconds),
+            }
+            print(
+                f"{name}: {found.kills} kills, {found.runs} runs, {len(found.different)} differences", *found.different, sep="\n  "
+            )
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=1) + "\n")
+    return int(any(result["different"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
