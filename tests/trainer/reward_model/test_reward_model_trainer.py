@@ -158,10 +158,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(arguments: dict[str, Any], tmp_pa
         run.kill()
     assert run.wait() == -9
     assert reward_model(killed) == 0
-    # The line of a step that was saved and not yet logged is lost.
-    rows, expected = ({row["step"]: row for row in metrics(tmp_path / name)} for name in ("killed", "whole"))
-    assert len(rows) >= 11
-    assert rows == {step: expected[step] for step in rows}
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
     one, other = (load_file(tmp_path / name / "global_step_12" / "actor" / "model.safetensors") for name in ("whole", "killed"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
