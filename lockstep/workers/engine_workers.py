@@ -63,7 +63,7 @@ class ActorRolloutRefWorker(ModelWorker):
         seed: int,
         pad_token_id: int,
         total_updates: int,
-        max_response_length: int = 0,
+        max_response_length: int | None = None,
         make_loss: Callable[[], Loss] | None = None,
         keys: PolicyKeys = PPO_KEYS,
         head: str = "language_model",
@@ -106,7 +106,7 @@ class ActorRolloutRefWorker(ModelWorker):
             attention = choice.attention if choice is not None else None
             engine = make_engine(config.actor, spec(optim=config.actor.optim, decoder_attention=attention))
             self.actor = ActorPart(engine, config, self._dtype)
-            scale = config.actor.loss_scale_factor or float(self.max_response_length)
+            scale = config.actor.loss_scale_factor or float(self.max_response_length or 0)
             self._loss = make_policy_loss(config.actor, scale) if self.make_loss is None else self.make_loss()
         if config.loads_reference(parts):
             engine = make_engine(config.reference_engine, spec(optim=None))

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 
 Kind = Literal["accepted", "translated", "ignored", "refused", "unknown", "default"]
 
-OFF = (None, False, 0, "", [], {})
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values that switch a thing off, which needs no refusal."""
 
 DEFAULTS: dict[str, Any] = {

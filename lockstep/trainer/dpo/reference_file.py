@@ -97,7 +97,7 @@ def _publish(path: Path, columns: Mapping[str, np.ndarray]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            np.savez(file, **columns)
+            np.savez(file, **columns)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
         os.replace(file.name, path)

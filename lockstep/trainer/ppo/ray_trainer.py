@@ -147,11 +147,11 @@ class RayPPOTrainer(Run):
                 with timer.stage("gen"):
                     stages.generate(self.rollout_wg, batch, self.sampling, number, getattr(scoring, "add", None))
                 with timer.stage("reward"):
-                    scored, metrics = self.scorer.score(batch, number, scoring)
+                    scored, found = self.scorer.score(batch, number, scoring)
                 if self.needs_baseline:
                     with timer.stage("gen_max"):
-                        metrics |= self.greedy_baseline(batch, number)
-                groups.add(batch, scored, metrics)
+                        found |= self.greedy_baseline(batch, number)
+                groups.add(batch, scored, found)
             batch, scored, metrics = groups.join(self.display.message)
 
             updates = self._mini_batches(step, batch, self.actor_prompts, actor.ppo_epochs)
