@@ -44,6 +44,8 @@ def check_engines(config: PPOConfig) -> None:
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
     choices: list[tuple[EngineChoice, ModelConfig, int, str]] = [(policy.actor, policy.model, ranks, "actor_rollout_ref.actor")]
+    if policy.ref.model.path is not None:
+        choices.append((policy.reference_engine, policy.reference_model, ranks, "actor_rollout_ref.actor"))
     if config.use_critic:
         own = critic.n_gpus_per_node * critic.nnodes if critic.enable_resource_pool else ranks
         choices.append((critic, critic.model if critic.model.path else policy.model, own, "critic"))

@@ -26,7 +26,7 @@ model_engine | > actor_rollout_ref.actor.strategy : engine | the training engine
 transfer_queue.* | - | batches go straight from stage to stage
 {skip.*,actor_rollout_ref.rollout.skip}.enable | ! | generations cannot be replayed in training
 {skip,actor_rollout_ref.rollout.skip}.* | - | read with enable only
-distillation.enabled | ! | on-policy distillation is not a part of PPO here
+distillation.enabled | ! | set algorithm.adv_estimator=distill and actor_rollout_ref.ref.model.path, or use lockstep distill
 distillation.* | - | read with distillation.enabled only
 ray_kwargs.timeline_json_file | - | no timeline: each step logs timing_s/*
 data.gen_batch_size | - | filter_groups generates batches of train_batch_size prompts until the batch is full
@@ -95,7 +95,6 @@ critic.forward_* | - | verl reads it no more; the training sizes hold for both p
 critic.loss_scale_factor | ! | the critic's loss has no scale of its own
 actor_rollout_ref.ref.fsdp_config.{param_offload,offload_policy} | > actor_rollout_ref.ref.param_offload | it has no engine section
 actor_rollout_ref.ref.megatron.param_offload | - | megatron keeps weights on the device
-actor_rollout_ref.ref.model.path | ! | the reference is the actor's model at the start
 actor_rollout_ref.ref.* | - | the reference is laid out as the actor is
 *.fsdp_config.offload_policy | > \1.fsdp_config.param_offload | host memory while the model is idle
 *.fsdp_config.model_dtype | - | master weights are always float32
