@@ -13,6 +13,7 @@ COMMANDS = {
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
     "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
     "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
+    "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
     "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
     "preprocess": (

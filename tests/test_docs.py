@@ -11,8 +11,10 @@ from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.preference_losses import PREFERENCE_LOSSES
 from lockstep.compat.verl.keys import judge
 from lockstep.config.load import check_key
+from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
+from lockstep.errors import ConfigError
 from lockstep.tools.check import check_advantage, check_loss, check_preference
 
 ROOT = Path(__file__).parents[1]
@@ -37,14 +39,34 @@ def test_keys_in_commands_are_valid(page):
             check_key(key)
 
 
+def check_in_some_recipe(key):
+    """A page of one recipe also names keys of others."""
+    errors = []
+    for root in ROOTS.values():
+        try:
+            check_key(key, root)
+        except ConfigError as error:
+            errors.append(error)
+    if len(errors) == len(ROOTS):
+        raise errors[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_of_recipes_have_valid_keys(page):
+    for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
+        command = line.split()[1] if line.startswith("lockstep ") else None
+        for key in re.findall(r"(?<=[\s\"])([a-z_]+(?:\.[a-zA-Z_]+)+)=", line) if command in ROOTS else ():
+            check_key(key, ROOTS[command])
+
+
 def test_the_keys_named_in_the_text_are_valid():
-    sections = "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|ray_kwargs"
+    sections = "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|ray_kwargs|loss|reference|optim"
     for page in PAGES:
         if page.name == "from_verl.md":
             continue
         for key in re.findall(rf"`((?:{sections})\.[a-zA-Z_.]+)[`=]", page.read_text()):
             if key != "trainer.worker_groups":  # an attribute of a trainer
-                check_key(key)
+                check_in_some_recipe(key)
 
 
 def test_every_key_that_the_page_for_verls_users_names_has_a_verdict():

@@ -66,6 +66,10 @@ ARROWS: dict[str, set[str]] = {
         "utils",
     },
     "trainer/reward_model": {"trainer/stage_run", "single_controller", "data", "protocol", "config", "observability"},
+    "trainer/dpo": {
+        "trainer/stage_run", "trainer/launch", "trainer/role", "single_controller", "algorithms", "data", "protocol", "config",
+        "observability", "utils",
+    },
     "trainer/summary": {"trainer/run"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
@@ -89,7 +93,7 @@ ARROWS: dict[str, set[str]] = {
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
-    "trainer/main_ppo", "trainer/main_sft", "trainer/main_reward_model", "trainer/program",
+    "trainer/main_ppo", "trainer/main_sft", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
     "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
     "__init__",
 )  # fmt: skip

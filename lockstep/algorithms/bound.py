@@ -20,12 +20,12 @@ PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "r
 """The inputs that belong to rows, or to the batch: they have no tokens to pad."""
 
 
-def token_column(what: str, x: Any, shape: tuple[int, ...], name: str = "") -> Tensor:
-    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else, as its `name`."""
+def token_column(what: str, x: Any, shape: tuple[int, ...], called: str = "") -> Tensor:
+    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else, as what it calls `called`."""
     if isinstance(x, Tensor) and x.shape == shape:
         return x
     raise ConfigError(
-        f"{what} must return one number per token, {shape}, before any mean; it returned {kind_of(x)}{name and f' as {name}'}"
+        f"{what} must return one number per token, {shape}, before any mean; it returned {kind_of(x)}{called and f' as {called}'}"
     )
 
 

@@ -25,6 +25,7 @@ POLICY_ROLES = {
     "rollout": Parts(rollout=True),
     "actor_rollout": Parts(actor=True, rollout=True),
     "ref": Parts(reference=True),
+    "actor_ref": Parts(actor=True, reference=True),
     "actor_rollout_ref": Parts(actor=True, rollout=True, reference=True),
 }
 """Role of an ActorRolloutRefWorker -> its parts."""
@@ -38,6 +39,8 @@ class PolicyKeys:
     engine: str = "actor_rollout_ref.actor"
     tokens: str = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     model: str = "actor_rollout_ref.model"
+    reference_tokens: str = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
+    reference_offload: str = "actor_rollout_ref.ref.param_offload"
 
 
 PPO_KEYS = PolicyKeys()

@@ -32,7 +32,7 @@ class FilterGroupsConfig:
     metric: str = "score"
     """What must differ: score (what the judges gave), seq_reward (with the overlong penalty), or a key that a reward function returned."""
     max_num_gen_batches: int = 10
-    """Batches of prompts generated at most for one step; 0: no limit. The step goes on with what there is then."""
+    """Batches of prompts generated at most for one step; 0: those of one epoch. The step goes on with what there is then."""
 
     def __post_init__(self) -> None:
         at_least(self, "algorithm.filter_groups", 0, "max_num_gen_batches")

@@ -11,12 +11,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import valid_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward_train import RewardTrainConfig
 from lockstep.config.sft import SFTConfig
 
-ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "reward-model": RewardTrainConfig}
+ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward-model": RewardTrainConfig}
 """Command -> its configuration."""
 
 

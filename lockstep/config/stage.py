@@ -54,7 +54,14 @@ class FilesConfig:
         at_least(self, "data", 1, "train_batch_size")
 
 
-STAGE_KEYS = PolicyKeys("train", "engine", "engine.max_token_len_per_gpu", "model")
+STAGE_KEYS = PolicyKeys(
+    name="train",
+    engine="engine",
+    tokens="engine.max_token_len_per_gpu",
+    model="model",
+    reference_tokens="engine.max_token_len_per_gpu",
+    reference_offload="engine.fsdp_config.param_offload",
+)
 """What the workers' messages call these sections."""
 
 

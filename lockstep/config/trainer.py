@@ -78,7 +78,7 @@ class RunConfig:
                 "set trainer.resume_mode=resume_path"
             )
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
-        at_least(self, "trainer", 0, "stop_deadline_s")
+        at_least(self, "trainer", 0.1, "stop_deadline_s")
         at_least(self, "trainer", -1, "test_freq", "save_freq")
 
     @property

@@ -25,9 +25,6 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
-TRAIN_ON = ("last", "assistant", "all", "flag")
-"""The last assistant message, all of them, everything, or the messages whose `train` is true."""
-
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -85,6 +82,36 @@ def read_json(name: str, value: Any) -> Any:
         raise DataError(f"{name} is not JSON: {error}: {value!r}") from error
 
 
+def _shown(message: Message) -> Message:
+    """What a template sees of a message."""
+    return {name: field for name, field in message.items() if name != "train"}
+
+
+def _shown_as_text(message: Message) -> Message:
+    """The same with the arguments of calls as JSON text."""
+
+    def call_as_text(call: Message) -> Message:
+        function = call.get("function", call)
+        function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        return call | {"function": function} if "function" in call else function
+
+    calls = {"tool_calls": [call_as_text(call) for call in message["tool_calls"]]} if "tool_calls" in message else {}
+    return _shown(message) | calls
+
+
+def _check_thinking(message: Message, shown: str) -> None:
+    """Raises DataError where a message has thinking that the text of it lacks."""
+    content = message["content"] if isinstance(message["content"], str) else ""
+    thoughts = [message.get(name) for name in ("reasoning_content", "reasoning", "thinking")]
+    thoughts += [content.partition("</think>")[0].rpartition("<think>")[2] if "</think>" in content else None]
+    for thought in thoughts:
+        if isinstance(thought, str) and thought.strip() not in shown:
+            raise DataError(
+                f"the chat template drops the thinking of a trained message ({thought.strip()[:40]!r}...); take it out of the row, or use "
+                "a template (or data.apply_chat_template_kwargs) that shows it"
+            )
+
+
 def choose_messages(messages: Sequence[Message], train_on: str, start: int = 0) -> list[bool]:
     """Which messages are trained, none of those before `start`. Raises DataError when `flag` is asked and an assistant message has none.
 
@@ -119,13 +146,14 @@ class ChatTemplate:
             raise DataError(
                 "the row has messages, but the tokenizer has no chat template; use a tokenizer that has one, or plain strings"
             )
-        shown = [{name: field for name, field in message.items() if name != "train"} for message in messages]
-        arguments = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs
-        try:
-            text: Any = self._tokenizer.apply_chat_template(shown, tokenize=False, **arguments)
-        except (TemplateError, TypeError) as error:
-            raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
-        return str(text)
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs
+        refusals = []
+        for form in (_shown, _shown_as_text):  # a few templates take the arguments of a call as text only
+            try:
+                return str(self._tokenizer.apply_chat_template([form(message) for message in messages], tokenize=False, **options))
+            except (TemplateError, TypeError) as error:
+                refusals.append(error)
+        raise DataError(f"the tokenizer's chat template refuses the messages: {refusals[0]}") from refusals[0]
 
     def mark(self, messages: Sequence[Message], trained: Sequence[bool], tools: Any = None) -> MarkedText:
         """The whole conversation with the spans of the trained messages, each up to its end-of-turn token.
@@ -139,8 +167,9 @@ class ChatTemplate:
             if span is None:
                 spans = self._marked_spans(text, messages, trained, tools)
                 break
+            _check_thinking(messages[i], text[slice(*span)])
             spans.append(span)
-        return MarkedText(text, tuple(self._without_filling(text, span) for span in spans), True)
+        return MarkedText(text, tuple(spans), True)
 
     def _span(self, text: str, messages: Sequence[Message], i: int, tools: Any) -> Span | None:
         """Where message `i` stands in the text; None where the messages before and up to it are not rendered as its start."""
@@ -151,7 +180,9 @@ class ChatTemplate:
         except DataError:  # some templates take no empty list, or no list that ends so
             return None
         before = before if speaks else self._start_of(text, before)
-        return (len(before), len(after)) if text.startswith(after) and after.startswith(before) else None
+        if not (text.startswith(after) and after.startswith(before)):
+            return None
+        return (len(before), self._end_of_turn(text, len(before), len(after)) if speaks else len(after))
 
     def _start_of(self, text: str, rendered: str) -> str:
         """`rendered` without the special tokens and blanks that some templates put after the last message only."""
@@ -168,9 +199,10 @@ class ChatTemplate:
         speaks = [message["role"] == "assistant" for message in messages]
         if not _MARKER.search(template) or any(t and not s for t, s in zip(trained, speaks, strict=True)):
             raise DataError(self._refusal(trained))
-        shown = [{name: field for name, field in message.items() if name != "train"} for message in messages]
-        arguments = {"tools": tools} | self._tokenizer.special_tokens_map | self._kwargs
-        texts, found = render_jinja_template([shown], chat_template=template, return_assistant_tokens_mask=True, **arguments)
+        options = {"tools": tools} | self._tokenizer.special_tokens_map | self._kwargs
+        shown = [_shown(message) for message in messages]
+        rendered: Any = render_jinja_template([shown], chat_template=template, return_assistant_tokens_mask=True, **options)
+        texts, found = rendered
         if texts != [text] or len(found[0]) != sum(speaks):
             raise DataError(
                 f"the {{% generation %}} markers of the chat template give {len(found[0])} parts for {sum(speaks)} assistant messages"
@@ -187,8 +219,12 @@ class ChatTemplate:
             + "; a template with {% generation %} markers, or data.apply_chat_template_kwargs, may fix it"
         )
 
-    def _without_filling(self, text: str, span: Span) -> Span:
-        """Without blanks after the last special token: the model has stopped before them."""
-        start, end = span
+    def _end_of_turn(self, text: str, start: int, end: int) -> int:
+        """Where an answer from `start` to `end` is over: after the special token that ends it, without the blanks after that, which the
+        model has no part in. Where it has none, the special token that follows at once is what the model stops with.
+        """
         tokens = list(self._special.finditer(text, start, end))
-        return (start, tokens[-1].end()) if tokens and not text[tokens[-1].end() : end].strip() else span
+        if tokens and not text[tokens[-1].end() : end].strip():
+            return tokens[-1].end()
+        following = self._special.match(text, end)
+        return following.end() if following else end

@@ -82,8 +82,10 @@ class PairDataset(TrainingRows):
     def mark(self, row: Row) -> list[MarkedText]:
         if not self.is_paired:
             return [self._answer(row, row.get("completion") if row.get("completion") is not None else row.get("response"))]
-        chosen, rejected, margin = row["chosen"], row.get("rejected"), row.get("margin")
-        if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        chosen: Any = row["chosen"]
+        rejected: Any = row.get("rejected")
+        margin = row.get("margin")
+        if not any(isinstance(chosen, kind) and isinstance(rejected, kind) for kind in (str, list)):
             raise DataError(f"chosen and rejected must both be strings or both messages, not {chosen!r} and {rejected!r}")
         if margin is not None and not isinstance(margin, int | float):
             raise DataError(f"margin must be a number, not {margin!r}")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import one_of
-from lockstep.data.conversations import TRAIN_ON, MarkedText, choose_messages, read_messages
+from lockstep.config.sft import TRAIN_ON
+from lockstep.data.conversations import MarkedText, choose_messages, read_messages
 from lockstep.data.token_rows import TokenRow, columns, fit, up_to_last_trained
 from lockstep.data.training_rows import Row, TrainingRows
 from lockstep.errors import DataError

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from lockstep.config.check import one_of
+from lockstep.config.data import DataConfig
 from lockstep.data.conversations import ChatTemplate, MarkedText, Message, read_json, read_messages
 from lockstep.data.prompt_checks import choose_rows
 from lockstep.data.rl_dataset import TRUNCATIONS
@@ -63,7 +64,7 @@ class TrainingRows:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
-        truncation: str = "error",
+        truncation: str = DataConfig.truncation,
         max_samples: int | None = None,
         seed: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,

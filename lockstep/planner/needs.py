@@ -52,8 +52,7 @@ def policy_needs(
         budget = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
     if config.loads_reference(parts):
-        section = "actor_rollout_ref.ref"
-        keys = Keys(f"{section}.log_prob_max_token_len_per_gpu", f"{section}.param_offload", moments=None, recompute=None)
+        keys = Keys(names.reference_tokens, names.reference_offload, moments=None, recompute=None)
         tokens = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
         budget = (tokens, ref.log_prob_micro_batch_size_per_gpu)
         options["model"] = config.reference_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.data import DataConfig
-from lockstep.data.conversations import TRAIN_ON
+from lockstep.config.sft import TRAIN_ON
 from lockstep.errors import DataError, LockstepError
 from lockstep.utils.model_source import SMOLLM2
 
@@ -44,6 +45,7 @@ def _show_rows(options: argparse.Namespace) -> int:
         "max_length": options.max_length or sys.maxsize,
         "truncation": options.truncation,
         "use_template": not options.plain,
+        "template_kwargs": options.template_kwargs,
         "try_rows": False,
     }
     dataset: TrainingRows
@@ -121,12 +123,16 @@ def _show_prompts(options: argparse.Namespace) -> int:
     from lockstep.utils.tokenizer import hf_tokenizer
 
     tokenizer = hf_tokenizer(options.model)
-    limit = options.max_length or sys.maxsize
-    dataset = RLHFDataset(options.files, tokenizer, DataConfig(max_prompt_length=limit, truncation=options.truncation))
+    config = DataConfig(
+        max_prompt_length=options.max_length or sys.maxsize,
+        truncation=options.truncation,
+        apply_chat_template_kwargs=options.template_kwargs,
+    )
+    dataset = RLHFDataset(options.files, tokenizer, config)
     for position in range(min(options.rows, len(dataset))):
         item = dataset[position]
         print(f"--- row {item['index']}: {len(item['prompt_ids'])} tokens, data_source {item.get('data_source')}")
-        print(tokenizer.decode(item["prompt_ids"]) + "\n")
+        print(tokenizer.decode(item["prompt_ids"]), end="\n\n")
     print(f"{len(dataset)} rows")
     return 0
 
@@ -141,5 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--train-on", choices=TRAIN_ON, default="assistant", help="with --as sft (default assistant)")
     show.add_argument("--max-length", type=int, help="the most tokens of a row, or of a prompt with --as rl (default: any)")
     show.add_argument("--truncation", choices=("error", "left", "right", "middle"), default="error", help="(default error)")
+    show.add_argument(
+        "--template-kwargs",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='for the chat template, as {"enable_thinking": false}',
+    )
     show.add_argument("--plain", action="store_true", help="take prompts that are strings as they are, without the chat template")
     return parser

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,7 +57,10 @@ class StageRun(Run):
     config: StageConfig
     view: View
     """What the display shows of a step."""
-    role = Role.Actor
+    role: Enum = Role.Actor
+    """The role of the model that learns."""
+    more_roles: tuple[Enum, ...] = ()
+    """Other roles, in the same processes."""
     head = "language_model"
     """What the model has on top; see models/load.py."""
     rows_per_example = 1
@@ -84,15 +88,18 @@ class StageRun(Run):
         self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
         self.rows_per_step, self.longest, self._worker_cls = rows_per_step, longest, worker_cls
         counts = {"global_pool": [section.n_gpus_per_node] * section.nnodes}
-        self.workers = Workers(section, ResourcePoolManager(counts, {self.role: "global_pool"}), group_cls, self.display.message)
+        pools = dict.fromkeys((self.role, *self.more_roles), "global_pool")
+        self.workers = Workers(section, ResourcePoolManager(counts, pools), group_cls, self.display.message)
 
     def init_workers(self) -> None:
-        """Check the resources, start a process per device, load the model. No process is left when this fails."""
-        self.workers.start({self.role: self._spec()})
+        """Take the run's folder, check the resources, start a process per device, load the model. No process is left when this fails."""
+        self.open_folder()
+        self.workers.start(self._specs())
         self.model_wg: Any = self.workers.by_role[self.role]
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, and let other runs have the folder."""
+        self.close_folder()
         self.workers.close()
 
     # -- what a recipe gives -----------------------------------------------------------------------------------------------
@@ -151,9 +158,13 @@ class StageRun(Run):
     def _state(self) -> dict[str, Any]:
         return {"num_train_rows": len(self.train_data)}
 
-    def _save(self, folder: Path) -> None:
-        self.model_wg.save_checkpoint(str(folder / MODEL))
+    def _save(self, folder: Path) -> list[Path]:
+        reports = self.model_wg.begin_checkpoint(str(folder / MODEL), self.section.save_in_background)
         self.tokenizer.save_pretrained(folder / MODEL)
+        return [Path(report) for report in reports]
+
+    def _finish_save(self) -> list[str]:
+        return [error for error in self.model_wg.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_data):
@@ -176,6 +187,10 @@ class StageRun(Run):
                 f"the run's folder: {section.run_dir}",
             )
         )
+
+    def _specs(self) -> dict[Enum, RoleSpec]:
+        """What the workers of each role are."""
+        return {self.role: self._spec()}
 
     def _spec(self) -> RoleSpec:
         config = self.config

@@ -45,7 +45,7 @@ __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref or actor_rollout_ref.
+    """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
     where it is not PPO's; `keys` are the names in messages and metrics; `head` is what the model has on top (models/load.py).
@@ -63,7 +63,7 @@ class ActorRolloutRefWorker(ModelWorker):
         seed: int,
         pad_token_id: int,
         total_updates: int,
-        max_response_length: int = 0,
+        max_response_length: int | None = None,
         make_loss: Callable[[], Loss] | None = None,
         keys: PolicyKeys = PPO_KEYS,
         head: str = "language_model",
@@ -106,7 +106,7 @@ class ActorRolloutRefWorker(ModelWorker):
             attention = choice.attention if choice is not None else None
             engine = make_engine(config.actor, spec(optim=config.actor.optim, decoder_attention=attention))
             self.actor = ActorPart(engine, config, self._dtype)
-            scale = config.actor.loss_scale_factor or float(self.max_response_length)
+            scale = config.actor.loss_scale_factor or float(self.max_response_length or 0)
             self._loss = make_policy_loss(config.actor, scale) if self.make_loss is None else self.make_loss()
         if config.loads_reference(parts):
             engine = make_engine(config.reference_engine, spec(model=config.reference_model, optim=None))
@@ -156,8 +156,8 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes ref_log_prob under the reference."""
-        ref, key = self.ref, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
-        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, key), ref.active():
+        ref = self.ref
+        with self.memory.stage("ref", data.token_counts().tolist(), ref.budget, self.keys.reference_tokens), ref.active():
             out = ref.engine.forward(data, ref.budget, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": out.ragged("log_probs")})
 

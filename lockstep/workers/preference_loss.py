@@ -18,7 +18,7 @@ from lockstep.algorithms.masked import masked_sum, zero_outside
 from lockstep.algorithms.preference_losses import NLL_COEF, bind_preference_loss, get_preference_loss, takes_pairs
 from lockstep.utils.files import load_reference
 from lockstep.workers.engine.base import TokenOutputs, TokenRows
-from lockstep.workers.engine.pending import Pending, all_finite, pending_mean, pending_sum
+from lockstep.workers.engine.pending import Pending, all_finite, pending_mean
 from lockstep.workers.losses import Loss, Metrics
 
 
@@ -51,7 +51,7 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
         total = (loss.sum() + coef * of_chosen) / max(denominators.sequences // (2 if has_pairs else 1), 1)
         metrics: Metrics = {
             "check/log_probs": all_finite("log-probs", zero_outside(outputs.log_probs, mask), rows, tokens.indices),
-            f"{name}/loss": pending_sum(total),
+            f"{name}/loss": pending_mean(loss.sum() + coef * of_chosen, torch.ones_like(loss).sum()),
             f"{name}/nll": pending_mean(of_chosen, is_chosen.sum()),
             f"{name}/accuracy": _accuracy(rewards.detach(), is_chosen, has_pairs),
         }

@@ -30,7 +30,7 @@ def make_reward_loss(name: str, center_rewards_coefficient: float) -> Loss:
         ahead = (chosen - rejected).detach()
         right, count = (ahead.sign() + 1) / 2, torch.ones_like(ahead).sum()
         confidence = ahead.abs().sigmoid()
-        bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+        bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(0, NUM_BINS - 1)
         excess = torch.zeros(NUM_BINS, device=bins.device).index_add_(0, bins, confidence - right)
         one_each = Rows(torch.ones_like(tokens.rows.lengths), tokens.rows.device)
         return loss.sum() / max(denominators.sequences // 2, 1), {

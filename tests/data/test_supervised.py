@@ -90,7 +90,7 @@ def test_what_is_trained_can_be_chosen(open_rows, qwen_like):
     assert len(data.ragged("prompts")[0]) == 1
     assert data.ragged("response_mask").values.all()
     assert data.token_counts()[0] == len(qwen_like.apply_chat_template(MESSAGES, tokenize=True)["input_ids"])
-    with pytest.raises(ConfigError, match="choose one of: last, assistant, all, flag"):
+    with pytest.raises(ConfigError, match="choose one of: assistant, last, all, flag"):
         open_rows([{"text": "x"}], train_on="user")
     with pytest.raises(DataError, match="train_on=flag needs messages"):
         open_rows([{"text": "hello there"}], train_on="flag")

@@ -126,15 +126,16 @@ def test_a_two_rank_checkpoint_goes_on_in_one_process(ray_cluster, embedded_conf
 def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(embedded_config, tmp_path, ranks, number):
     config = embedded_config()
     command = [
-        *PROGRAM, *arguments(config), f"trainer.n_gpus_per_node={ranks}", "trainer.val_before_train=false", "trainer.test_freq=0",
+        *PROGRAM, *arguments(config), "trainer.val_before_train=false", "trainer.test_freq=0",
         "ray_kwargs.ray_init={num_cpus: 4, object_store_memory: 100000000}",
     ]  # fmt: skip
+    endless = [*command, "trainer.total_training_steps=100000", f"trainer.n_gpus_per_node={ranks}"]
     with (tmp_path / "log").open("w") as log:
-        driver = subprocess.Popen([*command, "trainer.total_training_steps=100000"], stdout=log, stderr=subprocess.STDOUT)
+        driver = subprocess.Popen(endless, stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 1, 120)
+            wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 1, 240)
             driver.send_signal(number)
-            status = driver.wait(timeout=60)
+            status = driver.wait(timeout=120)
         finally:
             driver.kill()
     output = (tmp_path / "log").read_text()

@@ -56,5 +56,8 @@ def test_the_kernels_give_what_plain_float64_gives_with_forbidden_tokens_among_t
         loss = sum((w.to(device, dtype) * column).sum() for w, column in zip(weights, columns, strict=False))
         return [x.double().cpu() for x in (*columns, *torch.autograd.grad(loss, leaves))]
 
-    for mine, want in zip(run("cuda", torch.float32), run("cpu", torch.float64), strict=True):
-        assert (mine - want).abs().max() <= 3e-6 * want.abs().max()
+    found, expected = run("cuda", torch.float32), run("cpu", torch.float64)
+    sizes = [want.abs().max() for want in expected]
+    sizes[2] = sizes[0]  # the largest log-prob is near 0: it is a difference of numbers as large as the others'
+    for mine, want, size in zip(found, expected, sizes, strict=True):
+        assert (mine - want).abs().max() <= 3e-6 * size

@@ -280,10 +280,10 @@ def assert_scores_equal_one_row_at_a_time(layout: Layout, path: str, budget: Bud
     torch.testing.assert_close(scores, expected, atol=COLUMN_ATOL, rtol=0)
 
 
-def assert_a_missing_value_head_is_drawn_from_the_seed(layout: Layout, path: str) -> None:
+def assert_a_missing_head_is_drawn_from_the_seed(layout: Layout, path: str, head: Head = VALUE) -> None:
     """The same on every rank and in every engine; the other weights are the folder's."""
-    expected = dict(load_model(ModelConfig(path=path), VALUE, seed=7).named_parameters())
-    for weights in layout.run(lambda: weights_of(layout.engine(path, VALUE))):
+    expected = dict(load_model(ModelConfig(path=path), head, seed=7, trained=True).named_parameters())
+    for weights in layout.run(lambda: weights_of(layout.engine(path, head))):
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name].detach()) for name in expected)
 

@@ -54,6 +54,7 @@ def test_pairs_are_shown_after_their_prompt_and_identical_ones_counted(show):
 def test_prompts_are_shown_as_rl_reads_them(show):
     status, out = show([{"prompt": "w1", "data_source": "mine"}], "--as", "rl")
     assert (status, out) == (0, "--- row 0: 3 tokens, data_source mine\n<user> w1 <assistant>\n\n1 rows\n")
+    assert "<assistant> w9" in show([{"prompt": "w1"}], "--as", "rl", "--template-kwargs", '{"suffix": "w9"}')[1]
 
 
 def test_rows_that_cannot_be_used_are_named_and_the_others_shown(show):

@@ -56,7 +56,7 @@ def test_smollm2_ends_with_its_templates_own_end_of_turn() -> None:
 def tiny_gguf(tmp_path: Path) -> Path:
     """A model of one layer whose begin, end and pad tokens are 1, 2 and 3."""
     gguf = pytest.importorskip("gguf")
-    tokens = ["<unk>", "<begin>", "<end>", "<pad>", "a", "b", "ab"]
+    tokens = ["<unk>", "<begin>", "<end>", "<pad>", "a", "b", "ab", "ba"]
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_context_length(16)
     writer.add_embedding_length(4)
@@ -68,8 +68,8 @@ def tiny_gguf(tmp_path: Path) -> Path:
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, 3, 1, 1, 1])
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, 3, 3, 1, 1, 1, 1])
+    writer.add_token_merges(["a b", "b a"])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

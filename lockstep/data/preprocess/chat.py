@@ -1,7 +1,5 @@
 """Conversations for supervised training: rows with `messages` ({role, content}) or ShareGPT's `conversations` ({from, value})."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

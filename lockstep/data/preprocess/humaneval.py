@@ -1,7 +1,5 @@
 """HumanEval: finish a Python function. The tests are the ground truth, run by the code rule."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """MBPP: short Python functions from a sentence. Reads the whole (`text`) and the sanitized form (`prompt`, `test_imports`)."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

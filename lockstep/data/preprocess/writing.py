@@ -49,8 +49,7 @@ def write_split(
     """
     account = Account()
     with pq.ParquetWriter(target, recipe.schema) as writer:
-        rows = _rows(paths, split, split_of)
-        examples = _examples(recipe, instruction, split, rows, account)
+        examples = _examples(recipe, instruction, split, _rows(paths, split, split_of), account)
         while rows := list(itertools.islice(examples, _ROW_GROUP)):
             writer.write_table(pa.Table.from_pylist(rows, recipe.schema))
             account.num_written += len(rows)

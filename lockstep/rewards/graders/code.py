@@ -4,7 +4,7 @@ Three forms of ground truth, each a dict or its JSON:
 
 - HumanEval: {"test", "entry_point", "prompt"}. `test` defines check(candidate). The response is a whole function or the rest of `prompt`,
   which may be missing or lie in extra_info.
-- MBPP: {"test_list", "test_setup_code"}. Each test is an assert; the set-up, which may be missing, runs before each.
+- MBPP: {"test_list", "test_setup_code", "test_imports"}. Each test is an assert; imports and set-up, which may be missing, run before each.
 - Input and output (APPS, CodeContests, TACO, Codeforces): {"inputs", "outputs"}. Strings are stdin and stdout. With "fn_name", each entry
   of `inputs` is the list of arguments of that function and each of `outputs` what it must return.
 
@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
+import importlib
 import json
 import re
 import secrets
 import symtable
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,8 +33,10 @@ if TYPE_CHECKING:
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
-_MARGIN_S = 5.0
+_MARGIN_S = 2.0
 _BUILTINS = frozenset(dir(builtins))
+_MODULES = ("math", "collections", "copy", "datetime", "decimal", "fractions")
+"""Those whose functions and classes tests use without a module's name before them."""
 
 
 def compute_score(
@@ -110,7 +115,8 @@ def _read(ground_truth: dict[str, Any] | str, extra: dict[str, Any], program: st
         fields = {name: extra[name] for name in ("prompt", "entry_point") if isinstance(extra.get(name), str)} | ground_truth
         return _human_eval(program, **{name: fields.get(name) or "" for name in ("prompt", "test", "entry_point")})
     if "test_list" in ground_truth:
-        return [program], _mbpp(ground_truth["test_list"], ground_truth.get("test_setup_code") or "")
+        imports = "\n".join(ground_truth.get("test_imports") or ())
+        return [program], _mbpp(ground_truth["test_list"], ground_truth.get("test_setup_code") or "", imports)
     if "inputs" in ground_truth and "outputs" in ground_truth:
         return [program], _input_output(ground_truth["inputs"], ground_truth["outputs"], ground_truth.get("fn_name"))
     raise DataError(
@@ -127,17 +133,20 @@ def _human_eval(program: str, prompt: str, test: str, entry_point: str) -> tuple
     else:
         programs = [prompt + program, f"{prompt}    {program.lstrip()}", prompt + textwrap.indent(program, "    ")]
     # What the prompt defines is ours, so it comes from the prompt; only the function under test is the program's.
-    needed = _free_names(test)
-    given = _names(prompt)[1] - {entry_point} if parses(prompt) else set()
-    setup = prompt if needed & given else ""
-    return programs, [{"setup": setup, "names": sorted(needed - given), "code": test, "entry_point": entry_point}]
+    given = _whole_part(prompt)
+    own, names = _sources(test, dict.fromkeys(_names(given)[1] - {entry_point}, given))
+    return programs, [{"setup": own, "names": names, "code": test, "entry_point": entry_point}]
 
 
-def _mbpp(test_list: Sequence[str], setup: str) -> list[dict[str, Any]]:
+def _mbpp(test_list: Sequence[str], setup: str, imports: str) -> list[dict[str, Any]]:
     if not len(test_list):
         raise DataError("a code row has an empty test_list")
-    codes = [f"{setup}\n{test}" for test in test_list]
-    return [{"setup": "", "names": sorted(_free_names(code)), "code": code, "entry_point": None} for code in codes]
+    cases = []
+    for test in test_list:
+        code = f"{imports}\n{setup}\n{test}"
+        own, names = _sources(code)
+        cases.append({"setup": own, "names": names, "code": code, "entry_point": None})
+    return cases
 
 
 def _input_output(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[dict[str, Any]]:
@@ -162,17 +171,39 @@ def _as_text(lines: Any) -> str:
 # -- which names a test takes from the program -----------------------------------------------------------------------------------
 
 
-def _free_names(code: str) -> set[str]:
-    """The names that `code` uses and does not define. Builtins are among them only when it uses nothing else: then one of
-    them is what the program must define (MBPP has a function named sum). Otherwise a program could replace a builtin that the
-    test relies on. Raises DataError when it is not Python.
+def _sources(test: str, given: dict[str, str] | None = None) -> tuple[str, list[str]]:
+    """Where the names come from that `test` uses and does not define: (code that defines those of the test's own world, the names that
+    the program defines). `given` says what code defines further names, of a test that gets the function under test by another way.
+
+    The test's own world are builtins, modules of the standard library that it does not import, and what such modules have (`isclose`):
+    were they the program's, it could fake what the test relies on. Where they are all that a test uses and nothing is `given`, they
+    must be the program's: MBPP has functions named sum and gcd. Raises DataError when the test is not Python.
     """
     try:
-        used, bound = _names(code)
+        used, bound = _names(test)
     except (SyntaxError, ValueError) as error:
-        raise DataError(f"the tests of a code row are not Python: {error}; they begin {code.strip()[:100]!r}") from error
+        raise DataError(f"the tests of a code row are not Python: {error}; they begin {test.strip()[:100]!r}") from error
     free = used - bound - {"__class__"}  # what super() refers to
-    return free - _BUILTINS or free
+    called = {node.func.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    modules = {name: f"import {name}" for name in (free - called) & sys.stdlib_module_names} | (given or {})
+    functions = {name: f"from {module} import {name}" for module in _MODULES for name in free & called & _public_names(module)}
+    named = free - modules.keys()
+    names = named - functions.keys() - _BUILTINS
+    if given is None:
+        names = names or named - _BUILTINS or named
+    own = functions | modules
+    return "\n".join(dict.fromkeys(own[name] for name in sorted((free & own.keys()) - names))), sorted(names)
+
+
+@functools.cache
+def _public_names(module: str) -> frozenset[str]:
+    return frozenset(name for name in dir(importlib.import_module(module)) if not name.startswith("_"))
+
+
+def _whole_part(prompt: str) -> str:
+    """The longest beginning of a prompt, in lines, that is Python: one that ends in a bare signature does not parse as a whole."""
+    lines = prompt.splitlines()
+    return next(text for count in range(len(lines), -1, -1) if parses(text := "\n".join(lines[:count])))
 
 
 def _names(code: str) -> tuple[set[str], set[str]]:
@@ -200,13 +231,24 @@ def parses(code: str) -> bool:
 
 def _outcomes(result: Result, secret: str) -> list[str] | None:
     """The judge's verdict; None when it was ended before one. Raises ResourceError when the judge never started."""
-    from lockstep.rewards.sandbox.wire import decode, to_frame
+    from lockstep.rewards.sandbox.wire import to_frame
 
     started = to_frame("started").decode()
     if not result.stdout.startswith(started):
         raise ResourceError(f"the judge did not start in the sandbox ({result.status}): {result.stderr.strip()[-1000:]}")
     try:
-        told, outcomes = decode(result.stdout[len(started) + 8 :].encode())
+        *outcomes, told = _frames(result.stdout[len(started) :])
     except (TypeError, ValueError):
         return None
-    return list(outcomes) if told == secret else None
+    return outcomes if told == secret else None
+
+
+def _frames(text: str) -> list[Any]:
+    from lockstep.rewards.sandbox.wire import decode
+
+    values, at = [], 0
+    while at < len(text):
+        size = int(text[at : at + 8], 16)
+        values.append(decode(text[at + 8 : at + 8 + size].encode()))
+        at += 8 + size
+    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -62,10 +63,12 @@ class Result:
 
 
 def judge_program() -> str:
-    """The text of judge.py as one file, with wire.py, which it imports, in front."""
-    wire, judge = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("wire.py", "judge.py"))
-    body = judge.partition("from __future__ import annotations\n")[2]
-    return wire + body.replace("from lockstep.rewards.sandbox.wire import decode, to_frame\n", "")
+    """The text of judge.py as one file, with the files that it imports in front."""
+    wire, *others = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("wire.py", "same.py", "program.py", "judge.py")
+    )
+    bodies = [text.partition("from __future__ import annotations\n")[2] for text in others]
+    return re.sub(r"(?m)^from lockstep\.[^(]*?(\([^)]*\))?\n", "", "".join([wire, *bodies]))
 
 
 def exit_status(exit_code: int, stderr: str) -> Status:

@@ -1,28 +1,37 @@
 """The judge: a program that runs inside a sandbox, and tests another program there.
 
-It is plain Python that imports nothing of ours but wire.py, so that the text of both (`base.judge_program`) can be sent to any
-sandbox. What it reads on stdin are frames (`to_frame`), what it writes on stdout are frames:
+It is plain Python that imports nothing of ours but files beside it of the same kind, so that their text (`base.judge_program`) can be
+sent to any sandbox. What it reads on stdin are frames (`to_frame`), what it writes on stdout are frames:
 
 ```text
 stdin   header,  case 1, ..., case n,  a secret
-stdout  "started",  (the secret, [outcome of each case that ran])
+stdout  "started",  the outcome of each case that ran,  the secret
 ```
 
 The header is a dict: "programs" (source texts; the first that compiles is the program), "is_script" (whether the cases are the first kind
 below), "num_cases", "case_s" (seconds for each), "keep_going" (after a failed case; a case that ran out of time is always the last).
 
-The program under test never meets the tests. For each case the judge forks a child *before* it reads the case, so the child's memory
-holds nothing to look for; the child has neither the judge's stdin nor its stdout; the judge cannot be inspected (it is not "dumpable")
-and, as process 1 of its namespace, cannot be killed. A test runs in the judge and calls the program's functions through a pipe:
-what comes back are plain values that the judge builds itself, so an object that is equal to everything stays an object that is
-equal to nothing.
+Three processes have a part in a case, each the parent of the next:
+
+```text
+keeper     the first process; reads no case, waits for the judge of the case, ends what is late, and at last tells the secret
+judge      reads the case and judges it; writes the outcome
+program    forked before the judge reads the case, begun after that
+```
+
+The program under test never meets the tests: its memory is a copy of what the judge had before it read the case, and of a keeper that
+never reads any. It has neither the judge's stdin nor its stdout; the others cannot be inspected (they are not "dumpable"), and the
+keeper, as process 1 of its namespace, cannot be killed. A judge that is killed, stopped or kept busy is a case that failed. A test runs in
+the judge and calls the program's functions through a pipe: what comes back are plain values that the judge builds itself, so an
+object that is equal to everything stays an object that is equal to nothing.
 
 Kinds of case, all dicts:
 
 - {"stdin", "stdout"}: the program reads one and must print the other (`same_output`).
 - {"function", "arguments", "expected"}: the function, or the method of a class Solution, must return it (`same_value`).
 - {"setup", "names", "code", "entry_point"}: `setup` and `code` must run without an exception. `names` are the globals that `code` takes
-  from the program; with an `entry_point` its function `check` is called with the program's function of that name.
+  from the program, which must have one of them; with an `entry_point` its function `check` is called with the program's function of that
+  name.
 
 An outcome is "" for passed, else the reason.
 """
@@ -32,9 +41,22 @@ from __future__ import annotations
 import builtins
 import os
 import select
-import sys
 import time
 
+from lockstep.rewards.sandbox.program import (
+    NUM_SHOWN,
+    SIGKILL,
+    CaseFailed,
+    Child,
+    compile_first,
+    end_all,
+    fresh_main,
+    read_exactly,
+    seconds_left,
+    serve,
+    write,
+)
+from lockstep.rewards.sandbox.same import same_output, same_value
 from lockstep.rewards.sandbox.wire import decode, to_frame
 
 # Starting must be quick: typing, signal and ctypes would each cost as much as everything else here.
@@ -42,58 +64,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_SIGKILL = 9
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
-
-# -- verdicts ------------------------------------------------------------------------------------------------------------------
-
-
-def same_output(got: str, expected: str) -> bool:
-    """Whether both have the same words; white space between them does not matter. Where a decimal fraction (1.5, 2e-3) is expected, a
-    number is right when it differs by at most 1e-6, absolute or relative.
-    """
-    ours, theirs = got.split(), expected.split()
-    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
-
-
-def _same_word(got: str, expected: str) -> bool:
-    if got == expected:
-        return True
-    if expected.lstrip("+-").isdigit() or not set(got + expected) <= set("0123456789+-.eE"):
-        return False
-    try:
-        number, wanted = float(got), float(expected)
-    except ValueError:
-        return False
-    return abs(number - wanted) <= 1e-6 * max(1.0, abs(wanted))
-
-
-def same_value(got: Any, expected: Any) -> bool:
-    """Whether a function returned what is expected: equal, where a tuple is as good as a list, and floats may differ by 1e-6. The
-    expected value may stand in a list of its own, as in APPS.
-    """
-    return _close(got, expected) or (isinstance(expected, list) and len(expected) == 1 and _close(got, expected[0]))
-
-
-def _close(got: Any, expected: Any) -> bool:
-    if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
-        return len(got) == len(expected) and all(map(_close, got, expected))
-    if isinstance(got, dict) and isinstance(expected, dict):
-        return got.keys() == expected.keys() and all(_close(got[key], expected[key]) for key in got)
-    if isinstance(got, float) or isinstance(expected, float):
-        is_number = isinstance(got, int | float) and isinstance(expected, int | float)
-        return is_number and (got == expected or abs(got - expected) <= 1e-6 * max(1.0, abs(expected)))
-    return type(got) is type(expected) and bool(got == expected)
-
 
 # -- the judge's side of the pipe ------------------------------------------------------------------------------------------------
 
-_LARGEST = 1 << 26
-_NUM_SHOWN = 300
-
-
-class CaseFailed(BaseException):
-    """The case is lost, whatever the test catches."""
+_NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)
+"""Exceptions that the judge does not raise for the program: the first two would end a loop of the test's and not be seen."""
 
 
 class Link:
@@ -101,25 +77,36 @@ class Link:
 
     def __init__(self, requests: int, replies: int, deadline: float) -> None:
         self._requests, self._replies, self._deadline = requests, replies, deadline
+        self.failure = ""
+        """Why the case is lost, whatever the test catches."""
 
     def ask(self, *request: Any) -> Any:
-        """The child's answer. Raises what it raised, as a builtin exception of that name; CaseFailed when it is gone or too late."""
+        """The child's answer. Raises what it raised, as a builtin exception of that name; CaseFailed when it is gone or too late, and from
+        then on.
+        """
         try:
-            _write(self._requests, to_frame(request, lambda value: value._number if isinstance(value, Remote) else _refuse(value)))
-            raw = _read_exactly(self._replies, int(_read_exactly(self._replies, 8, self._deadline), 16), self._deadline)
-            kind, value, message = decode(raw, lambda number: Remote(self, number))
+            if self.failure:
+                raise CaseFailed(self.failure)
+            kind, value, message = self._exchange(request)
+        except CaseFailed as failed:
+            self.failure = str(failed)
+            raise
+        if kind == "value":
+            return value
+        raised = getattr(builtins, str(value), None)
+        if not (isinstance(raised, type) and issubclass(raised, Exception)) or issubclass(raised, _NOT_RAISED):
+            raise RuntimeError(f"{value}: {message}")
+        raise raised(str(message))
+
+    def _exchange(self, request: Any) -> Any:
+        try:
+            write(self._requests, to_frame(request, lambda value: value._number if isinstance(value, Remote) else _refuse(value)))
+            raw = read_exactly(self._replies, int(read_exactly(self._replies, 8, self._deadline), 16), self._deadline)
+            return decode(raw, lambda number: Remote(self, number))
         except (EOFError, BrokenPipeError):
             raise CaseFailed("the program ended before it answered") from None
         except ValueError:
             raise CaseFailed("the program's answer cannot be read") from None
-        if kind == "value":
-            return value
-        if kind == "module":
-            return (__import__(value),) if value in sys.stdlib_module_names else ()
-        raised = getattr(builtins, str(value), None)
-        if not (isinstance(raised, type) and issubclass(raised, Exception)) or issubclass(raised, UnicodeError):
-            raised = RuntimeError
-        raise raised(str(message))
 
 
 def _refuse(value: Any) -> int:
@@ -156,10 +143,10 @@ class Remote:
 def _judge_code(case: dict[str, Any], link: Link) -> None:
     namespace: dict[str, Any] = {"__name__": "test"}
     exec(compile(case["setup"], "setup", "exec"), namespace)
-    for name in case["names"]:
-        found = link.ask("global", name)
-        if found:
-            namespace[name] = found[0]
+    found = {name: link.ask("global", name) for name in case["names"]}
+    namespace.update((name, value[0]) for name, value in found.items() if value)
+    if found and not any(found.values()):
+        raise NameError(f"name {case['names'][0]!r} is not defined")
     exec(compile(case["code"], "test", "exec"), namespace)
     if case["entry_point"] is not None:
         namespace["check"](_function(link, case["entry_point"]))
@@ -204,7 +191,7 @@ def _converse(child: Child, feed: bytes, most: int, deadline: float) -> tuple[in
     os.set_blocking(child.into, False)
     is_open = {child.out, child.err}
     while is_open:
-        ready = poller.poll(1000 * _left(deadline))
+        ready = poller.poll(1000 * seconds_left(deadline))
         for descriptor, _ in ready:
             if descriptor == child.into:
                 try:
@@ -222,7 +209,7 @@ def _converse(child: Child, feed: bytes, most: int, deadline: float) -> tuple[in
                 poller.unregister(descriptor)
                 is_open.discard(descriptor)
             elif descriptor == child.err:
-                err = (err + chunk)[-_NUM_SHOWN:]
+                err = (err + chunk)[-NUM_SHOWN:]
             else:
                 out += chunk
                 if len(out) > most:
@@ -231,163 +218,13 @@ def _converse(child: Child, feed: bytes, most: int, deadline: float) -> tuple[in
         if child.has_ended() and not ready:
             break
     while not child.has_ended():
-        _left(deadline)
+        seconds_left(deadline)
         time.sleep(0.001)
     return child.exit_code, bytes(out), err
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise CaseFailed("timeout")
-    return min(left, 0.05)
-
-
-def _read_exactly(descriptor: int, size: int, deadline: float | None = None) -> bytes:
-    """That many bytes. Raises EOFError at the end, ValueError for a size out of bounds, CaseFailed at the deadline."""
-    if not 0 <= size <= _LARGEST:
-        raise ValueError(f"a frame of {size} bytes")
-    parts = bytearray()
-    while len(parts) < size:
-        while deadline is not None and not select.select([descriptor], [], [], _left(deadline))[0]:
-            pass
-        chunk = os.read(descriptor, min(size - len(parts), 1 << 20))
-        if not chunk:
-            raise EOFError
-        parts += chunk
-    return bytes(parts)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
 def _read_value() -> Any:
-    return decode(_read_exactly(0, int(_read_exactly(0, 8), 16)))
-
-
-# -- the child -------------------------------------------------------------------------------------------------------------------
-
-
-class Child:
-    """A fork that will be the program. In the child itself, `is_me` is true and fd 0, 1, 2 are its ends of the pipes."""
-
-    def __init__(self) -> None:
-        pipes = [os.pipe() for _ in range(3)]
-        self.exit_code = -1
-        self.pid = os.fork()
-        self.group = self.pid
-        self.is_me = self.pid == 0
-        if self.is_me:
-            os.setsid()
-            for i, (read, write) in enumerate(pipes):
-                os.dup2(read if i == 0 else write, i)
-            os.closerange(3, 64)
-            return
-        (theirs_in, self.into), (self.out, theirs_out), (self.err, theirs_err) = pipes
-        for descriptor in (theirs_in, theirs_out, theirs_err):
-            os.close(descriptor)
-
-    def close_into(self) -> None:
-        if self.into >= 0:
-            os.close(self.into)
-        self.into = -1
-
-    def has_ended(self) -> bool:
-        if self.pid > 0:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.pid, self.exit_code = -1, os.waitstatus_to_exitcode(status)
-        return self.pid < 0
-
-    def end(self) -> None:
-        """Kill it and whatever it left."""
-        if self.pid > 0:
-            os.kill(self.pid, _SIGKILL)
-        try:
-            if os.getpid() == 1:
-                os.kill(-1, _SIGKILL)  # everything in the namespace but this process
-            else:
-                os.killpg(self.group, _SIGKILL)
-        except ProcessLookupError:
-            pass
-        try:
-            while os.waitpid(-1, 0):
-                pass
-        except ChildProcessError:
-            pass
-        self.close_into()
-        os.close(self.out)
-        os.close(self.err)
-
-
-def _serve(programs: list[str]) -> None:
-    """In the child: run the program, then answer the judge until it closes the pipe. What the program prints is dropped."""
-    requests, replies = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(nothing, descriptor)
-    objects: list[Any] = []
-
-    def export(value: Any) -> int:
-        objects.append(value)
-        return len(objects) - 1
-
-    namespace = _fresh_main()
-    problem = None
-    try:
-        exec(_compile(programs), namespace)
-    except BaseException as error:
-        problem = ("error", type(error).__name__, f"the program raised {type(error).__name__}: {error}"[:_NUM_SHOWN])
-    while True:
-        try:
-            request = _read_exactly(requests, int(_read_exactly(requests, 8), 16))
-        except EOFError:
-            os._exit(0)
-        try:
-            answer = problem or _answer(namespace, *decode(request, objects.__getitem__))
-            frame = to_frame(answer, export)
-        except BaseException as error:
-            frame = to_frame(("error", type(error).__name__, str(error)[:_NUM_SHOWN]))
-        _write(replies, frame)
-
-
-def _answer(namespace: dict[str, Any], what: str, target: Any, *more: Any) -> tuple[str, Any, str]:
-    """(kind of answer, value, message) to one request of the judge."""
-    if what == "global":
-        found = namespace.get(target, namespace)
-        if isinstance(found, type(sys)):
-            return "module", found.__name__, ""
-        return "value", () if found is namespace else (found,), ""
-    if what == "call":
-        return "value", target(*more[0], **more[1]), ""
-    if what == "getattr":
-        return "value", getattr(target, more[0]), ""
-    if what == "setattr":
-        setattr(target, more[0], more[1])
-        return "value", None, ""
-    if what == "iter":
-        return "value", iter(target), ""
-    return "value", tuple([item for item in [next(target, namespace)] if item is not namespace]), ""
-
-
-def _compile(programs: list[str]) -> Any:
-    """The code of the first that compiles; the error of the last when none does."""
-    for source in programs[:-1]:
-        try:
-            return compile(source.encode("utf-8", "surrogatepass"), "program.py", "exec")
-        except (SyntaxError, ValueError):
-            pass
-    return compile(programs[-1].encode("utf-8", "surrogatepass"), "program.py", "exec")
-
-
-def _fresh_main() -> dict[str, Any]:
-    """The namespace of a new module __main__."""
-    module = type(sys)("__main__")
-    sys.modules["__main__"] = module
-    sys.argv[:] = ["program.py"]
-    return module.__dict__
+    return decode(read_exactly(0, int(read_exactly(0, 8), 16)))
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------------------
@@ -409,38 +246,86 @@ def main() -> list[str]:
     verdict = os.dup(1)  # what tests print goes elsewhere
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     header = _read_value()
-    outcomes: list[str] = []
-    _write(verdict, to_frame("started"))
-    for _ in range(header["num_cases"]):
-        child = Child()
-        if child.is_me and header["is_script"]:
-            return header["programs"]
-        if child.is_me:
-            _serve(header["programs"])
-        case = _read_value()
-        outcomes.append(_judge(case, child, time.monotonic() + header["case_s"]))
-        child.end()
-        if outcomes[-1] and (outcomes[-1] == "timeout" or not header["keep_going"]):
+    write(verdict, to_frame("started"))
+    num_left = header["num_cases"]
+    while num_left:
+        heard, told = os.pipe()
+        judge = os.fork()
+        if not judge:
+            os.close(heard)
+            child = Child()
+            if child.is_me and header["is_script"]:
+                return header["programs"]
+            if child.is_me:
+                serve(header["programs"])
+            _judge_and_exit(child, header["case_s"], verdict, told)
+        os.close(told)
+        num_left -= 1
+        outcome = _keep(judge, heard, header["case_s"] + _GRACE_S)
+        if outcome == _KILLED:
+            write(verdict, to_frame("timeout"))
+        elif outcome not in (_PASSED, _FAILED, _LATE):
+            write(verdict, to_frame("the program ended its judge"))
+        if outcome != _PASSED and not (outcome == _FAILED and header["keep_going"]):
             break
-        del case
-    for _ in range(header["num_cases"] - len(outcomes)):
+    for _ in range(num_left):
         _read_value()
-    _write(verdict, to_frame((_read_value(), outcomes)))
+    write(verdict, to_frame(_read_value()))
     os._exit(0)
 
 
+_PASSED, _FAILED, _LATE = 0, 1, 2
+"""The exit codes of a judge."""
+_KILLED = -SIGKILL
+_GRACE_S = 0.5
+"""How long the keeper waits for a judge after the time of its case."""
+
+
+def _keep(judge: int, heard: int, case_s: float) -> int:
+    """In the keeper: the exit code of the case's judge, which is killed when it has not ended `case_s` after the program began. All that
+    the program started is dead then. The judge tells through a pipe that the program begins, and its group.
+    """
+    raw = os.read(heard, 16)
+    group = int(raw or b"0", 16)
+    is_late = bool(raw) and not select.select([heard], [], [], case_s)[0]
+    os.close(heard)
+    if is_late:
+        os.kill(judge, SIGKILL)
+    if group:
+        end_all(group)
+    outcome = -1
+    try:
+        while True:
+            pid, status = os.waitpid(-1, 0)
+            if pid == judge:
+                outcome = os.waitstatus_to_exitcode(status)
+    except ChildProcessError:
+        return _KILLED if is_late else -1 if outcome == _KILLED else outcome
+
+
+def _judge_and_exit(child: Child, case_s: float, verdict: int, told: int) -> None:
+    """In the judge: read the case, let the program begin, write the outcome."""
+    case = _read_value()
+    os.write(told, b"%x" % child.group)
+    child.begin()
+    outcome = _judge(case, child, time.monotonic() + case_s)
+    end_all(child.group)
+    write(verdict, to_frame(outcome))
+    os._exit(_PASSED if not outcome else _LATE if outcome == "timeout" else _FAILED)
+
+
 def _judge(case: dict[str, Any], child: Child, deadline: float) -> str:
+    link = Link(child.into, child.out, deadline)
     try:
         if "stdin" in case:
             _judge_stdio(case, child, deadline)
         else:
-            link = Link(child.into, child.out, deadline)
             (_judge_code if "code" in case else _judge_call)(case, link)
     except BaseException as error:
         kind = "" if isinstance(error, CaseFailed) else f"{type(error).__name__}: " if str(error) else type(error).__name__
-        return f"{kind}{error}"[:_NUM_SHOWN]
-    return ""
+        return link.failure or f"{kind}{error}"[:NUM_SHOWN]
+    return link.failure
 
 
 if __name__ == "__main__":
-    exec(_compile(main()), _fresh_main())
+    exec(compile_first(main()), fresh_main())

@@ -94,6 +94,9 @@ class RayPPOTrainer(Run):
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)
 
         self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id)
+        self.new_groups = partial(
+            Groups, algorithm.filter_groups, data.train_batch_size, config.actor_rollout_ref.rollout.n, schedule.steps_per_epoch
+        )
         stop_ids = stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer)
         self.sampling, self.val_sampling = config.sampling(stop_ids), config.sampling(stop_ids, validation=True)
         self.drift = Drift(config, self.display.message)
@@ -137,7 +140,7 @@ class RayPPOTrainer(Run):
         step, config, timer = self.global_steps + 1, self.config, self.timer
         actor = config.actor_rollout_ref.actor
         with timer.stage("step"):
-            groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
+            groups = self.new_groups()
             while not groups.are_complete:  # once, unless algorithm.filter_groups drops some
                 batch, number = self.prompts.next()
                 scoring = self.scorer.begin(batch)

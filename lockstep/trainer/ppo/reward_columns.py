@@ -14,6 +14,7 @@ from lockstep.algorithms.shaping import has_signal, overlong_penalty
 from lockstep.config.reward import OverlongConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, RewardError
+from lockstep.observability.metrics import Mean, Metric, Sum
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.metrics import row_sums
 from lockstep.trainer.ppo.missing_rewards import leave_out
@@ -39,7 +40,7 @@ def model_scores(reward_model: Any, reward_fn: Any, batch: DataProto, tokenizer:
     batch.set("rm_judged", judged)
 
 
-def penalise_overlong(batch: DataProto, scored: Scored, config: OverlongConfig, max_response_length: int) -> dict[str, float]:
+def penalise_overlong(batch: DataProto, scored: Scored, config: OverlongConfig, max_response_length: int) -> dict[str, Metric]:
     """Reads responses; adds the overlong penalty to token_level_scores, on the last token, and to the parts of `scored`."""
     scores, lengths = batch.ragged("token_level_scores"), batch.ragged("responses").lengths
     penalty = overlong_penalty(lengths, max_response_length, config.len, config.penalty_factor).float()
@@ -47,7 +48,10 @@ def penalise_overlong(batch: DataProto, scored: Scored, config: OverlongConfig, 
     values[(lengths.cumsum(0) - 1)[filled]] += penalty[filled]
     batch.set("token_level_scores", scores.like(values))
     scored.parts[OVERLONG_PART] = penalty.tolist()
-    return {"reward/overlong_penalty/mean": penalty.mean().item(), "reward/overlong_ratio": (penalty < 0).float().mean().item()}
+    return {
+        "reward/overlong_penalty/mean": Mean(penalty.double().sum().item(), len(penalty)),
+        "reward/overlong_ratio": Mean(int((penalty < 0).sum()), len(penalty)),
+    }
 
 
 def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
@@ -90,7 +94,7 @@ def baselines(batch: DataProto, greedy: DataProto, greedy_scored: Scored) -> int
     return sum(failure is not None for failure in greedy_scored.failures)
 
 
-def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: SamplingParams, scorer: Any) -> dict[str, float]:
+def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: SamplingParams, scorer: Any) -> dict[str, Metric]:
     """Writes reward_baselines: the score of the greedy response to each prompt. `number` is that of the batch, `scorer` a `Scorer`."""
     first = torch.tensor([sample == 0 for sample in batch.non_tensor_batch["sample"]])
     objects = [name for name in batch.non_tensor_batch if name != "finish_reason"]
@@ -99,8 +103,7 @@ def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: Sa
     scored, _ = scorer.score(greedy, number)
     missing = baselines(batch, greedy, scored)
     known = [total for total, failure in zip(scored.total, scored.failures, strict=True) if failure is None]
-    mean = {"reward/baseline/mean": sum(known) / len(known)} if known else {}
-    return mean | {"reward/baseline/missing": float(missing)}
+    return {"reward/baseline/mean": Mean(sum(known), len(known)), "reward/baseline/missing": Sum(float(missing))}
 
 
 def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:

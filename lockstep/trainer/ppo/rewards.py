@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import RewardError
+from lockstep.observability.metrics import Max, Mean, Metric, Min, Sum
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo.metrics import row_sums
@@ -64,7 +65,7 @@ class Scorer(Judge):
         """With the config's values."""
         return cls(reward_fn, tokenizer, config.reward.max_failure_rate, config.trainer.run_dir, reward_model, config)
 
-    def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, float]]:
+    def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, Metric]]:
         """Reads responses. Writes token_level_scores, with the penalty for length, and where they are used rm_scores and reward_parts.
 
         `scoring` is what `begin` returned. Returns what else the judges said, and metrics.
@@ -137,14 +138,14 @@ def _read_rewards(rewards: Any, responses: Ragged, failures: list[Failure | None
     return scores.like(torch.where(torch.repeat_interleave(missing, scores.lengths), 0.0, scores.values))
 
 
-def reward_metrics(scored: Scored) -> dict[str, float]:
+def reward_metrics(scored: Scored) -> dict[str, Metric]:
     """reward/{judge}/{mean, max, min}, reward/missing_ratio and reward/missing/{kind}."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Metric] = {}
     for judge, values in scored.parts.items():
         known = [value for value in values if value is not None]
         if known:
-            summary = {"mean": sum(known) / len(known), "max": max(known), "min": min(known)}
+            summary = {"mean": Mean(sum(known), len(known)), "max": Max(max(known)), "min": Min(min(known))}
             metrics |= {f"reward/{judge}/{name}": value for name, value in summary.items()}
     kinds = Counter(failure.kind for failure in scored.failures if failure is not None)
-    metrics["reward/missing_ratio"] = kinds.total() / max(len(scored.failures), 1)
-    return metrics | {f"reward/missing/{kind}": float(count) for kind, count in kinds.items()}
+    metrics["reward/missing_ratio"] = Mean(kinds.total(), len(scored.failures))
+    return metrics | {f"reward/missing/{kind}": Sum(float(count)) for kind, count in kinds.items()}

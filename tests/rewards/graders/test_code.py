@@ -371,6 +371,135 @@ def test_cheating_does_not_pass(judge, name):
     assert [judge(program, truth)["score"] for truth in NEXT] == [0.0 if name else 1.0] * 3
 
 
+FIND_OLD_ANSWERS = """
+import ctypes, gc, re, sys
+def f(x):
+    frame = sys._getframe()
+    seen = [repr(gc.get_objects())]
+    while frame:
+        seen.append(repr(frame.f_locals)[:10**6])
+        frame = frame.f_back
+    for line in open('/proc/self/maps'):
+        a, b = (int(n, 16) for n in line.split()[0].split('-'))
+        if ' rw' in line and '[' not in line or 'heap' in line or 'stack' in line:
+            seen.append(ctypes.string_at(a, b - a).decode('latin-1'))
+    found = re.search('hidden' + '-[0-9]+-end', ''.join(seen))
+    return found and found[0]
+"""
+
+NO_PASS = {
+    "a module of its own": ("class math:\n    isclose = lambda *a: True\ndef f(x): return 0", ["assert math.isclose(f(1), 2.0)"]),
+    "a module with functions of its own": (
+        "import math\nmath.isclose = lambda *a: True\ndef f(x): return 0",
+        ["assert math.isclose(f(1), 2)"],
+    ),
+    "a function of a module": ("def isclose(*a): return True\ndef f(x): return 0", ["assert isclose(f(1), 2.0)"]),
+    "a builtin": ("def abs(x): return 0\ndef f(x): return 0", ["assert abs(f(1) - 2.0) < 1e-6"]),
+    "nothing at all": ("", ["assert gcd(4, 6) == 2"]),
+    "nothing that is a builtin": ("", ["assert max(4, 6) == 6"]),
+    "StopIteration in a loop": ("def f(x): raise StopIteration", ["for y in map(f, [1, 2]): assert y == 5"]),
+    "StopIteration in a comprehension": ("def f(x): raise StopIteration", ["assert list(filter(f, [1, 2])) == []"]),
+    "an end that the test catches": ("import os\ndef f(x): os._exit(0)", ["try: f(1)\nexcept: pass"]),
+    "an end, and then a loop": (
+        "import os\ndef f(x): os._exit(0)",
+        ["while True:\n    try:\n        f(1)\n    except:\n        break"],
+    ),
+    "infinity near": ("def f(x): return 1.0", {"fn_name": "f", "inputs": [[1]], "outputs": [float("inf")]}),
+    "infinity in a list": ("def f(x): return [1e308]", {"fn_name": "f", "inputs": [[1]], "outputs": [[[float("inf")]]]}),
+    "its own helper of a prompt that does not parse": (
+        "def right(x): return True\ndef two(): return 3",
+        {
+            "prompt": "def right(x):\n    return x == 2\n\ndef two():\n",
+            "entry_point": "two",
+            "test": "def check(candidate):\n    assert right(candidate())",
+        },
+    ),
+    "its own builtin in a check": (
+        "def set(x): return {2}\ndef f(x): return None",
+        {"prompt": "", "entry_point": "f", "test": "def check(candidate):\n    assert set(candidate(1)) == {2}"},
+    ),
+    "what earlier cases expected": (
+        FIND_OLD_ANSWERS,
+        {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [["hidden-1234-end"]] * 3},
+    ),
+    "a judge that is killed": (
+        "import os, signal\nfor name in os.listdir('/proc'):\n    if name.isdigit() and int(name) not in (1, os.getpid()):\n"
+        "        os.kill(int(name), signal.SIGKILL)\ndef f(x): return 2",
+        ["assert f(1) == 2"],
+    ),
+}
+"""Program, and tests that it must not pass."""
+
+
+@pytest.mark.parametrize("name", NO_PASS)
+def test_no_program_passes_without_solving(judge, name):
+    program, truth = NO_PASS[name]
+    truth = truth if isinstance(truth, dict) else {"test_list": truth}
+    for continuous in (False, True):
+        assert judge(program, truth, continuous=continuous)["passed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "truth"),
+    [
+        ("import math\ndef f(x): return x + 1", {"test_list": ["assert math.isclose(f(1), 2.0)"]}),
+        ("def f(x): return x + 1", {"test_list": ["assert isclose(f(1), 2.0)", "assert Counter([f(1)]) == Counter([2])"]}),
+        ("def f(x): return x + 1", {"test_list": ["assert m.isclose(f(1), 2.0)"], "test_imports": ["import math as m"]}),
+        ("def gcd(a, b): return a if not b else gcd(b, a % b)", {"test_list": ["assert gcd(4, 6) == 2"]}),
+        ("def statistics(x): return x", {"test_list": ["assert statistics(3) == 3"]}),  # called: no module
+        ("import sys\ndef size(x): return sys.getsizeof(x)", {"test_list": ["assert size(()) == sys.getsizeof(())"]}),
+        ("def f(x): return float('inf')", {"fn_name": "f", "inputs": [[1]], "outputs": [float("inf")]}),
+        ("    return 2", {"prompt": "def right(x):\n    return x == 2\n\ndef two():\n", "entry_point": "two",
+                         "test": "def check(candidate):\n    assert right(candidate())"}),
+        ("def f(x): raise ValueError(x)", {"test_list": ["try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    assert 0"]}),
+    ],
+)  # fmt: skip
+def test_names_of_the_tests_own_world_are_there(judge, program, truth):
+    assert judge(program, truth)["score"] == 1.0, judge(program, truth)
+
+
+COLLIDING = """
+import os
+def f(x):
+    items = b''.join(b'i%x;' % (i * (2**61 - 1)) for i in range(1, 60000))
+    raw = b't3;s5;valuee%x;' % 59999 + items + b's0;'
+    for descriptor in range(3, 10):
+        try: os.write(descriptor, b'%08x' % len(raw) + raw)
+        except OSError: pass
+    while True: pass
+"""
+
+
+# Gives the judge a function and reads no request any more: the next one fills the pipe.
+FULL_PIPE = """
+import os, time
+for descriptor in range(3, 10):
+    try: os.write(descriptor, b'00000014t3;s5;valuet1;h0;s0;')
+    except OSError: pass
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        COLLIDING,
+        FULL_PIPE,
+        "import os, signal\nfor name in os.listdir('/proc'):\n    if name.isdigit() and int(name) not in (1, os.getpid()):\n"
+        "        os.kill(int(name), signal.SIGSTOP)\ndef f(x): return x",
+        "import signal, time\nfor n in set(signal.Signals) - {9, 19}: signal.signal(n, signal.SIG_IGN)\ntime.sleep(60)",
+        "def f(x):\n    while True:\n        try: yield 1\n        except BaseException: pass",
+        "def f(x): return 10 ** 10 ** 7",
+    ],
+)
+def test_no_program_holds_the_judge_past_its_time(sandbox, program):
+    quick = LocalSandbox(limits=Limits(wall_s=1.0, memory_mb=512))
+    began = time.monotonic()
+    result = compute_score(program, {"test_list": ["assert sorted(f('x' * 10**6)) == ['x']"] * 20}, sandbox=quick)
+    assert (result["score"], result["passed"]) == (0.0, 0)
+    assert time.monotonic() - began < 1.0 + 2.0 + 1.0  # its time, two seconds, and one to start on a busy machine
+
+
 STDIO_CHEATS = {
     "exits": "import os\nos._exit(0)",
     "reads the judge's input": "print(open('/proc/1/fd/0').read())",

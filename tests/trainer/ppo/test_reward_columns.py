@@ -59,7 +59,7 @@ def test_the_overlong_penalty_is_on_the_last_token():
     metrics = reward_columns.penalise_overlong(batch, said, OverlongConfig(enable=True, len=4, penalty_factor=2.0), 10)
     assert said.parts == {"overlong_penalty": [-1.0, -2.0, 0.0]}
     assert [sum(row) for row in rows_of(batch, "token_level_scores")] == [0.0, -1.0, 0.0]
-    assert metrics["reward/overlong_ratio"] == pytest.approx(2 / 3)
+    assert metrics["reward/overlong_ratio"].value == pytest.approx(2 / 3)
 
 
 def test_groups_without_a_signal_are_found_by_what_the_user_names():

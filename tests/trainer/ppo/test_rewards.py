@@ -6,6 +6,7 @@ from helpers.batches import column, make_batch, rows_of
 
 from lockstep.config import PPOConfig
 from lockstep.errors import RewardError
+from lockstep.observability.metrics import values
 from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo import rewards
 from lockstep.trainer.ppo.scored import Scored
@@ -87,7 +88,7 @@ def test_a_missing_reward_leaves_its_row_out_and_too_many_stop_the_run_with_exam
 def test_metrics_count_what_is_missing_and_average_what_is_not():
     said = scored(1, 3)
     said.parts = {"rule": [1.0, None, 0.0, None], "model": [None, None, -2.0, None]}
-    metrics = rewards.reward_metrics(said)
+    metrics = values(rewards.reward_metrics(said))
     assert metrics["reward/rule/mean"] == 0.5
     assert metrics["reward/model/min"] == -2.0
     assert (metrics["reward/missing_ratio"], metrics["reward/missing/raised"]) == (0.5, 2.0)

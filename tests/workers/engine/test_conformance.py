@@ -238,7 +238,7 @@ def test_what_is_not_a_checkpoint_of_this_model_is_refused(tmp_path: Path) -> No
 
 
 def test_a_value_head_that_the_folder_lacks_is_drawn_from_the_seed(tmp_path: Path) -> None:
-    properties.assert_a_missing_value_head_is_drawn_from_the_seed(Layout("fsdp2", 2), save_tiny_model(tmp_path))
+    properties.assert_a_missing_head_is_drawn_from_the_seed(Layout("fsdp2", 2), save_tiny_model(tmp_path))
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -7,7 +7,6 @@ FSDP1 is FullyShardedDataParallel, for ranks that share a model; FSDP2 is fully_
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,13 +21,14 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
 from lockstep.models.fast_layers import takes_float_residual
 from lockstep.models.meta import WeightSource
+from lockstep.models.outputs import ScoreLayer
 from lockstep.workers.engine.fsdp.sharded_model import all_names, hf_name, own_logits, reshard, saved_buffers, whole_units
 from lockstep.workers.engine.fsdp.tensor_parallel import split_layers
 from lockstep.workers.engine.sharded import ReadRows, local_part, read_shards
@@ -74,7 +74,7 @@ def shard(
     device: torch.device,
     source: WeightSource | None = None,
 ) -> nn.Module:
-    """Shard the model layer by layer. Parameters stay float32; computation runs in `dtype`.
+    """Shard the model layer by layer. Parameters stay float32; computation runs in `dtype`, of a score layer in float32.
 
     `source` gives its weights to a model on the meta device: no rank ever holds all of them.
     """
@@ -85,7 +85,7 @@ def shard(
         assert source is not None, "FSDP1 shards a model on the meta device"
         wrapped = FullyShardedDataParallel(
             model,
-            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers),
+            auto_wrap_policy=CustomPolicy(lambda m: type(m) in layers or (isinstance(m, ScoreLayer) and {"mixed_precision": None})),
             sharding_strategy=_STRATEGIES[meshes.data.ndim, reshard_after_forward],
             device_mesh=meshes.data if meshes.data.ndim > 1 else None,
             mixed_precision=None if dtype == torch.float32 else MixedPrecision(dtype, torch.float32, torch.float32),
@@ -102,8 +102,9 @@ def shard(
         split_layers(model, meshes.tensor)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     for module in model.modules():
-        if type(module) in layers:
+        if type(module) in layers or isinstance(module, ScoreLayer):
             own = dataclasses.replace(policy, cast_forward_inputs=not takes_float_residual(module))
+            own = MixedPrecisionPolicy() if isinstance(module, ScoreLayer) else own
             fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=reshard_after_forward)
     model.register_forward_hook(own_logits)  # before FSDP's own hook, which looks at the output
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)

@@ -136,7 +136,7 @@ class VocabularyHead(nn.Module):
 
 
 class NumberHead(nn.Linear):
-    """One number a token, whole on every rank."""
+    """One number a token, whole on every rank, computed in float32 from weights in the type of the model."""
 
     def __init__(self, config: TransformerConfig, bias: bool) -> None:
         super().__init__(config.hidden_size, 1, bias=bias, dtype=config.params_dtype)
@@ -146,4 +146,5 @@ class NumberHead(nn.Linear):
         """[M, 1]"""
         if self._sequence_parallel:  # each rank computes the whole loss, so the gradient is divided and not summed
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return super().forward(hidden[packed.predict_at, 0]).float()
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden[packed.predict_at, 0].float(), self.weight.float(), bias)

@@ -106,9 +106,9 @@ class ValueHead(Linear):
 
     def forward(self, input: Tensor, question: Question | None = None) -> Tensor:
         assert question is not None
-        hidden = local_part(input)[0, question.at]
+        hidden, bias = local_part(input)[0, question.at].float(), None if self.bias is None else local_part(self.bias).float()
         # A sum over one number: FSDP2 warns about outputs that are views.
-        return F.linear(hidden, local_part(self.weight), None if self.bias is None else local_part(self.bias)).float().sum(-1)
+        return F.linear(hidden, local_part(self.weight).float(), bias).sum(-1)
 
 
 class PackedDecoder(Qwen3Model):

@@ -30,6 +30,7 @@ from helpers.conformance import (
 )
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.pairs import assert_pairs_learn_as_in_plain_pytorch
+from helpers.scores import assert_scores_learn_as_in_plain_pytorch
 from helpers.sft import assert_sft_equals_plain_pytorch
 from helpers.tiny import save_tiny_model
 from torch import Tensor
@@ -146,7 +147,7 @@ def test_scores_equal_sequence_classification_one_row_at_a_time(tmp_path: Path, 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_value_head_that_the_folder_lacks_is_drawn_from_the_seed(tmp_path: Path, layout: str) -> None:
-    properties.assert_a_missing_value_head_is_drawn_from_the_seed(LAYOUTS[layout], save_tiny_model(tmp_path))
+    properties.assert_a_missing_head_is_drawn_from_the_seed(LAYOUTS[layout], save_tiny_model(tmp_path))
 
 
 def test_weights_that_cannot_be_read_in_parts_are_loaded_whole(tmp_path: Path) -> None:
@@ -333,3 +334,9 @@ def test_supervised_updates_equal_plain_pytorch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
 def test_an_update_on_preference_pairs_equals_plain_pytorch(tmp_path: Path, layout: str) -> None:
     assert_pairs_learn_as_in_plain_pytorch(LAYOUTS[layout], save_tiny_model(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+def test_an_update_of_a_reward_model_equals_plain_pytorch(tmp_path: Path, layout: str) -> None:
+    assert_scores_learn_as_in_plain_pytorch(LAYOUTS[layout], save_tiny_model(tmp_path / "scored", score_head=True))
+    properties.assert_a_missing_head_is_drawn_from_the_seed(LAYOUTS[layout], save_tiny_model(tmp_path / "causal"), Head.SCORE)

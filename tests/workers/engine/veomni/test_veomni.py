@@ -17,6 +17,7 @@ from helpers.distributed import run_distributed
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.engines import engine_choice, make_tiny_engine
 from helpers.pairs import assert_pairs_learn_as_in_plain_pytorch
+from helpers.scores import assert_scores_learn_as_in_plain_pytorch
 from helpers.sft import assert_sft_equals_plain_pytorch
 from helpers.tiny import save_tiny_model, tiny_config
 
@@ -76,7 +77,7 @@ def test_scores_equal_sequence_classification_one_row_at_a_time(tmp_path: Path, 
 
 
 def test_a_value_head_that_the_folder_lacks_is_drawn_from_the_seed(tmp_path: Path) -> None:
-    properties.assert_a_missing_value_head_is_drawn_from_the_seed(veomni(2), save_tiny_model(tmp_path))
+    properties.assert_a_missing_head_is_drawn_from_the_seed(veomni(2), save_tiny_model(tmp_path))
 
 
 @pytest.mark.parametrize("head", [LM, VALUE])
@@ -184,3 +185,8 @@ def test_supervised_updates_equal_plain_pytorch(tmp_path: Path) -> None:
 
 def test_an_update_on_preference_pairs_equals_plain_pytorch(tmp_path: Path) -> None:
     assert_pairs_learn_as_in_plain_pytorch(veomni(2, 2), save_tiny_model(tmp_path))
+
+
+def test_an_update_of_a_reward_model_equals_plain_pytorch(tmp_path: Path) -> None:
+    assert_scores_learn_as_in_plain_pytorch(veomni(2, 2), save_tiny_model(tmp_path / "scored", score_head=True))
+    properties.assert_a_missing_head_is_drawn_from_the_seed(veomni(2), save_tiny_model(tmp_path / "causal"), Head.SCORE)

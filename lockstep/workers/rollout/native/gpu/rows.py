@@ -64,24 +64,24 @@ class RowState:
         """State for `capacity` rows of up to `width` pages, all of them padding."""
         rows = capacity + 1
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def zeros(*shape: int, kind: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
 
         return RowState(
-            token=zeros(rows, dtype=torch.int64),
+            token=zeros(rows, kind=torch.int64),
             context=zeros(rows),
             generated=zeros(rows),
             limit=zeros(rows),
             done=zeros(rows) + TOO_LONG,
-            key=zeros(rows, dtype=torch.int64),
+            key=zeros(rows, kind=torch.int64),
             page_table=zeros(rows, width),
             out_tokens=zeros(rows, RING),
-            out_log_probs=zeros(rows, RING, dtype=torch.float32),
+            out_log_probs=zeros(rows, RING, kind=torch.float32),
             inverse_temperature=torch.ones(1, device=device),
             greedy=zeros(1),
-            stop=zeros(vocabulary, dtype=torch.uint8),
-            chunk_max=zeros(rows, chunks, dtype=torch.float32),
-            chunk_sum=zeros(rows, chunks, dtype=torch.float32),
+            stop=zeros(vocabulary, kind=torch.uint8),
+            chunk_max=zeros(rows, chunks, kind=torch.float32),
+            chunk_sum=zeros(rows, chunks, kind=torch.float32),
             shared=SharedPrefixes(zeros(rows), zeros(rows), zeros(rows)),
         )
 

@@ -1,0 +1,147 @@
+"""Updates of the recipes that learn from files, beside GRPO's on the same tokens: seconds and tokens per second of one device.
+
+    python -m benchmarks.updates --shape 1.5b
+    python -m benchmarks.updates --shape tiny --rows 8 --prompt 32 --response 16 --device cpu
+
+Random weights of a real shape, random tokens, on the real workers in one process. `sft` trains every token but the first of a row;
+`dpo` has two responses per prompt, which is computed once; `grpo` is PPO's clipped loss on the very rows of `dpo`. Tokens are those that
+are computed: rows of one prompt share it. The first update compiles and warms up and is left out; the others are averaged. One table, and
+benchmarks/results/updates_*.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.step import RESULTS, SEED, _about, _save_model
+from benchmarks.workload import SHAPES
+from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.rows import Rows
+from lockstep.config.engine import ModelConfig
+from lockstep.config.stage import STAGE_KEYS, LearnerConfig, StageConfig
+from lockstep.models.packing import shared_prompt_tokens
+from lockstep.observability.metrics import merge_metrics, values
+from lockstep.planner.count import Load
+from lockstep.protocol import DataProto, Ragged
+from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
+from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.trainer.memory import place_models
+from lockstep.workers.engine_workers import ActorRolloutRefWorker
+from lockstep.workers.losses import make_policy_loss
+from lockstep.workers.preference_loss import make_preference_loss
+from lockstep.workers.sft_loss import make_sft_loss
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(options, Path(folder))
+        for recipe in options.recipes:
+            # A process of its own: what the one before left on the device would be counted as taken.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                results[recipe] = pool.submit(_measure, recipe, options, folder).result()
+            shown = "  ".join(f"{name} {value}" for name, value in results[recipe].items())
+            print(f"{recipe:6}{shown}", flush=True)
+    about = _about(options)
+    file = RESULTS / f"updates_{options.shape}_{about['date']}.json"
+    file.write_text(json.dumps(about | {"updates": results}, indent=1) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=("sft", "dpo", "grpo"), default=["sft", "dpo", "grpo"])
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
+    parser.add_argument("--response", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--updates", type=int, default=3, help="measured updates, after one that is not")
+    parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    config = StageConfig(model=ModelConfig(path=folder), engine=LearnerConfig(max_token_len_per_gpu=options.max_tokens))
+    policy = config.policy()
+    losses: dict[str, Callable[[], Any]] = {
+        "sft": partial(make_sft_loss, "train"),
+        "dpo": partial(make_preference_loss, "train", "sigmoid", {"beta": 0.1}),
+        "grpo": partial(make_policy_loss, policy.actor, 1.0),
+    }
+    worker = ClassWithInitArgs(
+        ActorRolloutRefWorker,
+        policy,
+        "actor",
+        seed=SEED,
+        pad_token_id=0,
+        total_updates=100,
+        make_loss=losses[recipe],
+        keys=STAGE_KEYS,
+    )
+    with LocalWorkerGroup(
+        ResourcePool([1]), {"actor": worker}, device=options.device, timeout_s=3600, start_timeout_s=600
+    ) as group:
+        roles = group.spawn()
+        place_models("global_pool", roles, {"actor": Load(options.prompt + options.response, options.rows, options.rows)})
+        roles["actor"].init_model()
+        seconds, metrics = [], {}
+        for update in range(1 + options.updates):
+            batch = _batch(recipe, options, seed=update)
+            mask = batch.ragged("response_mask")
+            started = time.perf_counter()
+            found = roles["actor"].update_actor(batch, denominators=Denominators.of(mask.values, Rows(mask.lengths)))
+            seconds.append(time.perf_counter() - started)
+            metrics = values(merge_metrics(found))
+    tokens = int(batch.token_counts().sum()) - sum(shared_prompt_tokens(batch))
+    mean = sum(seconds[1:]) / options.updates
+    memory = {"peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 1)} if options.device == "cuda" else {}
+    return {
+        "tokens": tokens,
+        "first_s": round(seconds[0], 3),
+        "update_s": round(mean, 4),
+        "tokens_per_s": round(tokens / mean),
+        **({"mfu": round(metrics["perf/mfu/train"], 4)} if "perf/mfu/train" in metrics else {}),
+        **memory,
+    }
+
+
+def _batch(recipe: str, options: argparse.Namespace, seed: int) -> DataProto:
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary, rows = SHAPES[options.shape]["vocab_size"], options.rows
+
+    def draw(length: int) -> torch.Tensor:
+        return torch.randint(5, vocabulary, (length,), generator=generator)
+
+    if recipe == "sft":
+        prompts, responses = [draw(1) for _ in range(rows)], [draw(options.prompt + options.response - 1) for _ in range(rows)]
+    else:
+        prompts = [prompt for prompt in (draw(options.prompt) for _ in range(rows // 2)) for _ in range(2)]
+        responses = [draw(options.response) for _ in range(rows)]
+    columns: dict[str, Any] = {"prompts": Ragged.from_rows(prompts), "responses": Ragged.from_rows(responses)}
+    flat = columns["responses"].like
+    columns["response_mask"] = flat(torch.ones(len(columns["responses"].values), dtype=torch.int64))
+    objects: dict[str, Any] = {"index": list(range(len(prompts)))}
+    if recipe == "dpo":
+        columns["unit"] = torch.arange(rows) // 2
+        columns["is_chosen"] = torch.tensor([1, 0] * (rows // 2))
+        columns["ref_response_log_prob"] = torch.randn(rows, generator=generator, dtype=torch.float64) - 100
+    if recipe == "grpo":
+        columns["old_log_probs"] = flat(torch.full((len(columns["responses"].values),), -11.0))
+        columns["advantages"] = flat(torch.randn(len(columns["responses"].values), generator=generator))
+    return DataProto.from_dict(columns, objects, {"pad_token_id": 0})
+
+
+if __name__ == "__main__":
+    main()

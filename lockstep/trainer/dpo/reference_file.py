@@ -1,0 +1,105 @@
+"""The reference's log-probs in a file: computed once, before the first update, and found again by the next run.
+
+The file's name has a fingerprint of all that decides the numbers: the bytes of the model's folder and of the data files, the settings that
+make tokens of rows, the type of the computation. It holds a log-prob and a number of trained tokens per row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.pairs import PairDataset
+from lockstep.errors import DataError
+from lockstep.protocol import DataProto
+from lockstep.trainer.dpo.stages import actor_log_prob
+from lockstep.utils.model_source import model_folder
+
+_BLOCK = 1 << 20
+
+
+class Referenced:
+    """Rows with ref_response_log_prob beside them. `log_probs` and `lengths` are [positions, rows per position]."""
+
+    def __init__(self, rows: PairDataset, log_probs: np.ndarray, lengths: np.ndarray, path: Path) -> None:
+        self._rows, self._log_probs, self._lengths, self._path = rows, log_probs, lengths, path
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, positions: Sequence[int]) -> DataProto:
+        """As the rows' own. Raises DataError where they are not those of the file."""
+        batch, chosen = self._rows.batch(positions), list(positions)
+        if num_trained(batch).tolist() != self._lengths[chosen].flatten().tolist():
+            raise DataError(f"{self._path} was made of other rows than those of the data files; delete it")
+        batch.set("ref_response_log_prob", torch.from_numpy(self._log_probs[chosen].flatten()))
+        return batch
+
+
+def num_trained(batch: DataProto) -> np.ndarray:
+    """Trained tokens of each row."""
+    return np.array([int(row.sum()) for row in batch.ragged("response_mask").rows()])
+
+
+def reference_path(files: Any, folder: str | None, fingerprint: str) -> Path:
+    """Where the log-probs of these data files are kept: beside the first of them, or in `folder`."""
+    first = Path(str(files if isinstance(files, str | Path) else files[0])).expanduser()
+    return (Path(folder).expanduser() if folder else first.parent) / f"{first.name}.reference-{fingerprint}.npz"
+
+
+def fingerprint(model: str, files: Any, settings: Mapping[str, Any]) -> str:
+    """16 hex digits of the contents of the model's folder (a hub id: of its name) and of the files, and of the settings."""
+    total = hashlib.blake2b(json.dumps(dict(settings), sort_keys=True, default=str).encode(), digest_size=8)
+    source = Path(model_folder(model)).expanduser()
+    total.update(str(model).encode() if not source.is_dir() else b"")
+    of_model = sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else []
+    paths = [files] if isinstance(files, str | Path) else list(files)
+    for path in (*of_model, *(Path(str(path)).expanduser() for path in paths)):
+        total.update(path.name.encode())
+        with path.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                total.update(block)
+    return total.hexdigest()
+
+
+def with_reference(rows: PairDataset, path: Path, actor: Any, batch_size: int) -> Referenced:
+    """The rows with the log-probs in the file `path`, which is made now, with the actor as it is, where it does not exist.
+
+    Raises DataError where the file cannot be read or written.
+    """
+    if path.is_file():
+        try:
+            with np.load(path) as found:
+                return Referenced(rows, found["log_probs"], found["lengths"], path)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{path} cannot be read ({error}); delete it, and it is made again") from error
+    log_probs, lengths = [], []
+    for start in range(0, len(rows), batch_size):
+        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+        log_probs.append(actor_log_prob(actor, batch).numpy())
+        lengths.append(num_trained(batch))
+    columns = {"log_probs": np.concatenate(log_probs), "lengths": np.concatenate(lengths)}
+    columns = {name: column.reshape(len(rows), -1) for name, column in columns.items()}
+    _publish(path, columns)
+    return Referenced(rows, columns["log_probs"], columns["lengths"], path)
+
+
+def _publish(path: Path, columns: Mapping[str, np.ndarray]) -> None:
+    """Write the file under another name first: what has the name is whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            np.savez(file, **columns)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, path)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error}; reference.folder names another place") from error
