@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
-    "check": ("lockstep.tools.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
+    "check": ("lockstep.tools.check", "check a loss or an advantage estimator of your own: does batching change it?"),
     "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
     "data": ("lockstep.tools.data_show", "data show: what each row of a file became, with the trained tokens marked"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
+    "distill": ("lockstep.trainer.main_distill", "learn from a teacher, on given answers and on the student's own"),
     "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
     "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
     "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -67,6 +67,17 @@ class BatchView(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    @property
+    def batch_size(self) -> torch.Size:
+        """The number of rows, as a TensorDict says it."""
+        return torch.Size([len(self._data)])
+
+    def pop(self, name: str) -> Tensor:
+        """The column, padded, which leaves the batch."""
+        column = self[name]
+        del self._data.columns[name]
+        return column
+
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Repeat rows from the start until the number of rows is a multiple of `size_divisor`; also returns how many were added."""
@@ -80,6 +91,76 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drop the last `pad_size` rows."""
     return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def repeat_row(data: DataProto, padding_size: int, padding_candidate: str = "first") -> None:
+    """Add the first or the last row `padding_size` times at the end, in place."""
+    if padding_size:
+        row = {"first": 0, "last": len(data) - 1}[padding_candidate]
+        longer = data.select_idxs(torch.cat([torch.arange(len(data)), torch.full((padding_size,), row)]))
+        data.columns, data.non_tensor_batch = longer.columns, longer.non_tensor_batch
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Runs of neighbouring rows as one row each: dense columns become [new_batch_size, rows a run, ...], object entries arrays."""
+    if len(data) % new_batch_size:
+        raise ValueError(f"{len(data)} rows cannot be folded into {new_batch_size}")
+    run = len(data) // new_batch_size
+    tensors = {name: data.batch[name].reshape(new_batch_size, run, *data.batch[name].shape[1:]) for name in data.columns}
+    objects = {
+        name: [values[i * run : (i + 1) * run] for i in range(new_batch_size)] for name, values in data.non_tensor_batch.items()
+    }
+    return type(data)(tensors, objects, dict(data.meta_info))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """What `fold_batch_dim` folded, with the first `batch_dims` dimensions as rows again."""
+    tensors = {name: data.batch[name].flatten(0, batch_dims - 1) for name in data.columns}
+    objects = {name: [entry for run in values for entry in run] for name, values in data.non_tensor_batch.items()}
+    return type(data)(tensors, objects, dict(data.meta_info))
+
+
+def merge_meta(parts: Sequence[Mapping[str, Any]], equal: Callable[[Any, Any], bool]) -> dict[str, Any]:
+    """The entries of all parts; "metrics", a dict or a list of dicts, as lists by name. Raises ValueError where parts differ."""
+    merged: dict[str, Any] = {}
+    metrics: dict[str, list[Any]] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key == "metrics":
+                for entry in value if isinstance(value, list) else [value]:
+                    for name, number in entry.items():
+                        metrics.setdefault(name, []).extend(number if isinstance(number, list) else [number])
+            elif not equal(merged.setdefault(key, value), value):
+                raise ValueError(f"Conflicting values for meta_info key {key!r}: {merged[key]!r} and {value!r}")
+    return merged | ({"metrics": metrics} if metrics else {})
+
+
+def to_tensordict(data: DataProto) -> Any:
+    """A TensorDict with every tensor column padded, object columns as lists, and meta_info. Raises ImportError without tensordict."""
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+    columns: dict[str, Any] = {name: data.batch[name] for name in data.columns}
+    columns |= {name: NonTensorStack(*map(NonTensorData, values)) for name, values in data.non_tensor_batch.items()}
+    made = TensorDict(columns, batch_size=[len(data)])
+    for name, value in data.meta_info.items():
+        made.set_non_tensor(name, value)
+    return made
+
+
+def from_tensordict(
+    tensordict: Any, meta_info: Mapping[str, Any] | None
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """Tensors, object columns and meta_info of a TensorDict."""
+    tensors, objects, meta = {}, {}, dict(meta_info or {})
+    for name in list(tensordict.keys()):
+        value = tensordict.get(name)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif type(value).__name__ == "NonTensorStack":
+            objects[name] = value.tolist()
+        else:
+            meta[name] = getattr(value, "data", value)
+    return tensors, objects, meta
 
 
 def _side(name: str) -> str:

@@ -56,7 +56,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.padded import DERIVED, TOKEN_COLUMNS, BatchView, pad_dataproto_to_divisor, unpad_dataproto
+from lockstep.padded import (
+    DERIVED,
+    TOKEN_COLUMNS,
+    BatchView,
+    fold_batch_dim,
+    from_tensordict,
+    merge_meta,
+    pad_dataproto_to_divisor,
+    repeat_row,
+    to_tensordict,
+    unfold_batch_dim,
+    unpad_dataproto,
+)  # fmt: skip
 from lockstep.ragged import Ragged, tensors_equal
 
 Indices = Sequence[int] | np.ndarray | Tensor | slice
@@ -72,7 +84,10 @@ Indices = Sequence[int] | np.ndarray | Tensor | slice
 
 Column = Tensor | Ragged
 
-__all__ = ["BatchView", "Column", "DataProto", "DataProtoItem", "Indices", "Ragged", "pad_dataproto_to_divisor", "unpad_dataproto"]
+__all__ = [
+    "BatchView", "Column", "DataProto", "DataProtoItem", "Indices", "Ragged", "fold_batch_dim", "pad_dataproto_to_divisor",
+    "unfold_batch_dim", "unpad_dataproto",
+]  # fmt: skip
 
 
 @dataclass
@@ -84,19 +99,29 @@ class DataProtoItem:
     meta_info: dict[str, Any]
 
 
-@dataclass
+@dataclass(init=False)
 class DataProto:
     """Rows with named columns; see the module's docstring. Methods return new objects unless they say "in place"."""
 
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, Column]
     """Ragged and dense columns, as stored."""
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray]
     """Object columns."""
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any]
     """Facts about the batch as a whole, such as `pad_token_id`."""
 
-    def __post_init__(self) -> None:
-        self.non_tensor_batch = {k: _object_array(v) for k, v in self.non_tensor_batch.items()}
+    def __init__(
+        self,
+        columns: dict[str, Column] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        *,
+        batch: Any = None,
+    ) -> None:
+        """`batch`, a TensorDict or another mapping of tensors, may be given instead of `columns`."""
+        self.columns = dict(batch.items()) if batch is not None else columns if columns is not None else {}
+        self.non_tensor_batch = {k: _object_array(v) for k, v in (non_tensor_batch or {}).items()}
+        self.meta_info = {} if meta_info is None else meta_info
         self.check_consistency()
 
     # -- building ----------------------------------------------------------------------------------------------------------
@@ -107,12 +132,16 @@ class DataProto:
         tensors: Mapping[str, Column] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        auto_padding: bool = False,
     ) -> DataProto:
-        """Columns by kind. Every column must have the same number of rows."""
+        """Columns by kind. Every column must have the same number of rows. (`auto_padding` is verl's and needs nothing: rows are shared
+        out without padding.)"""
         return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
         """Sort a mixed dict into tensor and object columns. Raises for a value that is neither tensor, Ragged, array nor list."""
         tensors, objects = {}, {}
         for name, value in data.items():
@@ -208,11 +237,14 @@ class DataProto:
         )
         return DataProto(dict(tensors), dict(objects), dict(self.meta_info))
 
-    def pop(self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = ()) -> DataProto:
-        """Remove columns, in place, and return them."""
+    def pop(
+        self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = (), meta_info_keys: Sequence[str] | None = None
+    ) -> DataProto:
+        """Remove columns, in place, and return them; with `meta_info_keys` these of meta_info too, else with a copy of all of it."""
         tensors = {k: self.columns.pop(k) for k in batch_keys}
         objects = {k: self.non_tensor_batch.pop(k) for k in non_tensor_batch_keys}
-        return DataProto(tensors, objects, dict(self.meta_info))
+        meta = dict(self.meta_info) if meta_info_keys is None else {k: self.meta_info.pop(k) for k in meta_info_keys}
+        return DataProto(tensors, objects, meta)
 
     def rename(self, old_keys: Sequence[str], new_keys: Sequence[str]) -> DataProto:
         """Rename tensor columns, in place."""
@@ -287,7 +319,10 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, one after the other. Every part must have the same columns; `meta_info` is the first part's."""
+        """The rows of all parts, one after the other. Every part must have the same columns.
+
+        `meta_info` has the entries of all parts, "metrics" as lists by name. Raises ValueError for an entry on which parts differ.
+        """
         if not parts:
             raise ValueError("nothing to concatenate")
         names = {frozenset((*p.columns, *p.non_tensor_batch)) for p in parts}
@@ -298,7 +333,7 @@ class DataProto:
             columns = [p.columns[name] for p in parts]
             tensors[name] = Ragged.cat(columns) if isinstance(first, Ragged) else torch.cat(columns)  # type: ignore[arg-type]
         objects = {name: np.concatenate([p.non_tensor_batch[name] for p in parts]) for name in parts[0].non_tensor_batch}
-        return DataProto(tensors, objects, dict(parts[0].meta_info))
+        return DataProto(tensors, objects, merge_meta([part.meta_info for part in parts], _objects_equal))
 
     # -- moving and keeping ------------------------------------------------------------------------------------------------
 
@@ -314,6 +349,18 @@ class DataProto:
     def load_from_disk(path: str | Path) -> DataProto:
         """Read what `save_to_disk` wrote. The file is unpickled: read only files you trust."""
         return DataProto(*torch.load(path, weights_only=False))
+
+    # -- what others' code calls -------------------------------------------------------------------------------------------
+
+    padding = repeat_row
+    fold_batch_dim = fold_batch_dim
+    unfold_batch_dim = unfold_batch_dim
+    to_tensordict = to_tensordict
+
+    @classmethod
+    def from_tensordict(cls, tensordict: Any, meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """What `to_tensordict` made: tensors are columns, lists are object columns, and everything else is `meta_info`."""
+        return cls(*from_tensordict(tensordict, meta_info))
 
     def _has_columns_besides(self, name: str | None) -> bool:
         return any(other != name for other in (*self.columns, *self.non_tensor_batch))

@@ -28,6 +28,7 @@ from lockstep.checkpoint.manifest import check_manifest
 from lockstep.checkpoint.saver import Saver, is_write_failure
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
+from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.display import Display
@@ -242,7 +243,7 @@ class Run(ABC):
             project_name=self.section.project_name,
             experiment_name=self.section.experiment_name,
             run_dir=self.section.run_dir,
-            config=dataclasses.asdict(self.config),
+            config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,
         )
 

@@ -116,6 +116,10 @@ class StageRun(Run):
         """What an update needs of a batch beside its rows."""
         return batch
 
+    def _train_batch(self) -> DataProto:
+        """The rows of this step's update."""
+        return self._prepare(self.train_data.batch(self.schedule.batch(self.batch_at(self.global_steps))))
+
     @abstractmethod
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         """Metrics of a batch, from what the workers measured on it, named as they are in `measured`."""
@@ -127,7 +131,7 @@ class StageRun(Run):
         timer = self.timer
         with timer.stage("step"):
             with timer.stage("data"):
-                batch = self._prepare(self.train_data.batch(self.schedule.batch(self.batch_at(self.global_steps))))
+                batch = self._train_batch()
             with timer.stage("update"):
                 measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
         tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]

@@ -1,7 +1,9 @@
 """The worker's side of a group: one host in a process holds the workers of all co-located roles and runs the calls sent
 to them."""
 
+import asyncio
 import faulthandler
+import inspect
 import os
 import socket
 import traceback
@@ -26,6 +28,11 @@ _STDERR = 2  # the file descriptor: sys.stderr may have been replaced by an obje
 
 _process_group_users: set[int] = set()
 """The hosts in this process that share the process group one of them made; empty when it was made by someone else."""
+
+
+def awaited(result: Any) -> Any:
+    """What a worker's method returned; of an `async def` one, what it returns when it has run."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 class WorkerHost:
@@ -86,7 +93,7 @@ class WorkerHost:
         args, kwargs = call
         try:
             with _stacks_after(dump_stacks_after_s):
-                result = getattr(self.workers[name], method)(*args, **kwargs)
+                result = awaited(getattr(self.workers[name], method)(*args, **kwargs))
             return result.to("cpu") if isinstance(result, DataProto) else result
         except Exception as error:
             raise WorkerError(self.label(name), _describe(error)) from None

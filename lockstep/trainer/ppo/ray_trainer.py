@@ -74,7 +74,7 @@ class RayPPOTrainer(Run):
         config = as_config(config)
         self.device = resolve_device(config.trainer.device)
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=self.device))
-        self.tokenizer, self.reward_fn, self.val_reward_fn = tokenizer, reward_fn, val_reward_fn
+        self.tokenizer, self.val_reward_fn = tokenizer, val_reward_fn
         self.role_worker_mapping = checks.needed_roles(config, role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         check_trackers(config.trainer.logger)
@@ -87,7 +87,7 @@ class RayPPOTrainer(Run):
             train_dataset = open_dataset(config, tokenizer, data.train_files, data.train_max_samples)
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
-        checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
+        self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         schedule = PromptSchedule(len(train_dataset), data.train_batch_size, data.shuffle, config.data_seed)
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
@@ -202,7 +202,7 @@ class RayPPOTrainer(Run):
         data, folder = self.config.data, self.config.trainer.rollout_data_dir
         if folder is not None:
             write_samples(folder, step, batch, scored.extra, self.tokenizer)
-        metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length)
+        metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
         metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
