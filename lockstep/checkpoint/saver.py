@@ -44,7 +44,7 @@ class Saver:
         """A folder to write the checkpoint of a step into. Waits for the one before."""
         self.wait()
         self._cancelled.clear()
-        self._step = step
+        self._step, self.failed = step, None
         return folders.make_draft(self._run_dir, step)
 
     def publish(self, draft: Path, reports: Sequence[Path], durable: Sequence[Path], *, waits: bool = False) -> None:
@@ -94,12 +94,17 @@ class Saver:
             self._thread.join()
         self.check()
 
-    def cancel(self, reason: str = "the run ended before it was written") -> None:
-        """Give up on a save that still waits for others."""
+    def cancel(self, reason: str) -> None:
+        """Give up on a save that still waits for others; `wait` says why."""
         self._reason = reason
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join()
+
+    def close(self) -> None:
+        """Give up on a save that still waits for others, without a word. The next save begins afresh."""
+        self.cancel("the run ended before it was written")
+        self._error = None
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None where no metric is asked for or no checkpoint has it."""

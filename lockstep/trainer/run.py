@@ -151,7 +151,7 @@ class Run(ABC):
 
     def close_folder(self) -> None:
         """Let other runs have the folder. A save that is not done by now is given up. May be called again."""
-        self._saver.cancel()
+        self._saver.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None

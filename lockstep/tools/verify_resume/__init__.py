@@ -25,6 +25,7 @@ from lockstep.errors import LockstepError, ResourceError
 RECIPES = {
     "ppo": "lockstep.trainer.main_ppo",
     "sft": "lockstep.trainer.main_sft",
+    "distill": "lockstep.trainer.main_distill",
     "dpo": "lockstep.trainer.main_dpo",
     "reward-model": "lockstep.trainer.main_reward_model",
 }
