@@ -487,3 +487,15 @@ def test_the_value_loss_of_parts_adds_up_to_that_of_the_whole():
     parts = [core_algos.compute_value_loss(vpreds[i : i + 2], returns[i : i + 2], values[i : i + 2], mask[i : i + 2], 0.5, **counts)[0]
              for i in (0, 2)]  # fmt: skip
     close(sum(parts) / 2, whole)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_the_recipe_of_the_docs_is_registered():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[3] / "docs/from_verl.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    block = torch.ones(2, 3)
+    advantages, _ = core_algos.get_adv_estimator_fn("centred")(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1), None)
+    assert advantages.flatten().tolist() == [-1.0, 1.0]
+    assert core_algos.get_policy_loss_fn("plain")(block, block, block, block)[0].item() == -1.0
