@@ -31,8 +31,6 @@ from lockstep.trainer.setup import reward_arguments
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = {kind for kind in mismatch.RS_KINDS if not kind.startswith("group")}
 
-# -- metrics ---------------------------------------------------------------------------------------------------------------
-
 
 def _compute_response_info(batch: Any) -> dict[str, Tensor]:
     """Tokens of each prompt and response, from `attention_mask`, and the mask of the latter."""
@@ -100,9 +98,6 @@ def process_validation_metrics(
         variable, _, rest = name.split("/", 1)[1].removeprefix(f"{source}/").partition("/")
         found[source][variable][rest] = value
     return found
-
-
-# -- a step ----------------------------------------------------------------------------------------------------------------
 
 
 def compute_response_mask(data: Any) -> Tensor:
@@ -180,9 +175,6 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     blocks = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     weights, batch.batch["response_mask"], found = compute_rollout_correction_and_rejection_mask(*blocks, **options)
     return (batch if weights is None else batch.union(weights)), found
-
-
-# -- around a run ----------------------------------------------------------------------------------------------------------
 
 
 def need_critic(config: Any) -> bool:
@@ -292,11 +284,6 @@ def hf_processor(name_or_path: str, **ignored: Any) -> None:
     """None, as verl's gives for a model of text."""
 
 
-def create_colocated_worker_cls(class_dict: dict[str, Any]) -> dict[str, Any]:
-    """What a worker group takes for roles in one process: the classes by role."""
-    return dict(class_dict)
-
-
 def get_device_name() -> str:
     """The kind of device that a run uses here."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -311,11 +298,6 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
     """Add each value to the list of its name, in place."""
     for name, value in new_data.items():
         data.setdefault(name, []).append(value)
-
-
-def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The permutation that undoes another."""
-    return [int(i) for i in np.argsort(idx_map)]
 
 
 def get_reward_manager_cls(name: str) -> type[RewardManager]:

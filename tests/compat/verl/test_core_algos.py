@@ -379,10 +379,19 @@ def test_every_estimator_of_the_enum_has_its_function():
     assert core_algos.compute_policy_loss_vanilla.__name__ == "compute_policy_loss_vanilla"
 
 
-def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(monkeypatch):
-    from lockstep.algorithms import advantages
+@pytest.fixture
+def scratch(monkeypatch):
+    """Registries that forget."""
+    from lockstep.algorithms import advantages, policy_losses
 
-    monkeypatch.setattr(advantages, "ADV_ESTIMATORS", dict(advantages.ADV_ESTIMATORS))
+    for module, name in ((advantages, "ADV_ESTIMATORS"), (policy_losses, "POLICY_LOSSES"), (core_algos, "ADV_ESTIMATOR_REGISTRY"),
+                         (core_algos, "POLICY_LOSS_REGISTRY")):  # fmt: skip
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+
+
+@pytest.mark.usefixtures("scratch")
+def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config():
+    from lockstep.algorithms import advantages
 
     @core_algos.register_adv_est("recipe")
     def recipe(token_level_rewards, response_mask, index, config=None, **kwargs):
@@ -400,10 +409,8 @@ def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(m
         core_algos.get_adv_estimator_fn("grpoo")
 
 
-def test_a_loss_that_was_registered_is_aggregated_like_the_others(monkeypatch):
-    from lockstep.algorithms import policy_losses
-
-    monkeypatch.setattr(policy_losses, "POLICY_LOSSES", dict(policy_losses.POLICY_LOSSES))
+@pytest.mark.usefixtures("scratch")
+def test_a_loss_that_was_registered_is_aggregated_like_the_others():
 
     @core_algos.register_policy_loss("plain")
     def plain(*, log_prob, advantages):
@@ -412,16 +419,6 @@ def test_a_loss_that_was_registered_is_aggregated_like_the_others(monkeypatch):
     one = torch.ones(2, 3, dtype=torch.float64)
     loss, metrics = core_algos.get_policy_loss_fn("plain")(one, 2 * one, one, one, "seq-mean-token-sum")
     assert (loss.item(), metrics) == (-6.0, {})
-
-
-@pytest.fixture
-def scratch(monkeypatch):
-    """Registries that forget."""
-    from lockstep.algorithms import advantages, policy_losses
-
-    for module, name in ((advantages, "ADV_ESTIMATORS"), (policy_losses, "POLICY_LOSSES"), (core_algos, "ADV_ESTIMATOR_REGISTRY"),
-                         (core_algos, "POLICY_LOSS_REGISTRY")):  # fmt: skip
-        monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
 
 @pytest.mark.usefixtures("scratch")
