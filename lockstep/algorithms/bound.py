@@ -21,12 +21,11 @@ PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "r
 
 
 def token_column(what: str, x: Any, shape: tuple[int, ...], called: str = "") -> Tensor:
-    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else, which is `called` so."""
+    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else."""
     if isinstance(x, Tensor) and x.shape == shape:
         return x
-    raise ConfigError(
-        f"{what} must return one number per token, {shape}, before any mean; it returned {kind_of(x)}{called and f' as {called}'}"
-    )
+    returned = kind_of(x) + (f" as {called}" if called else "")
+    raise ConfigError(f"{what} must return one number per token, {shape}, before any mean; it returned {returned}")
 
 
 def kind_of(x: Any) -> str:

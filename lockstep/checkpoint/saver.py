@@ -59,6 +59,7 @@ class Saver:
                 folders.prune(self._run_dir, self._keep, self.best())
             except Exception as error:
                 self._error = error
+                shutil.rmtree(draft, ignore_errors=True)  # at once: metrics need some of the space
 
         if reports and not waits:
             self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
@@ -133,8 +134,15 @@ def write_report(file: Path, files: dict[str, Any], error: str | None) -> None:
     draft.rename(file)
 
 
+def is_write_failure(error: Exception) -> bool:
+    """Whether the system refused to write. Libraries in Rust (tokenizers) raise what the system said as a bare Exception."""
+    return isinstance(error, OSError) or "(os error " in str(error)
+
+
 def describe_failure(error: Exception) -> str:
     """One line on why something was not written."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left for {error.filename or 'it'} ({error.strerror}); free some, or set trainer.max_ckpt_to_keep"
+    if f"(os error {errno.ENOSPC})" in str(error):
+        return f"no space left ({error}); free some, or set trainer.max_ckpt_to_keep"
     return str(error) if isinstance(error, ResourceError) else repr(error)

@@ -21,6 +21,7 @@ from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score, check_score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
+from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ class RewardManager:
         reward_fn_key: The column that holds the data_source.
         timeout_s: Deadline of each call of a function.
         num_workers: Processes that call functions; None: one a core, at most 8.
+        max_memory_mb: Memory of each of them, and of each process that it starts; None: no limit.
         functions: More judges, by name (see `lockstep.rewards.judges`).
         weights: data_source or "*" -> judge -> weight.
         make_sandbox: Makes the sandbox that runs the programs of rows with test cases, when it is first needed.
@@ -56,6 +58,7 @@ class RewardManager:
         reward_fn_key: str = "data_source",
         timeout_s: float = RewardConfig.timeout_s,
         num_workers: int | None = None,
+        max_memory_mb: int | None = None,
         functions: Mapping[str, ComputeScore] | None = None,
         weights: Mapping[str, JudgeWeights] | None = None,
         make_sandbox: Callable[[], Sandbox] = default_sandbox,
@@ -69,7 +72,7 @@ class RewardManager:
         self.function = functools.cache(judges.function)
         self._sandbox = functools.cache(make_sandbox)
         self._model_judges_all = False
-        self._pool = ScoringPool(num_workers or min(os.cpu_count() or 1, 8), timeout_s)
+        self._pool = ScoringPool(num_workers or min(os.cpu_count() or 1, 8), timeout_s, max_memory_mb)
 
     def check(self, tags: Iterable[Tag], has_model: bool = False, validation: bool = False) -> None:
         """Before training: every row must have a judge. In validation there is no model, and weights for one are left out.
@@ -189,11 +192,12 @@ class RewardManager:
             if printed[source] < self.num_examine:
                 printed[source] += 1
                 failure = answer["failures"][i]
-                print(
+                shown = (
                     f"[data_source] {source}\n[prompt] {self.decode(data.ragged('prompts')[i])}\n"
                     f"[response] {self.decode(data.ragged('responses')[i])}\n[ground_truth] {(reward_model or {}).get('ground_truth')}\n"
                     f"[score] {f'missing: {failure.kind}' if failure else f'{scores[i]:g}'}"
                 )
+                print(printable(shown))
 
 
 class Scoring:

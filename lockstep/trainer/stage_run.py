@@ -116,6 +116,10 @@ class StageRun(Run):
         """What an update needs of a batch beside its rows."""
         return batch
 
+    def _train_batch(self) -> DataProto:
+        """The rows of this step's update."""
+        return self._prepare(self.train_data.batch(self.schedule.batch(self.batch_at(self.global_steps))))
+
     @abstractmethod
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         """Metrics of a batch, from what the workers measured on it, named as they are in `measured`."""
@@ -127,7 +131,7 @@ class StageRun(Run):
         timer = self.timer
         with timer.stage("step"):
             with timer.stage("data"):
-                batch = self._prepare(self.train_data.batch(self.schedule.batch(self.global_steps)))
+                batch = self._train_batch()
             with timer.stage("update"):
                 measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
         tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]
@@ -137,7 +141,7 @@ class StageRun(Run):
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / (seconds * self.workers.manager.get_n_gpus()),
             "training/global_step": self.global_steps + 1,
-            "training/epoch": self.schedule.epoch(self.global_steps),
+            "training/epoch": self.schedule.epoch(self.batch_at(self.global_steps)),
         }
 
     def _validate(self) -> dict[str, float]:
@@ -165,6 +169,10 @@ class StageRun(Run):
 
     def _finish_save(self) -> list[str]:
         return [error for error in self.model_wg.finish_checkpoint() if error is not None]
+
+    def _restart(self) -> None:
+        self.workers.close()
+        self.init_workers()
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_data):

@@ -108,6 +108,13 @@ def test_other_keys_of_the_result_are_lists_aligned_with_the_rows():
     assert extra == {"score": [0.5, 2.0, 3.0], "acc": [True, None, None], "pred": [None, None, "p"]}
 
 
+def test_what_is_printed_of_a_response_controls_no_terminal(capsys, monkeypatch):
+    manager = RewardManager(TOKENIZER, num_examine=1, compute_score=lambda **row: 1.0)
+    monkeypatch.setattr(manager, "decode", lambda ids: "\x1b[2J\x9b31m\r8")
+    manager(make_batch(["4"]))
+    assert r"\x1b[2J\x9b31m\r8" in capsys.readouterr().out
+
+
 def test_the_first_rows_of_each_data_source_are_printed(capsys):
     data = make_batch(
         ["1", "2", "3", "4"],

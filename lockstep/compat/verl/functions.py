@@ -43,7 +43,7 @@ def _as_rows(batch: Any) -> DataProto:
     info, blocks = _compute_response_info(batch), batch.batch
     lengths, prompts = info["response_length"].long(), info["prompt_length"].long()
     names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values", "response_mask", "responses")
-    columns = {name: Ragged.from_padded(blocks[name], lengths) for name in names if name in blocks}
+    columns: dict[str, Tensor | Ragged] = {name: Ragged.from_padded(blocks[name], lengths) for name in names if name in blocks}
     return DataProto(columns | {"prompts": Ragged(torch.zeros(int(prompts.sum())), prompts)})
 
 
@@ -126,7 +126,7 @@ def compute_advantage(
     known = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config, **data.batch}
     known |= {"index": data.non_tensor_batch.get("uid"), "non_tensor_batch": data.non_tensor_batch}
     function = get_adv_estimator_fn(getattr(adv_estimator, "value", adv_estimator))
-    names = function.__signature__.parameters if hasattr(function, "__signature__") else known  # type: ignore[attr-defined]
+    names = function.__signature__.parameters if hasattr(function, "__signature__") else known
     advantages, returns = function(**{name: known[name] for name in names if known.get(name) is not None})
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
@@ -171,8 +171,8 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     """The same over a batch: response_mask is replaced, rollout_is_weights added where there are weights."""
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     read = rollout_corr_config.get if hasattr(rollout_corr_config, "get") else lambda name: getattr(rollout_corr_config, name, None)
-    options = {name: read(name) for name in names if read(name) is not None}
-    blocks = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    options: dict[str, Any] = {name: read(name) for name in names if read(name) is not None}
+    blocks: Any = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     weights, batch.batch["response_mask"], found = compute_rollout_correction_and_rejection_mask(*blocks, **options)
     return (batch if weights is None else batch.union(weights)), found
 
@@ -201,7 +201,7 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **rew
 
 def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
     """The function of reward.custom_reward_function, None without one."""
-    return reward_arguments(as_config(config).reward)["compute_score"]  # type: ignore[no-any-return]
+    return reward_arguments(as_config(config).reward)["compute_score"]
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -256,10 +256,10 @@ class Tracking(OurTracking):
 
     def __init__(self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        named = {"project_name": project_name, "experiment_name": experiment_name}
+        named: dict[str, Any] = {"project_name": project_name, "experiment_name": experiment_name}
         super().__init__(names, **named, run_dir=Path("checkpoints", project_name, experiment_name), config=dict(config or {}))
 
-    def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:  # type: ignore[override]
+    def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
         """Record the metrics of one step."""
         super().log(data, step)
 

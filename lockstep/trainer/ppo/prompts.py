@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ def open_dataset(config: PPOConfig, tokenizer: Any, files: Any, max_samples: int
 class Prompts:
     """Batches of training prompts in the order of the schedule, each prompt `n` times."""
 
-    def __init__(self, dataset: Any, schedule: PromptSchedule, n: int, pad_token_id: int) -> None:
+    def __init__(self, dataset: Any, schedule: PromptSchedule, n: int, pad_token_id: int, batch_at: Callable[[int], int]) -> None:
+        """`batch_at` is Run's: which batch of the schedule comes after so many others."""
         self._dataset, self._schedule, self._n, self._pad_token_id = dataset, schedule, n, pad_token_id
+        self._batch_at = batch_at
         self.num_taken = 0
         """Batches taken so far: one per step, more with algorithm.filter_groups. All there is to save for a resume."""
 
@@ -35,13 +38,13 @@ class Prompts:
 
         In the sampling key the number stands for the step: a prompt may come twice in a step, but never in a batch.
         """
+        number = self._batch_at(self.num_taken) + 1
         self.num_taken += 1
-        positions = self._schedule.batch(self.num_taken - 1)
-        batch = make_prompts(self._dataset, positions, self._n, self._pad_token_id)
-        batch.non_tensor_batch["uid"] = np.array([f"{self.num_taken}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
-        return batch, self.num_taken
+        batch = make_prompts(self._dataset, self._schedule.batch(number - 1), self._n, self._pad_token_id)
+        batch.non_tensor_batch["uid"] = np.array([f"{number}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
+        return batch, number
 
     @property
     def epoch(self) -> int:
         """The epoch of the last batch."""
-        return self._schedule.epoch(self.num_taken - 1)
+        return self._schedule.epoch(self._batch_at(self.num_taken - 1))
