@@ -233,7 +233,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     if len(data) % new_batch_size:
         raise ValueError(f"{len(data)} rows cannot be folded into {new_batch_size}")
     run = len(data) // new_batch_size
-    tensors: dict[str, Any] = {
+    tensors: dict[str, Tensor | Ragged] = {
         name: data.batch[name].reshape(new_batch_size, run, *data.batch[name].shape[1:]) for name in data.columns
     }
     objects = {
@@ -244,7 +244,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """What `fold_batch_dim` folded, with the first `batch_dims` dimensions as rows again."""
-    tensors: dict[str, Any] = {name: data.batch[name].flatten(0, batch_dims - 1) for name in data.columns}
+    tensors: dict[str, Tensor | Ragged] = {name: data.batch[name].flatten(0, batch_dims - 1) for name in data.columns}
     objects = {name: [entry for run in values for entry in run] for name, values in data.non_tensor_batch.items()}
     return type(data)(tensors, objects, dict(data.meta_info))
 
@@ -278,9 +278,10 @@ def to_tensordict(data: DataProto) -> Any:
 
 def from_tensordict(
     tensordict: Any, meta_info: Mapping[str, Any] | None
-) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Tensor | Ragged], dict[str, Any], dict[str, Any]]:
     """Tensors, object columns and meta_info of a TensorDict."""
-    tensors, objects, meta = {}, {}, dict(meta_info or {})
+    tensors: dict[str, Tensor | Ragged] = {}
+    objects, meta = {}, dict(meta_info or {})
     for name in list(tensordict.keys()):
         value = tensordict.get(name)
         if isinstance(value, Tensor):
