@@ -56,7 +56,7 @@ class Saver:
                 for path in durable:
                     folders.sync(path)
                 folders.publish(draft, self._collect(draft, reports))
-                folders.prune(self._run_dir, self._keep, self.best())
+                self.prune()
             except Exception as error:
                 self._error = error
                 shutil.rmtree(draft, ignore_errors=True)  # at once: metrics need some of the space
@@ -105,6 +105,10 @@ class Saver:
         """Give up on a save that still waits for others, without a word. The next save begins afresh."""
         self.cancel("the run ended before it was written")
         self._error = None
+
+    def prune(self) -> None:
+        """Delete the checkpoints that are not to be kept."""
+        folders.prune(self._run_dir, self._keep, self.best())
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None where no metric is asked for or no checkpoint has it."""

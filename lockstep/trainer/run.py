@@ -144,6 +144,7 @@ class Run(ABC):
         if self._lock is None:
             self._lock = FolderLock(self.section.run_dir)
             try:
+                folders.remove_leftovers(self.section.run_dir)
                 self._from = self._find_checkpoint()
             except BaseException:
                 self.close_folder()
@@ -374,6 +375,8 @@ class Run(ABC):
         if self._from is None:
             return
         folder, state = self._from
+        if folder.resolve().parent == self.section.run_dir.resolve():
+            self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
         self.validations = [state["first_validation"]] if state["first_validation"] else []
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})

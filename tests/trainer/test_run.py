@@ -187,6 +187,14 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(tmp_path, da
         Counting(tmp_path / "other", 4, **quiet, **named).fit()
 
 
+def test_what_a_killed_run_did_not_come_to_delete_is_deleted_by_the_next_start(tmp_path):
+    Counting(tmp_path, 3, save_freq=1).fit()
+    for leftover in ("global_step_2.removed", "global_step_4.incomplete"):
+        (tmp_path / leftover / "actor").mkdir(parents=True)
+    assert Counting(tmp_path, 3, save_freq=1, max_ckpt_to_keep=2).fit().steps == 3
+    assert saved(tmp_path) == ["global_step_2", "global_step_3"]
+
+
 class Killed(BaseException):
     """As kill -9: nothing of the run does anything after it."""
 
