@@ -21,7 +21,7 @@ PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "r
 
 
 def token_column(what: str, x: Any, shape: tuple[int, ...], called: str = "") -> Tensor:
-    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned another thing as what is `called`."""
+    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned another thing, `called` so."""
     if isinstance(x, Tensor) and x.shape == shape:
         return x
     returned = kind_of(x) + (f" as {called}" if called else "")
