@@ -96,7 +96,7 @@ test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 900
 
 # The commands with a configuration of their own.
-RECIPES = ppo sft dpo reward-model
+RECIPES = ppo sft dpo reward-model distill
 PAGE = docs/config_$$(echo $$c | tr - _).md
 
 # Style, types, and documentation that is generated.

@@ -33,6 +33,11 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
+    "workers/distill_loss": {"workers/losses", "workers/engine", "algorithms"},
+    "workers/distill_worker": {
+        "workers/engine_workers", "workers/engine", "single_controller/base", "planner", "models", "algorithms", "protocol", "config",
+        "observability",
+    },
     "workers/sft_loss": {"workers/losses", "workers/engine", "algorithms"},
     "workers/preference_loss": {"workers/engine", "workers/losses", "algorithms", "utils"},
     "workers/model_worker": {
@@ -47,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"trainer/stop", "config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "data/schedule", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
@@ -70,6 +75,9 @@ ARROWS: dict[str, set[str]] = {
         "trainer/stage_run", "trainer/launch", "trainer/role", "single_controller", "algorithms", "data", "protocol", "config",
         "observability", "utils",
     },
+    "trainer/distill": {
+        "trainer/sft", "trainer/launch", "trainer/role", "protocol", "config", "observability", "utils",
+    },
     "trainer/summary": {"trainer/run"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
@@ -84,8 +92,12 @@ ARROWS: dict[str, set[str]] = {
     },
     "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
+    "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
-    "compat": {"algorithms", "config", "protocol", "utils"},
+    "compat": {
+        "algorithms", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/ppo", "trainer/setup",
+        "utils",
+    },
     "trainer/ppo/core_algos": {"compat"},
     "utils/dataset": {"data"},
     "utils/reward_score": {"rewards"},
@@ -93,7 +105,7 @@ ARROWS: dict[str, set[str]] = {
 }  # fmt: skip
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
-    "trainer/main_ppo", "trainer/main_sft", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
+    "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
     "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
     "__init__",
 )  # fmt: skip

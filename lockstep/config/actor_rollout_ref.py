@@ -157,7 +157,14 @@ class ActorConfig(EngineChoice):
 
 
 @dataclass
+class RefModelConfig:
+    path: str | None = None
+    """A model of its own as the reference, a teacher, with the actor's tokenizer; null means what the actor starts from."""
+
+
+@dataclass
 class RefConfig:
+    model: RefModelConfig = field(default_factory=RefModelConfig)
     log_prob_micro_batch_size_per_gpu: int | None = None
     """Rows computed at once; null cuts by log_prob_max_token_len_per_gpu."""
     log_prob_max_token_len_per_gpu: int | None = None
@@ -302,6 +309,12 @@ class ActorRolloutRefConfig:
         """The reference's engine: the actor's, with what is its own."""
         return replace(self.actor, fsdp_config=replace(self.actor.fsdp_config, param_offload=self.ref.param_offload))
 
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The reference's model: what the actor starts from, or one of its own."""
+        path = self.ref.model.path
+        return self.model if path is None else ModelConfig(path=path, trust_remote_code=self.model.trust_remote_code)
+
     def loads_reference(self, parts: Parts) -> bool:
-        """Whether a worker with these parts loads a reference; an actor with adapters is one without them."""
-        return parts.reference and not (parts.actor and self.model.lora_rank)
+        """Whether a worker with these parts loads a reference; an actor with adapters is one without them, unless another is named."""
+        return parts.reference and (self.ref.model.path is not None or not (parts.actor and self.model.lora_rank))

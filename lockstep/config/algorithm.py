@@ -68,7 +68,8 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     adv_estimator: str = "gae"
     """How advantages are estimated: gae (needs a critic), grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, gdpo, remax, optimal_token_baseline, or path.py:function of your own; see docs/algorithms/."""
+    reinforce_plus_plus_baseline, gdpo, remax, optimal_token_baseline, distill (learn from actor_rollout_ref.ref.model.path), or
+    path.py:function of your own; see docs/algorithms/."""
     gamma: float = 1.0
     """Discount a token."""
     lam: float = 1.0

@@ -46,8 +46,9 @@ class PPOConfig:
 
     @property
     def use_reference(self) -> bool:
-        """Whether a reference policy is needed: only when a KL term is on."""
-        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        """Whether a reference policy is needed: when a KL term is on, or the advantages are the distance to it."""
+        with_kl = self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        return with_kl or self.algorithm.adv_estimator == "distill"
 
     @property
     def actor_mini_batch_prompts(self) -> int:
@@ -156,6 +157,11 @@ class PPOConfig:
             raise ConfigError(
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true count the same KL twice; "
                 "turn one of them off"
+            )
+        if self.actor_rollout_ref.ref.model.path is not None and not self.use_reference:
+            raise ConfigError(
+                f"actor_rollout_ref.ref.model.path={self.actor_rollout_ref.ref.model.path} is set, but nothing reads a reference; set "
+                "algorithm.adv_estimator=distill, or a KL term: algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss"
             )
         rows, control = self.data.train_batch_size * self.actor_rollout_ref.rollout.n, self.algorithm.kl_ctrl
         # The controller changes its weight by at most 0.2 * rows / horizon a step; at 1 the weight could reach zero.

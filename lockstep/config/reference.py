@@ -11,13 +11,20 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.config.distill import DistillConfig
 from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import valid_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward_train import RewardTrainConfig
 from lockstep.config.sft import SFTConfig
 
-ROOTS: dict[str, Any] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward-model": RewardTrainConfig}
+ROOTS: dict[str, Any] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward-model": RewardTrainConfig,
+    "distill": DistillConfig,
+}
 """Command -> its configuration."""
 
 

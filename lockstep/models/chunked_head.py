@@ -45,6 +45,12 @@ class TokenOutputs:
     """Language model: log-prob of the most likely token at each place. Without a gradient."""
     scores: Tensor | None = None
     """Score model: the score of each row, [rows]."""
+    divergence: Tensor | None = None
+    """Student: the divergence from its teacher at each token (chunked_kl.py). Without a gradient."""
+    divergence_sum: Tensor | None = None
+    """Student: the sum [] of that over trained tokens, which has the gradient."""
+    agreement: Tensor | None = None
+    """Student: 1 where it and its teacher have the same most likely token."""
 
 
 LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
@@ -72,7 +78,7 @@ class LossPass:
 
     def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
         """The loss of a whole micro-batch, to be differentiated."""
-        names = ("log_probs", "entropys", "values", "top_log_probs", "scores")
+        names = ("log_probs", "entropys", "values", "top_log_probs", "scores", "divergence", "divergence_sum", "agreement")
         loss, metrics = self.loss(TokenOutputs(*map(columns.get, names)), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
@@ -98,7 +104,8 @@ class HandsOutHidden:
 
 
 def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
-    read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores) if column is not None]
+    columns = (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores, outputs.divergence_sum)
+    read = [column for column in columns if column is not None]
     return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
 
 
@@ -143,10 +150,10 @@ class _LogProbs(torch.autograd.Function):
         chunk: int,
         part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        log_probs = torch.empty(len(targets), dtype=_sum_dtype(hidden.dtype), device=hidden.device)
+        log_probs = torch.empty(len(targets), dtype=sum_dtype(hidden.dtype), device=hidden.device)
         log_normaliser, entropy, top = (torch.empty_like(log_probs) for _ in range(3))
-        for rows in _chunks(len(targets), chunk):
-            logits = _logits(hidden[rows], weight, bias, part)
+        for rows in slices(len(targets), chunk):
+            logits = layer_logits(hidden[rows], weight, bias, part)
             found = _statistics(logits, targets[rows], temperature, part)
             log_probs[rows], log_normaliser[rows], entropy[rows], top[rows] = found
         _join(part, log_probs, entropy, top)
@@ -159,9 +166,9 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
         log_prob_grad, entropy_grad, _ = grads
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for rows in _chunks(len(targets), ctx.chunk):
-            logits = _logits(hidden[rows], weight, bias, ctx.part)
+        gradients = LayerGradients(hidden, weight, bias, ctx.needs_input_grad)
+        for rows in slices(len(targets), ctx.chunk):
+            logits = layer_logits(hidden[rows], weight, bias, ctx.part)
             more = entropy_grad[rows].contiguous() if ctx.entropy_grad else None
             known = targets[rows], log_normaliser[rows], entropy[rows], log_prob_grad[rows].contiguous(), more
             gradients.add(rows, _logit_gradient(logits, *known, ctx.temperature, hidden.dtype, ctx.part))
@@ -185,12 +192,12 @@ class ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         part: VocabularyPart | None,
     ) -> Tensor:
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[3:])
-        total, start = torch.zeros((), dtype=_sum_dtype(hidden.dtype), device=hidden.device), 0
+        gradients = LayerGradients(hidden, weight, bias, ctx.needs_input_grad[3:])
+        total, start = torch.zeros((), dtype=sum_dtype(hidden.dtype), device=hidden.device), 0
         for chunk in chunks:
             tokens = slice(start, start + chunk.rows.num_tokens)
             start = tokens.stop
-            logits = _logits(hidden[tokens], weight, bias, part)
+            logits = layer_logits(hidden[tokens], weight, bias, part)
             log_probs, log_normaliser, entropy, top = _statistics(logits, targets[tokens], loss_pass.temperature, part, keep=True)
             _join(part, log_probs, entropy, top)
             with torch.enable_grad():
@@ -212,14 +219,14 @@ class ChunkedLoss(torch.autograd.Function):
         return None, None, None, *found, None
 
 
-class _Gradients:
+class LayerGradients:
     """The gradients of hidden states [M, H], weight [V, H] and bias [V], added up from those of some rows' logits."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
         self._of_hidden = torch.empty_like(hidden) if needs[0] else None
-        self._of_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight.dtype)) if needs[1] else None
-        self._of_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias.dtype)) if bias is not None and needs[2] else None
+        self._of_weight = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype)) if needs[1] else None
+        self._of_bias = torch.zeros_like(bias, dtype=sum_dtype(bias.dtype)) if bias is not None and needs[2] else None
 
     def add(self, rows: slice, delta: Tensor) -> None:
         """`delta` [rows, V] is the gradient of these rows' logits."""
@@ -242,19 +249,22 @@ class _Gradients:
         )
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Parts of `size` that make up `total`; the last may go beyond it."""
     return (slice(start, start + size) for start in range(0, total, size))
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of numbers of this type are added up in."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: VocabularyPart | None) -> Tensor:
+def layer_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: VocabularyPart | None) -> Tensor:
+    """[M, V], or this part of it, in the type that its products are summed up in; a tensor of its own."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
     else:
-        logits = (hidden @ weight.t()).to(_sum_dtype(hidden.dtype))
+        logits = (hidden @ weight.t()).to(sum_dtype(hidden.dtype))
     if bias is not None:
         logits.add_(bias)
     if part is not None:

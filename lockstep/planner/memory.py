@@ -64,6 +64,8 @@ class Model:
     """Activations of a pass without a gradient."""
     param_offload: bool | str
     """Whether the weights are offloaded while it is idle; auto leaves it to the plan."""
+    beside: str | None = None
+    """The update of another model in which it computes too: a teacher's, in its student's."""
     update: str | None = None
     """The stage in which it learns; None for a frozen model, which has none of the following."""
     gradients: int = 0
@@ -194,7 +196,7 @@ def _moments(models: Models, rollout: Rollout | None, plans: Plans) -> Iterator[
             yield stage, others + model.parts("weights", *waiting, "gathered") + Counter({activations: model.forward})
         if model.update is not None:
             assert plan.recompute is not None
-            computing = model.parts("weights", "gradients", *waiting, "gathered")
+            computing = model.parts("weights", "gradients", *waiting, "gathered") + _beside(pairs, model.update)
             yield model.update, others + computing + Counter({activations: model.activations[plan.recompute]})
             yield model.update, others + model.parts("weights", "gradients", "moments")
     if rollout is None:
@@ -211,6 +213,17 @@ def _idle(pairs: Sequence[tuple[Model, MemoryPlan]]) -> Contents:
     for model, plan in pairs:
         held += model.parts(*["weights"] * (not plan.offload_weights), *["moments"] * (not plan.offload_moments))
     return held
+
+
+def _beside(pairs: Sequence[tuple[Model, MemoryPlan]], update: str) -> Contents:
+    """What models need that compute in this update of another one, beside what they hold while they are idle."""
+    needed: Contents = Counter()
+    for model, plan in pairs:
+        if model.beside == update:
+            needed += model.parts("gathered", *["weights"] * plan.offload_weights) + Counter(
+                {f"{model.name} activations": model.forward}
+            )
+    return needed
 
 
 def _rollout_parts(models: Models, rollout: Rollout | None, plans: Plans) -> tuple[Contents, Contents]:

@@ -46,8 +46,8 @@ def policy_needs(
     options: Any = {"model": model, "head": head, "load": load, "world_size": world_size, "element": element}
     models = []
     if parts.actor:
-        # With adapters the actor is the reference too.
-        passes = ("old_log_prob", "ref") if parts.reference and model.lora_rank else ("old_log_prob",)
+        # With adapters the actor is the reference too, unless that is another model.
+        passes = ("old_log_prob", "ref") if parts.reference and not config.loads_reference(parts) else ("old_log_prob",)
         keys = _trained_keys(names.engine, names.tokens, names.model)
         budget = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
@@ -55,6 +55,7 @@ def policy_needs(
         keys = Keys(names.reference_tokens, names.reference_offload, moments=None, recompute=None)
         tokens = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
         budget = (tokens, ref.log_prob_micro_batch_size_per_gpu)
+        options["model"] = config.reference_model
         models.append(count_model("ref", keys, ("ref",), None, choice=config.reference_engine, budget=budget, **options))
     rollout = None
     if parts.rollout:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lockstep.config.load import load_recipe
 from lockstep.config.sft import SFTConfig
 from lockstep.trainer.program import run_program, worker_group
-from lockstep.trainer.setup import check_stage_engine, reward_arguments
+from lockstep.trainer.setup import check_stage_engine, sampled_answers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,8 +21,6 @@ def run(config: SFTConfig) -> None:
     """Train, and say what came of it."""
     # After the configuration has been checked: these imports bring torch.
     from lockstep.config.stage import STAGE_KEYS
-    from lockstep.rewards.manager import RewardManager
-    from lockstep.trainer.sft.sampled import SampledAnswers
     from lockstep.trainer.sft.sft_trainer import SFTTrainer
     from lockstep.trainer.summary import summarise_stage
     from lockstep.utils.tokenizer import hf_tokenizer
@@ -31,11 +29,10 @@ def run(config: SFTConfig) -> None:
 
     check_stage_engine(config, config.data.max_length)
     tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
-    sampled, reward_fn = None, None
-    if config.sampled.files:
-        reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, **reward_arguments(config.reward))
-        sampled = SampledAnswers.of(config, tokenizer, reward_fn)
-    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
+    with (
+        sampled_answers(config, tokenizer) as sampled,
+        worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
+    ):
         make_loss = functools.partial(make_sft_loss, STAGE_KEYS.name)
         trainer = SFTTrainer(config, tokenizer, ActorRolloutRefWorker, group_cls, make_loss, sampled)
         try:
@@ -43,8 +40,6 @@ def run(config: SFTConfig) -> None:
             result = trainer.fit()
         finally:
             trainer.close()
-            if reward_fn is not None:
-                reward_fn.close()
     print(summarise_stage(result, trainer.view.validation))
 
 

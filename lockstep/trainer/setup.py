@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.config.reward import JudgeConfig
+from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import StageConfig
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.trainer.sft.sampled import SampledAnswers
 
 
 def with_embedded_task(config: PPOConfig) -> PPOConfig:
@@ -44,6 +49,8 @@ def check_engines(config: PPOConfig) -> None:
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
     choices: list[tuple[EngineChoice, ModelConfig, int, str]] = [(policy.actor, policy.model, ranks, "actor_rollout_ref.actor")]
+    if policy.ref.model.path is not None:
+        choices.append((policy.reference_engine, policy.reference_model, ranks, "actor_rollout_ref.actor"))
     if config.use_critic:
         own = critic.n_gpus_per_node * critic.nnodes if critic.enable_resource_pool else ranks
         choices.append((critic, critic.model if critic.model.path else policy.model, own, "critic"))
@@ -55,8 +62,8 @@ def check_engines(config: PPOConfig) -> None:
         check_engine(choice, hf_config, world_size, resolve_device(config.trainer.device), key)
 
 
-def check_stage_engine(config: StageConfig, longest: int) -> None:
-    """The same for the model of a recipe that learns from files, whose rows have up to `longest` tokens."""
+def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length") -> None:
+    """The same for the model of a recipe that learns from files, whose rows have up to `longest` tokens, the value of `key`."""
     from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.registry import check_engine
@@ -65,9 +72,25 @@ def check_stage_engine(config: StageConfig, longest: int) -> None:
     hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
     context = getattr(hf_config, "max_position_embeddings", None)
     if context is not None and longest > context:
-        raise ConfigError(f"data.max_length={longest} tokens, but {model.path} holds {context}; lower data.max_length")
+        raise ConfigError(f"{key}={longest} tokens, but {model.path} holds {context}; lower data.max_length")
     ranks = section.n_gpus_per_node * section.nnodes
     check_engine(config.engine, hf_config, ranks, resolve_device(section.device), "engine")
+
+
+@contextmanager
+def sampled_answers(config: SFTConfig, tokenizer: Any) -> Iterator[SampledAnswers | None]:
+    """What is answered and judged at each validation; None where there is nothing. The rewards' processes end with it."""
+    from lockstep.rewards.manager import RewardManager
+    from lockstep.trainer.sft.sampled import SampledAnswers
+
+    if not config.sampled.files:
+        yield None
+        return
+    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, **reward_arguments(config.reward))
+    try:
+        yield SampledAnswers.of(config, tokenizer, reward_fn)
+    finally:
+        reward_fn.close()
 
 
 def reward_arguments(reward: JudgeConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.stage import STAGE_KEYS, StageConfig
-from lockstep.data.schedule import PromptSchedule
+from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.observability.display import View, make_display
 from lockstep.observability.metrics import Metric, merge_metrics, values
 from lockstep.observability.trackers import check_trackers
@@ -116,6 +116,10 @@ class StageRun(Run):
         """What an update needs of a batch beside its rows."""
         return batch
 
+    def _train_batch(self) -> DataProto:
+        """The rows of this step's update."""
+        return self._prepare(self.train_data.batch(self.schedule.batch(batch_at(self.global_steps, self.left_out))))
+
     @abstractmethod
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         """Metrics of a batch, from what the workers measured on it, named as they are in `measured`."""
@@ -127,7 +131,7 @@ class StageRun(Run):
         timer = self.timer
         with timer.stage("step"):
             with timer.stage("data"):
-                batch = self._prepare(self.train_data.batch(self.schedule.batch(self.global_steps)))
+                batch = self._train_batch()
             with timer.stage("update"):
                 measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
         tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]
@@ -137,7 +141,7 @@ class StageRun(Run):
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / (seconds * self.workers.manager.get_n_gpus()),
             "training/global_step": self.global_steps + 1,
-            "training/epoch": self.schedule.epoch(self.global_steps),
+            "training/epoch": self.schedule.epoch(batch_at(self.global_steps, self.left_out)),
         }
 
     def _validate(self) -> dict[str, float]:
@@ -165,6 +169,10 @@ class StageRun(Run):
 
     def _finish_save(self) -> list[str]:
         return [error for error in self.model_wg.finish_checkpoint() if error is not None]
+
+    def _restart(self) -> None:
+        self.workers.close()
+        self.init_workers()
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         if state["num_train_rows"] != len(self.train_data):

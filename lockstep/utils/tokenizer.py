@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_SAMPLE = "The 12 quick foxes' pay: 3.14 + x^2 \u2260 na\u00efve; def f(a):\n    return a"
+
+
 def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or a model on the Hugging Face hub; without a pad token, the end token pads.
 
@@ -39,6 +42,22 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
             raise DataError(f"the tokenizer in {path} has neither pad_token nor eos_token; set one in tokenizer_config.json")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_same_tokenizer(own: PreTrainedTokenizerBase, path: str, trust_remote_code: bool, key: str) -> None:
+    """Raise DataError unless the model in `path`, the value of `key`, has the same tokenizer: the same tokens with the same ids, and the
+    same cut of some text."""
+    other = hf_tokenizer(path, trust_remote_code)
+    if len(own) != len(other):
+        raise DataError(
+            f"{key}={path} has another tokenizer: {len(other)} tokens, not {len(own)}; token ids would not mean the same"
+        )
+    vocabulary = other.get_vocab()
+    for token, number in own.get_vocab().items():
+        if vocabulary.get(token) != number:
+            raise DataError(f"{key}={path} has another tokenizer: {token!r} is {vocabulary.get(token)} there, not {number}")
+    if own.encode(_SAMPLE) != other.encode(_SAMPLE):
+        raise DataError(f"{key}={path} has another tokenizer: it cuts {_SAMPLE!r} in another way")
 
 
 def separate_padding(tokenizer: PreTrainedTokenizerBase) -> None:

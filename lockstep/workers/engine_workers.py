@@ -109,7 +109,7 @@ class ActorRolloutRefWorker(ModelWorker):
             scale = config.actor.loss_scale_factor or float(self.max_response_length or 0)
             self._loss = make_policy_loss(config.actor, scale) if self.make_loss is None else self.make_loss()
         if config.loads_reference(parts):
-            engine = make_engine(config.reference_engine, spec(optim=None))
+            engine = make_engine(config.reference_engine, spec(model=config.reference_model, optim=None))
             self.ref = ReferencePart(engine, reference_budget(config))
         elif parts.reference:
             self.ref = ReferencePart(self.actor.engine, reference_budget(config), self.actor.engine.adapter_off)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.algorithms.advantages import bind_estimator
 from lockstep.algorithms.rows import Rows
 
-TOKENS = ("token_level_rewards", "response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+TOKENS = ("token_level_rewards", "response_mask", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
 """The inputs of estimators with one number per token."""
 
 

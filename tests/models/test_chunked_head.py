@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.distributed import run_distributed
+from helpers.largest import Largest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lockstep.algorithms.rows import Rows
 from lockstep.models.chunked_head import ChunkedLoss, LossPass, TokenOutputs, chunked_log_probs
@@ -142,19 +141,6 @@ def test_a_forbidden_token_makes_neither_entropy_nor_gradient_nan() -> None:
     torch.testing.assert_close(entropy[0], torch.distributions.Categorical(logits=torch.tensor([0.5, 0.25])).entropy())
     assert torch.isfinite(hidden.grad).all()
     assert torch.isfinite(weight.grad).all()
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor had which an operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
-        return out
 
 
 def test_neither_pass_makes_or_keeps_a_tensor_of_tokens_times_vocabulary() -> None:

@@ -12,6 +12,7 @@ reward_baselines         [B] float     score of the greedy answer to the row's p
 reward_parts             [B, K] float  the parts that algorithm.gdpo_reward_keys names, of each row's reward
 reward_part_weights      [K] float     their weights
 old_log_probs            [M] float     log-prob of each token under the policy before the update
+ref_log_prob             [M] float     the same under the reference, where the run has one
 sum_pi_squared           [M] float     sum over the vocabulary of squared probabilities; no worker writes it yet
 rollout_is_weights       [M] float     importance weights, where algorithm.rollout_correction makes them
 gamma, lam               float         discount, and decay of GAE
@@ -31,6 +32,7 @@ gae             from a critic's values: gae
 group           a response against the other responses to its prompt: grpo, grpo_passk, rloo, opo, gpg
 returns         rewards to come, or whitened over the batch: reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, remax
 token_baseline  a baseline for each token: optimal_token_baseline
+distill         how much more likely a token is to a teacher: distill
 recursion       sums along a row, which these share
 scores          the scores of the rows and the statistics of their groups, likewise
 ```
@@ -53,14 +55,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.algorithms.advantages.distill import distill
 from lockstep.algorithms.advantages.gae import gae
 from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rloo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
-from lockstep.algorithms.bound import Bound, kind_of, token_column
+from lockstep.algorithms.bound import Bound
 from lockstep.algorithms.registry import input_names, registering, unknown_name
-from lockstep.algorithms.rows import Rows
-from lockstep.errors import ConfigError
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
@@ -77,6 +78,7 @@ ADV_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "remax": remax,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": optimal_token_baseline,
+    "distill": distill,
 }
 """Name -> estimator: the values of `algorithm.adv_estimator`."""
 
@@ -116,16 +118,6 @@ def bind_estimator(estimator: str | AdvantageEstimator, parameters: Mapping[str,
     what, function = _resolve(estimator)
     remedy = "choose another algorithm.adv_estimator, or switch on what produces it"
     return Bound(what, function, parameters, remedy, "rows" not in input_names(what, function))
-
-
-def read_estimate(estimator: Bound, result: Any, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, [M] each, from what the estimator returned. Raises ConfigError when it is something else."""
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise ConfigError(f"{estimator.what} must return (advantages, returns); it returned {kind_of(result)}")
-    advantages, returns = (
-        token_column(estimator.what, x, (rows.num_tokens,), name) for name, x in zip(("advantages", "returns"), result, strict=True)
-    )
-    return advantages, returns
 
 
 def _resolve(estimator: str | AdvantageEstimator) -> tuple[str, AdvantageEstimator]:

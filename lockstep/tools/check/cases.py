@@ -47,6 +47,7 @@ def advantage_cases(draw: st.DrawFn) -> Case:
     rows = len(mask)
     tokens = {name: draw(_numbers(mask.shape)) for name in _ADVANTAGE_TOKENS}
     tokens["old_log_probs"] = -draw(_numbers(mask.shape)).abs()
+    tokens["ref_log_prob"] = -draw(_numbers(mask.shape)).abs()
     tokens["rollout_is_weights"] = draw(_numbers(mask.shape)).abs()
     of_rows = {
         "group": torch.tensor(draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)), dtype=torch.int64),

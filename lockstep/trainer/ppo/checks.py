@@ -7,24 +7,29 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
+import torch
+
 from lockstep.algorithms.advantages import get_adv_estimator, required_inputs
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.kl import KL_KINDS
 from lockstep.algorithms.policy_losses import check_numbers, get_policy_loss, loss_inputs, missing_numbers
+from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
 from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import ConfigError, DataError
-from lockstep.trainer.ppo.resolved import read_correction
+from lockstep.errors import ConfigError, DataError, MissingReward
+from lockstep.trainer.ppo.resolved import Estimation, read_correction, reads_rewards
 from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.tokenizer import check_same_tokenizer
 
 _ESTIMATOR_INPUTS = {
     "rows", "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
-    "old_log_probs", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
+    "old_log_probs", "ref_log_prob", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
 }  # fmt: skip
 """What `stages.advantage` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""
 _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
@@ -60,9 +65,35 @@ def check_algorithm(config: PPOConfig) -> None:
         )
     if "reward_parts" in required:
         _check_reward_parts(algorithm, config.reward.overlong_buffer.enable)
+    if "ref_log_prob" in required and not config.use_reference:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} needs ref_log_prob, but the run has no reference; set a KL term, for "
+            "example actor_rollout_ref.actor.use_kl_loss=true with actor_rollout_ref.actor.kl_loss_coef=0"
+        )
     if "values" in required and not config.use_critic:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} needs values, but the run has no critic; set critic.enable=true"
+        )
+    _try_estimator(algorithm)
+
+
+def _try_estimator(algorithm: AlgorithmConfig) -> None:
+    """Ask the estimator about two prompts of two responses: an estimator that fails, or returns other shapes, does so before a model is
+    loaded."""
+    rows, per_token = Rows(torch.tensor([2, 3, 2, 3])), torch.linspace(0.1, 1.0, 10)
+    columns: dict[str, Any] = dict.fromkeys(("token_level_rewards", "values", "sum_pi_squared", "rollout_is_weights"), per_token)
+    columns |= {"response_mask": torch.ones(10), "old_log_probs": -per_token, "group": torch.tensor([0, 0, 1, 1])}
+    columns |= {"index": np.array(["a", "a", "b", "b"], dtype=object), "reward_baselines": torch.zeros(4)}
+    columns["reward_parts"] = torch.rand(4, len(algorithm.gdpo_reward_keys or ["reward"]))
+    try:
+        result = Estimation.of(algorithm).estimator(columns, rows)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"algorithm.adv_estimator={algorithm.adv_estimator} failed on a batch of four rows: {error!r}") from error
+    if not isinstance(result, tuple) or [getattr(x, "shape", None) for x in result] != [per_token.shape] * 2:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} must return (advantages, returns), a number for each token"
         )
 
 
@@ -131,8 +162,8 @@ def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[
         )
     if config.use_reference and "RefPolicy" not in names and actors != ["ActorRolloutRef"]:
         raise ConfigError(
-            "a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss), but role_worker_mapping has neither Role.RefPolicy "
-            "nor Role.ActorRolloutRef; add one"
+            "a reference is needed (algorithm.use_kl_in_reward, actor.use_kl_loss or algorithm.adv_estimator=distill), but "
+            "role_worker_mapping has neither Role.RefPolicy nor Role.ActorRolloutRef; add one"
         )
     if config.reward_model.enable != ("RewardModel" in names):
         raise ConfigError(
@@ -144,6 +175,10 @@ def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[
 def check_models(config: PPOConfig, tokenizer: Any) -> None:
     """The model folders are models; policy and critic hold the longest sequence and know the tokenizer's tokens."""
     _check_model(config.actor_rollout_ref.model, config, tokenizer)
+    reference = config.actor_rollout_ref.reference_model
+    if config.actor_rollout_ref.ref.model.path is not None:
+        _check_model(reference, config, tokenizer)
+        check_same_tokenizer(tokenizer, str(reference.path), reference.trust_remote_code, "actor_rollout_ref.ref.model.path")
     if config.use_critic and config.critic.model.path:
         _check_model(config.critic.model, config, tokenizer)
     if config.reward_model.enable:
@@ -168,15 +203,23 @@ def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
         )
 
 
-def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_dataset: Any, val_dataset: Any) -> None:
-    """There is a reward for every row that will need one."""
-    if reward_fn is None:
-        raise ConfigError("reward_fn is missing: pass RewardManager(tokenizer=tokenizer, num_examine=0), or a function of your own")
+def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_dataset: Any, val_dataset: Any) -> Any:
+    """There is a reward for every row that will need one. Returns what judges training rows: `reward_fn`, or None where nothing reads
+    rewards and it cannot judge these rows."""
     if val_dataset is not None and val_reward_fn is None:
         raise ConfigError("there is validation data but no val_reward_fn: pass RewardManager(tokenizer=tokenizer, num_examine=1)")
-    _check_tags(reward_fn, train_dataset, has_model=config.reward_model.enable)
     if val_dataset is not None:
         _check_tags(val_reward_fn, val_dataset, validation=True)
+    if not reads_rewards(config.algorithm):
+        try:
+            _check_tags(reward_fn, train_dataset, has_model=config.reward_model.enable)
+        except (DataError, MissingReward):
+            return None
+        return reward_fn
+    if reward_fn is None:
+        raise ConfigError("reward_fn is missing: pass RewardManager(tokenizer=tokenizer, num_examine=0), or a function of your own")
+    _check_tags(reward_fn, train_dataset, has_model=config.reward_model.enable)
+    return reward_fn
 
 
 def _check_tags(reward_fn: Any, dataset: Any, **arguments: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from lockstep.config.ppo import PPOConfig
-from lockstep.trainer.ppo.resolved import reads_old_log_probs
+from lockstep.trainer.ppo.resolved import Estimation, reads_old_log_probs
 
 
 class Source(Enum):
@@ -25,15 +25,17 @@ class Drift:
         self._bound = config.actor_rollout_ref.rollout.exactness_bound
         self._bypass = config.algorithm.rollout_correction.bypass_mode
         self._read_before_update = reads_old_log_probs(config.algorithm, config.actor_rollout_ref.actor)
+        # Near the teacher their difference is all there is: rounding of the sampler would be learned, at the optimizer's full step.
+        self._compares = "ref_log_prob" in Estimation.of(config.algorithm).estimator.columns
         self._update_computes = False
         self.largest: float | None = None
         """Largest |log-prob| difference between sampler and trainer at the last measurement; None before the first."""
 
     def source(self, step: int, num_updates: int, is_recorded: bool) -> Source:
-        """The sampler where it is asked for or was exact when last compared; else the one update of the batch, where that is the first to
-        read old log-probs; else a pass."""
+        """The sampler where it is asked for, or was exact when last compared and no estimator takes the difference to a reference; else
+        the one update of the batch, where that is the first to read old log-probs; else a pass."""
         self._update_computes = step > self._critic_warmup and num_updates == 1 and not is_recorded and not self._read_before_update
-        if self._bypass or (self.largest is not None and self.largest < self._bound):
+        if self._bypass or (self.largest is not None and self.largest < self._bound and not self._compares):
             return Source.SAMPLER
         return Source.UPDATE if self._update_computes else Source.PASS
 

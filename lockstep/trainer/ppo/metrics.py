@@ -16,15 +16,15 @@ _AROUND_STAGES = ("step", "testing", "save_checkpoint")
 """The step itself, and what is timed beside it."""
 
 
-def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
+def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: int, judged: bool = True) -> dict[str, float]:
     """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, response_length_non_aborted/* (without
-    empty responses), prompt_length/*; docs/metrics.md has them all. Scores are those of rows that are trained on.
+    empty responses), prompt_length/*; docs/metrics.md has them all. Scores are those of rows that are trained on, where they were `judged`.
     """
     mask = batch.ragged("response_mask").values.bool()
     # A row with tokens of which none is the policy's has been left out, for want of a reward; an empty one has no token to hold a score.
     counted = row_sums(batch, "response_mask") > 0
-    metrics = _spread("critic/score", row_sums(batch, "token_level_scores")[counted])
-    metrics |= _spread("critic/rewards", row_sums(batch, "token_level_rewards")[counted])
+    metrics = _spread("critic/score", row_sums(batch, "token_level_scores")[counted]) if judged else {}
+    metrics |= _spread("critic/rewards", row_sums(batch, "token_level_rewards")[counted]) if judged else {}
     metrics |= _spread("critic/advantages", batch.ragged("advantages").values[mask])
     metrics |= _spread("critic/returns", batch.ragged("returns").values[mask])
     if "values" in batch:

@@ -71,6 +71,14 @@ def read_correction(config: RolloutCorrectionConfig) -> mismatch.Correction | No
     return correction if correction.is_on else None
 
 
+def reads_rewards(algorithm: AlgorithmConfig) -> bool:
+    """Whether rewards decide what is learned, or which rows are."""
+    columns = Estimation.of(algorithm).estimator.columns
+    return algorithm.filter_groups.enable or any(
+        name in columns for name in ("token_level_rewards", "reward_baselines", "reward_parts")
+    )
+
+
 def reads_old_log_probs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether old log-probs are read before the update: by the correction, the KL in the reward, the estimator, or what the policy loss
     wants computed from a whole mini-batch. Otherwise a batch's only update, whose forward pass computes them, can do without a pass."""

@@ -70,6 +70,9 @@ class Scorer(Judge):
 
         `scoring` is what `begin` returned. Returns what else the judges said, and metrics.
         """
+        if self.reward_fn is None:  # nothing reads rewards, and nothing judges these rows (checks.check_rewards)
+            batch.set("token_level_scores", batch.ragged("responses").like(torch.zeros(len(batch.ragged("responses").values))))
+            return Scored([None] * len(batch), [0.0] * len(batch)), {}
         if self.reward_model is not None:
             model_scores(self.reward_model, self.reward_fn, batch, self.tokenizer)
         scored = self.judge(batch, number, scoring)

@@ -15,7 +15,7 @@ from lockstep.trainer.ppo.weight_sync import WeightExchange
 from lockstep.trainer.role import Role
 from lockstep.utils.model_size import count_parameters
 
-_BYTES = {"Actor": TRAINED, "ActorRollout": TRAINED, "ActorRolloutRef": TRAINED + FROZEN, "Critic": TRAINED}
+_BYTES = {"Actor": TRAINED, "ActorRollout": TRAINED, "ActorRolloutRef": TRAINED, "Critic": TRAINED}
 
 
 def role_specs(config: PPOConfig, classes: Mapping[Enum, type], total_steps: int, pad_token_id: int) -> dict[Enum, RoleSpec]:
@@ -81,6 +81,7 @@ def _host_bytes(config: PPOConfig, role: Enum) -> int:
     """Bytes of the role's models in host memory; on GPUs they are not there."""
     if config.trainer.device == "cuda" or role.name not in Role.__members__:
         return 0
-    policy = config.actor_rollout_ref.model.path
-    paths = {"Critic": config.critic.model.path or policy, "RewardModel": config.reward_model.model.path}
-    return (count_parameters(str(paths.get(role.name, policy))) or 0) * _BYTES.get(role.name, FROZEN)
+    policy, reference = config.actor_rollout_ref.model.path, config.actor_rollout_ref.reference_model.path
+    paths = {"Critic": config.critic.model.path or policy, "RewardModel": config.reward_model.model.path, "RefPolicy": reference}
+    own = (count_parameters(str(paths.get(role.name, policy))) or 0) * _BYTES.get(role.name, FROZEN)
+    return own + (count_parameters(str(reference)) or 0) * FROZEN * (role.name == "ActorRolloutRef")

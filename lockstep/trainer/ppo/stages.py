@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
-from lockstep.algorithms.advantages import read_estimate
 from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.bound import read_estimate
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
 from lockstep.algorithms.rows import Rows
@@ -25,7 +25,7 @@ from lockstep.observability.metrics import Mean, Metric, average_updates, merge_
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 
-_OPTIONAL_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+_OPTIONAL_INPUTS = ("values", "reward_baselines", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
 """Columns that estimators may read, where the run has them."""
 
 UPDATE_COLUMNS = ("prompts", "responses", "response_mask")

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ from lockstep.workers.engine.pending import Pending, read
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.saved import SavedEngine
 from lockstep.workers.engine.spec import EngineSpec
+
+if TYPE_CHECKING:
+    from lockstep.workers.engine.teacher import Teacher
 
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
 
@@ -93,6 +96,8 @@ class TrainEngine(SavedEngine):
     """The ranks among which the tokens of a micro-batch are divided: it may hold so many times the budget."""
     exports_copies: bool = False
     """Whether export_weights makes new tensors even on one rank."""
+    teacher: Teacher | None = None
+    """What the columns compare this model with, where it is a student."""
     reports: bool = True
     """Whether this rank reports the metrics of the rows: one rank of each model group does."""
 
@@ -118,6 +123,9 @@ class TrainEngine(SavedEngine):
     def adapter_off(self) -> AbstractContextManager[None]:
         """Context in which the model is the one that training started from. For an engine that trains adapters beside it (LoRA)."""
         raise AssertionError("this engine trains the model itself, so the one it started from is gone")
+
+    def release(self) -> None:
+        """Free what forward passes without a backward pass have gathered of the weights, where a backend gathers any."""
 
     # -- what every backend shares -----------------------------------------------------------------------------------------
 
@@ -177,12 +185,13 @@ class TrainEngine(SavedEngine):
         packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
         with self.on_device():
             for number, packed in enumerate(packs):
-                chunks = packed.tokens.chunks(self.tokens_at_once) if self.tokens_at_once and self.token_ranks == 1 else None
+                at_once = self.tokens_at_once if self.token_ranks == 1 and self.teacher is None else None
+                chunks = packed.tokens.chunks(at_once) if at_once else None
                 with self.gradient_sync(number == len(packs) - 1):
                     if chunks is not None:
                         read_loss = partial(ChunkedLoss.apply, loss_pass.of(packed), chunks, packed.targets)
                         value = self.module(**packed.inputs, read=read_loss, read_at=packed.predict_at)
-                    else:  # a row has more logits than may exist at once, or its tokens are divided among ranks
+                    else:  # a row has more logits than may exist at once, its tokens are divided among ranks, or it has a teacher
                         value = loss_pass.of(packed).loss_of(self._run(packed, temperature, entropy_grad), packed.tokens)
                     value.backward()
         return self._metrics(loss_pass)
@@ -198,6 +207,8 @@ class TrainEngine(SavedEngine):
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
         """The columns [M] of one micro-batch, or its scores [rows]."""
+        if self.teacher is not None:
+            return self.teacher.columns(self.module, packed)
         if self.head is Head.SCORE:
             return {"scores": self.module(**packed.inputs, read_at=packed.predict_at)}
         if self.head is Head.VALUE:

@@ -42,10 +42,17 @@ def test_a_missing_input_is_named_with_its_estimator(available):
 
 
 @pytest.mark.usefixtures("scratch_registry")
-def test_an_estimator_with_positional_arguments_is_refused_when_registered():
-    with pytest.raises(ConfigError, match=r"'rewards'.*keyword-only"):
-        module.register_adv_est("positional")(lambda rewards: (rewards, rewards))
-    assert "positional" not in module.ADV_ESTIMATORS
+def test_arguments_are_matched_by_name_also_where_they_could_be_given_by_position():
+    @module.register_adv_est("positional")
+    def estimator(token_level_rewards, response_mask, **kwargs):
+        return token_level_rewards * response_mask, token_level_rewards
+
+    columns = {"response_mask": torch.tensor([1.0, 0.0]), "token_level_rewards": torch.tensor([3.0, 4.0])}
+    advantages, _ = bind_estimator("positional", {})(columns, Rows(torch.tensor([2])))
+    assert advantages.tolist() == [3.0, 0.0]
+    with pytest.raises(ConfigError, match=r"'\*rewards'.*given by name"):
+        module.register_adv_est("nameless")(lambda *rewards: rewards)
+    assert "nameless" not in module.ADV_ESTIMATORS
 
 
 # -- the special cases, the same in every estimator -------------------------------------------------------------------------
@@ -67,6 +74,7 @@ def inputs_of(scores, lengths, width=3):
         "response_mask": mask,
         "values": torch.zeros_like(rewards),
         "old_log_probs": torch.full_like(rewards, -1.0),
+        "ref_log_prob": torch.full_like(rewards, -3.0),
         "reward_baselines": torch.zeros_like(column),
         "reward_parts": torch.stack([column, column], dim=1),
         "gamma": 1.0,
@@ -102,7 +110,7 @@ def test_groups_of_equal_scores_get_exactly_zero(name, dtype):
 def test_an_empty_row_or_one_without_a_reward_is_as_if_it_were_not_there(name):
     """The trainer masks a row whose reward is missing: whatever it holds, NaN too, reaches nothing."""
     full = inputs_of([1.0, 4.0, 2.0, 7.0], [2, 3, 0, 1]) | {"group": torch.tensor([0, 0, 0, 1])}
-    for missing in ("token_level_rewards", "reward_baselines", "reward_parts", "values", "old_log_probs"):
+    for missing in ("token_level_rewards", "reward_baselines", "reward_parts", "values", "old_log_probs", "ref_log_prob"):
         full[missing][2] = torch.nan
     kept = [0, 1, 3]
     reduced = {key: x[kept] if isinstance(x, torch.Tensor) else x for key, x in full.items()}
@@ -125,7 +133,7 @@ def test_tool_tokens_in_the_middle_are_skipped(name):
     plain = inputs_of([1.0, 4.0, 2.0], [2, 3, 3]) | {"group": torch.tensor([0, 0, 0]), "gamma": 0.9, "lam": 0.8}
     places = torch.tensor([0, 2, 5])
     spread = dict(plain)
-    for key in ("token_level_rewards", "values", "old_log_probs", "response_mask"):
+    for key in ("token_level_rewards", "values", "old_log_probs", "ref_log_prob", "response_mask"):
         spread[key] = torch.full((3, 7), 0.0 if key == "response_mask" else torch.nan, dtype=torch.float64)
         spread[key][:, places] = plain[key].double()
     for x, y in zip(estimate(name, **spread), estimate(name, **plain), strict=True):

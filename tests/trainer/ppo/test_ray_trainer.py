@@ -279,7 +279,7 @@ def test_a_switch_takes_effect_and_the_step_works(overrides, names, logged, embe
 ESTIMATOR_KEYS = {"gdpo": ["algorithm.gdpo_reward_keys=[rule, length]", "algorithm.gdpo_reward_weights=[1.0, 0.5]"]}
 
 
-@pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS) - {"gae", "tir_optimal_token_baseline"}))
+@pytest.mark.parametrize("estimator", sorted(set(ADV_ESTIMATORS) - {"gae", "tir_optimal_token_baseline", "distill"}))
 def test_every_estimator_without_a_critic_trains(estimator, embedded_config):
     config = embedded_config(
         "trainer.total_training_steps=2", "trainer.val_before_train=false", "algorithm.use_kl_in_reward=false",

@@ -101,6 +101,9 @@ class FSDPEngine(TrainEngine):
 
     def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
         yield from super().columns(packs, temperature)
+        self.release()
+
+    def release(self) -> None:
         sharded_model.reshard(self.module)
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:

@@ -1,0 +1,99 @@
+"""DistillTrainer: a student learns its teacher's distribution, on the files' answers and on its own (GKD, arXiv 2306.13649).
+
+```text
+rows of the files -> for a share of them, the student's own answers -> update (-> evaluate on the validation rows)
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.config.distill import DistillConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.config.stage import STAGE_KEYS
+from lockstep.observability.display import View
+from lockstep.protocol import DataProto
+from lockstep.trainer.launch import FROZEN, RoleSpec
+from lockstep.trainer.role import Role
+from lockstep.trainer.sft.sft_trainer import SFTTrainer
+from lockstep.utils.hf_config import stop_token_ids
+from lockstep.utils.model_size import count_parameters
+
+KEYS = dataclasses.replace(STAGE_KEYS, reference_offload="teacher.param_offload")
+"""What the workers' messages call the sections."""
+
+
+class DistillTrainer(SFTTrainer):
+    """Trains a model on what its teacher says of the examples in data.train_files and of its own answers to their prompts."""
+
+    config: DistillConfig
+    role = Role.ActorRolloutRef
+    view = View(
+        (
+            ("kl", ".4f", ("train/kl",)),
+            ("agreement", ".3f", ("train/agreement",)),
+            ("nll", ".4f", ("train/nll",)),
+            ("length", ".1f", ("train/on_policy_length",)),
+            ("tokens/s", ".0f", ("perf/throughput",)),
+            ("lr", ".2e", ("train/lr",)),
+            ("seconds", ".1f", ("timing_s/step",)),
+        ),
+        curve=("kl", "train/kl"),
+        validation=("val/kl", "val/nll", "val-core/"),
+    )
+
+    def __init__(self, config: DistillConfig, tokenizer: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, tokenizer, *args, **options)
+        self.longest = config.longest
+        self._sampler = SamplingParams(
+            temperature=config.distill.sampling_temperature,
+            max_tokens=config.distill.max_response_length,
+            stop_token_ids=stop_token_ids(str(config.model.path), tokenizer),
+            seed=config.trainer.seed,
+        )
+
+    def _train_batch(self) -> DataProto:
+        """The rows of this step. The first of them, whose order is shuffled, get answers of the student."""
+        given = super()._train_batch()
+        share, step = self.config.distill.on_policy_share * len(given), self.global_steps
+        count = round((step + 1) * share) - round(step * share)
+        own = self._answered(given.select_idxs(range(count))) if count else None
+        rest = given.select_idxs(range(count, len(given)))
+        return rest if own is None else DataProto.concat([own, rest]) if len(rest) else own
+
+    def _answered(self, batch: DataProto) -> DataProto:
+        """The rows with the student's own answers to their prompts. The random numbers depend on seed, step and row alone."""
+        prompts = batch.select(["prompts"], ["index"])
+        prompts.non_tensor_batch["sample"] = np.zeros(len(batch), dtype=object)
+        with self.timer.stage("gen"):
+            answers = self.model_wg.generate_sequences(prompts, sampling=self._sampler, step=self.global_steps + 1)
+        own = batch.select(["prompts"], ["num_bytes", "index"]).union(answers.select(["responses", "response_mask"], []))
+        own.columns["is_given"] = torch.zeros(len(batch))
+        return own
+
+    def _prepare(self, batch: DataProto) -> DataProto:
+        batch.columns["is_given"] = torch.ones(len(batch))
+        return batch
+
+    def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
+        is_given = batch.columns["is_given"].bool()
+        lengths = batch.ragged("responses").lengths[~is_given].double()
+        metrics = (
+            measured if is_given.any() else {k: v for k, v in measured.items() if k not in ("train/nll", "train/token_accuracy")}
+        )
+        if len(lengths):
+            metrics = metrics | {
+                "train/on_policy_length": float(lengths.mean()),
+                "train/on_policy_clip_ratio": float((lengths >= self.config.distill.max_response_length).double().mean()),
+            }
+        return metrics | {"train/row_length": float(batch.token_counts().double().mean())}
+
+    def _spec(self) -> RoleSpec:
+        spec, config = super()._spec(), self.config
+        spec.worker.kwargs |= {"distill": config.distill, "keys": KEYS}
+        return dataclasses.replace(spec, host_bytes=spec.host_bytes + (count_parameters(str(config.teacher.path)) or 0) * FROZEN)

@@ -1,0 +1,53 @@
+"""The program of `lockstep distill key=value ...`: learn from a teacher."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from lockstep.config.distill import DistillConfig
+from lockstep.config.load import load_recipe
+from lockstep.trainer.program import run_program, worker_group
+from lockstep.trainer.setup import check_stage_engine, sampled_answers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See program.run_program."""
+    return run_program(arguments, DistillConfig, functools.partial(load_recipe, DistillConfig), run)
+
+
+def run(config: DistillConfig) -> None:
+    """Train, and say what came of it."""
+    # After the configuration has been checked: these imports bring torch.
+    import dataclasses
+
+    from lockstep.config.stage import STAGE_KEYS
+    from lockstep.trainer.distill.distill_trainer import DistillTrainer
+    from lockstep.trainer.summary import summarise_stage
+    from lockstep.utils.tokenizer import check_same_tokenizer, hf_tokenizer
+    from lockstep.workers.distill_loss import make_distill_loss
+    from lockstep.workers.distill_worker import DistillWorker
+
+    model, teacher = config.model, config.policy().reference_model
+    check_stage_engine(config, config.longest, "data.max_length + distill.max_response_length")
+    as_teacher = dataclasses.replace(config, model=teacher)
+    check_stage_engine(as_teacher, config.longest, "data.max_length + distill.max_response_length")
+    tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    check_same_tokenizer(tokenizer, str(teacher.path), teacher.trust_remote_code, "teacher.path")
+    with (
+        sampled_answers(config, tokenizer) as sampled,
+        worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
+    ):
+        make_loss = functools.partial(make_distill_loss, STAGE_KEYS.name)
+        trainer = DistillTrainer(config, tokenizer, DistillWorker, group_cls, make_loss, sampled)
+        try:
+            trainer.init_workers()
+            result = trainer.fit()
+        finally:
+            trainer.close()
+    print(summarise_stage(result, trainer.view.validation))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
