@@ -55,9 +55,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,18 +64,16 @@ import torch
 from torch import Tensor
 
 from lockstep.padded import (
-    DERIVED,
     TOKEN_COLUMNS,
     BatchView,
+    DataProtoItem,
+    ForOthers,
     fold_batch_dim,
-    from_tensordict,
     merge_meta,
     pad_dataproto_to_divisor,
-    repeat_row,
-    to_tensordict,
     unfold_batch_dim,
     unpad_dataproto,
-)  # fmt: skip
+)
 from lockstep.ragged import Ragged, tensors_equal
 
 Indices = Sequence[int] | np.ndarray | Tensor | slice
@@ -90,17 +87,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass
-class DataProtoItem:
-    """One row, as `data[i]` gives it: `batch` maps names to views of this row's tensors, without padding."""
-
-    batch: dict[str, Tensor]
-    non_tensor_batch: dict[str, Any]
-    meta_info: dict[str, Any]
-
-
 @dataclass(init=False)
-class DataProto:
+class DataProto(ForOthers):
     """Rows with named columns; see the module's docstring. Methods return new objects unless they say "in place"."""
 
     columns: dict[str, Column]
@@ -137,21 +125,6 @@ class DataProto:
         """Columns by kind. Every column must have the same number of rows. (`auto_padding` is verl's and needs nothing: rows are shared
         out without padding.)"""
         return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))
-
-    @classmethod
-    def from_single_dict(
-        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
-    ) -> DataProto:
-        """Sort a mixed dict into tensor and object columns. Raises for a value that is neither tensor, Ragged, array nor list."""
-        tensors, objects = {}, {}
-        for name, value in data.items():
-            if isinstance(value, Tensor | Ragged):
-                tensors[name] = value
-            elif isinstance(value, np.ndarray | list):
-                objects[name] = value
-            else:
-                raise ValueError(f"column {name!r} must be a tensor, a Ragged, an array or a list, not {type(value).__name__}")
-        return cls.from_dict(tensors, objects, meta_info)
 
     def set(self, name: str, column: Column) -> None:
         """Add or replace a tensor column, in place."""
@@ -215,18 +188,6 @@ class DataProto:
             raise ValueError(f"rows of one unit must stand together, but the column `unit` is {ids}")
         return [list(range(a, b)) for a, b in itertools.pairwise([*starts, len(ids)])]
 
-    def __getitem__(self, item: int | Indices) -> Any:
-        """A DataProtoItem for a number, a DataProto for a slice, a list, an array or a mask."""
-        if isinstance(item, int | np.integer):
-            row = range(len(self))[item]
-            tensors = {name: column[row] for name, column in self.columns.items()}
-            if self.has_token_rows():
-                ids = torch.cat([tensors[name] for name in TOKEN_COLUMNS])
-                derived = (ids, torch.ones_like(ids), torch.arange(len(ids), device=ids.device))
-                tensors = dict(zip(DERIVED, derived, strict=True)) | tensors
-            return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
-        return self.select_idxs(item)
-
     # -- choosing columns --------------------------------------------------------------------------------------------------
 
     def select(self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None) -> DataProto:
@@ -236,15 +197,6 @@ class DataProto:
             self.non_tensor_batch if non_tensor_batch_keys is None else {k: self.non_tensor_batch[k] for k in non_tensor_batch_keys}
         )
         return DataProto(dict(tensors), dict(objects), dict(self.meta_info))
-
-    def pop(
-        self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = (), meta_info_keys: Sequence[str] | None = None
-    ) -> DataProto:
-        """Remove columns, in place, and return them; with `meta_info_keys` these of meta_info too, else with a copy of all of it."""
-        tensors = {k: self.columns.pop(k) for k in batch_keys}
-        objects = {k: self.non_tensor_batch.pop(k) for k in non_tensor_batch_keys}
-        meta = dict(self.meta_info) if meta_info_keys is None else {k: self.meta_info.pop(k) for k in meta_info_keys}
-        return DataProto(tensors, objects, meta)
 
     def rename(self, old_keys: Sequence[str], new_keys: Sequence[str]) -> DataProto:
         """Rename tensor columns, in place."""
@@ -280,42 +232,10 @@ class DataProto:
         objects = {name: values[positions.numpy()] for name, values in self.non_tensor_batch.items()}
         return DataProto(tensors, objects, dict(self.meta_info))
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows start:end:step."""
-        return self.select_idxs(slice(start, end, step))
-
-    def reorder(self, indices: Tensor) -> None:
-        """Put the rows in this order, in place."""
-        ordered = self.select_idxs(indices)
-        self.columns, self.non_tensor_batch = ordered.columns, ordered.non_tensor_batch
-
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row `repeat_times` times: a,a,b,b when interleaved, a,b,a,b otherwise."""
         rows = torch.arange(len(self))
         return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
-
-    def sample_level_repeat(self, repeat_times: Sequence[int]) -> DataProto:
-        """Row i `repeat_times[i]` times."""
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(torch.as_tensor(repeat_times, dtype=torch.int64)))
-
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` runs of neighbouring rows whose sizes differ by at most one; some are empty when there are too few rows."""
-        bounds = [len(self) * i // chunks for i in range(chunks + 1)]
-        return [self.slice(a, b) for a, b in itertools.pairwise(bounds)]
-
-    def split(self, split_size: int) -> list[DataProto]:
-        """Runs of `split_size` rows; the last may be shorter."""
-        return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
-
-    def make_iterator(self, mini_batch_size: int, epochs: int, seed: int | None = None) -> Iterator[DataProto]:
-        """Mini-batches of that many rows, `epochs` times over; each epoch in a new order when `seed` is given."""
-        if len(self) % mini_batch_size:
-            raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
-        generator = torch.Generator().manual_seed(seed) if seed is not None else None
-        for _ in range(epochs):
-            order = torch.randperm(len(self), generator=generator) if generator else torch.arange(len(self))
-            for rows in order.split(mini_batch_size):
-                yield self.select_idxs(rows)
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
@@ -334,33 +254,6 @@ class DataProto:
             tensors[name] = Ragged.cat(columns) if isinstance(first, Ragged) else torch.cat(columns)  # type: ignore[arg-type]
         objects = {name: np.concatenate([p.non_tensor_batch[name] for p in parts]) for name in parts[0].non_tensor_batch}
         return DataProto(tensors, objects, merge_meta([part.meta_info for part in parts], _objects_equal))
-
-    # -- moving and keeping ------------------------------------------------------------------------------------------------
-
-    def to(self, device: torch.device | str) -> DataProto:
-        """Tensor columns on another device."""
-        return DataProto({k: c.to(device) for k, c in self.columns.items()}, dict(self.non_tensor_batch), dict(self.meta_info))
-
-    def save_to_disk(self, path: str | Path) -> None:
-        """Write the batch to one file."""
-        torch.save((self.columns, self.non_tensor_batch, self.meta_info), path)
-
-    @staticmethod
-    def load_from_disk(path: str | Path) -> DataProto:
-        """Read what `save_to_disk` wrote. The file is unpickled: read only files you trust."""
-        return DataProto(*torch.load(path, weights_only=False))
-
-    # -- what others' code calls -------------------------------------------------------------------------------------------
-
-    padding = repeat_row
-    fold_batch_dim = fold_batch_dim
-    unfold_batch_dim = unfold_batch_dim
-    to_tensordict = to_tensordict
-
-    @classmethod
-    def from_tensordict(cls, tensordict: Any, meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """What `to_tensordict` made: tensors are columns, lists are object columns, and everything else is `meta_info`."""
-        return cls(*from_tensordict(tensordict, meta_info))
 
     def _has_columns_besides(self, name: str | None) -> bool:
         return any(other != name for other in (*self.columns, *self.non_tensor_batch))

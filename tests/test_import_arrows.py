@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"trainer/stop", "config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "data/schedule", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},

@@ -30,6 +30,7 @@ from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
+from lockstep.data.schedule import batch_at
 from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
@@ -121,7 +122,7 @@ class Run(ABC):
         """Take over the models in `folder` and what `_state` returned when they were saved."""
 
     def _position(self) -> int:
-        """Batches that were taken so far; the next one is number `batch_at(_position())`."""
+        """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
         return self.global_steps
 
     def _describe(self) -> str:
@@ -209,12 +210,6 @@ class Run(ABC):
         self._begin_again()
         return self.fit()
 
-    def batch_at(self, position: int) -> int:
-        """The number of the batch, from 0, that comes after `position` others: those that are left out do not count."""
-        for number in self.left_out:
-            position += number <= position
-        return position
-
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
         return frequency != 0 and (step == self.total_steps or (frequency > 0 and step % frequency == 0))
@@ -277,8 +272,8 @@ class Run(ABC):
         how = "new workers go on"
         if rolls_back:
             positions = range(self._position_before, max(self._position_before + 1, self._position()))
-            batches = [self.batch_at(position) for position in positions]
-            self.left_out = sorted({*self.left_out, *batches})
+            batches = [batch_at(position, self.left_out) for position in positions]
+            self.left_out[:] = sorted({*self.left_out, *batches})
             how = f"the run goes on without {'batch' if len(batches) == 1 else 'batches'} {', '.join(map(str, batches))}"
         self.display.message(
             f"warning: {error}\n{how} from the newest checkpoint: restart {self.num_restarts} of at most {self.section.max_restarts} "
@@ -384,7 +379,7 @@ class Run(ABC):
             self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
         self.validations = [state["first_validation"]] if state["first_validation"] else []
-        self.left_out = sorted({*self.left_out, *state["left_out"]})
+        self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:
             self._load(Path(os.path.abspath(folder)), state)

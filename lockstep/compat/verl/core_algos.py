@@ -16,13 +16,11 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from lockstep.algorithms import advantages as estimators
@@ -30,19 +28,18 @@ from lockstep.algorithms import aggregation, kl, masked, policy_losses
 from lockstep.algorithms.advantages import token_baseline
 from lockstep.algorithms.bound import PER_ROW
 from lockstep.algorithms.kl import KLController
+from lockstep.algorithms.policy_losses import aggregated
 from lockstep.algorithms.registry import registering
 from lockstep.algorithms.rows import Rows
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
-from lockstep.errors import ConfigError
 
 Advantages = tuple[Tensor, Tensor]
 EstimatorFn = Callable[..., Advantages]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
 
 _ROW_MEAN = "seq-mean-token-mean"
-_BLOCK_NAMES = ("old_log_prob", "log_prob", "advantages", "response_mask")
 
 
 class AdvantageEstimator(StrEnum):
@@ -56,9 +53,6 @@ class AdvantageEstimator(StrEnum):
 
 masked_mean, masked_whiten = masked.masked_mean, masked.masked_whiten
 AdaptiveKLController, FixedKLController = kl.AdaptiveKLController, kl.FixedKLController
-
-
-# -- advantages ------------------------------------------------------------------------------------------------------------
 
 
 def _same_position(
@@ -203,9 +197,6 @@ def get_adv_estimator_fn(name_or_enum: Any) -> EstimatorFn:
     return ADV_ESTIMATOR_REGISTRY[name] if name in ADV_ESTIMATOR_REGISTRY else estimators.get_adv_estimator(name)
 
 
-# -- rewards and KL --------------------------------------------------------------------------------------------------------
-
-
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
     """The scores less kl_ratio (old_log_prob - ref_log_prob)."""
     return token_level_scores - kl_ratio * kl.kl_penalty(old_log_prob, ref_log_prob, "kl")
@@ -227,13 +218,6 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
     return kl.make_kl_controller(kind, kl_coef, target_kl or 0.0, horizon or 0)
 
 
-# -- losses ----------------------------------------------------------------------------------------------------------------
-
-
-_captured: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("lockstep_captured_losses", default=None)
-"""While a loss written for verl is asked for its losses per token: these, and what stands for each after `agg_loss`."""
-
-
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
@@ -247,10 +231,8 @@ def agg_loss(
 
     seq-mean-token-sum-norm divides by the width of the mask unless `loss_scale_factor` is given.
     """
-    captured = _captured.get()
-    if captured is not None:
-        captured.append((loss_mat, torch.zeros((), dtype=loss_mat.dtype, device=loss_mat.device, requires_grad=True)))
-        return captured[-1][1]
+    if (stood_in := aggregated.stand_in(loss_mat)) is not None:
+        return stood_in
     loss, mask, rows = loss_mat.flatten(), loss_mask.flatten(), Rows.of_padded(loss_mask)
     here = aggregation.Denominators.of(mask, rows)
     denominators = aggregation.Denominators(
@@ -284,7 +266,7 @@ def compute_policy_loss(
 def _policy_loss(name: str, numbers: Mapping[str, Any], blocks: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss per token, a block, and the means of its metrics. The blocks are old_log_prob, log_prob, advantages and the mask."""
     rows = Rows.of_padded(blocks[-1])
-    columns = {key: block.flatten() for key, block in zip(_BLOCK_NAMES, blocks, strict=True)}
+    columns = {key: block.flatten() for key, block in zip(aggregated.BLOCKS, blocks, strict=True)}
     loss_fn = policy_losses.get_policy_loss(name)
     if name in ("clip_cov", "kl_cov"):
         # As verl chooses: from the current log-probs, and never a token that the clip already holds.
@@ -339,43 +321,16 @@ def register_policy_loss(name: str, prepare: policy_losses.Prepare | None = None
     """
 
     def decorate(function: Any) -> Any:
-        verls = "loss_agg_mode" in inspect.signature(function).parameters
+        ours, numbers = function, ActorConfig().loss_parameters
+        if "loss_agg_mode" in inspect.signature(function).parameters:
+            ours = aggregated.per_token(name, function, list(numbers))
+            ours(**dict(zip(aggregated.BLOCKS, -torch.rand(4, 2, 3), strict=True)), **numbers)  # refused now, not in a step
         if name not in POLICY_LOSS_REGISTRY:
-            ours = _per_token(name, function) if verls else function
-            if verls:
-                ours(**dict(zip(_BLOCK_NAMES, -torch.rand(4, 2, 3), strict=True)), **ActorConfig().loss_parameters)
             policy_losses.register_policy_loss(name, prepare)(ours)
         registering("policy loss", POLICY_LOSS_REGISTRY, name)(function)
         return function
 
     return decorate
-
-
-def _per_token(name: str, function: PolicyLossFn) -> policy_losses.PolicyLoss:
-    """A loss written for verl as one that gives the loss of every token."""
-
-    def call(**inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        blocks, numbers = [inputs.pop(block) for block in _BLOCK_NAMES], inputs
-        config = OmegaConf.create(
-            {"clip_ratio": numbers["clip_ratio_high"], **numbers, "policy_loss": numbers, "global_batch_info": {}}
-        )
-        token = _captured.set(found := [])
-        try:
-            with torch.enable_grad():
-                total, metrics = function(*blocks, loss_agg_mode="token-mean", config=config, rollout_is_weights=None)
-        finally:
-            _captured.reset(token)
-        if not found or not isinstance(total, Tensor) or not total.requires_grad:
-            raise ConfigError(f"policy loss {name!r} must return what agg_loss gives for its losses per token, and metrics")
-        shares = torch.autograd.grad(total, [stand_in for _, stand_in in found], allow_unused=True)
-        loss = sum(share * losses for share, (losses, _) in zip(shares, found, strict=True) if share is not None)
-        mask = blocks[-1].bool()
-        told = {key.removeprefix("actor/"): torch.full_like(loss, float(x)).masked_fill(~mask, 0) for key, x in metrics.items()}
-        return loss.masked_fill(~mask, 0), {key: x.detach() for key, x in told.items()}
-
-    parameters = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in (*_BLOCK_NAMES, *ActorConfig().loss_parameters)]
-    call.__name__, call.__signature__ = name, inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return call
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:

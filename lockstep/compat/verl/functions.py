@@ -31,8 +31,6 @@ from lockstep.trainer.setup import reward_arguments
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = {kind for kind in mismatch.RS_KINDS if not kind.startswith("group")}
 
-# -- metrics ---------------------------------------------------------------------------------------------------------------
-
 
 def _compute_response_info(batch: Any) -> dict[str, Tensor]:
     """Tokens of each prompt and response, from `attention_mask`, and the mask of the latter."""
@@ -45,7 +43,7 @@ def _as_rows(batch: Any) -> DataProto:
     info, blocks = _compute_response_info(batch), batch.batch
     lengths, prompts = info["response_length"].long(), info["prompt_length"].long()
     names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values", "response_mask", "responses")
-    columns = {name: Ragged.from_padded(blocks[name], lengths) for name in names if name in blocks}
+    columns: dict[str, Tensor | Ragged] = {name: Ragged.from_padded(blocks[name], lengths) for name in names if name in blocks}
     return DataProto(columns | {"prompts": Ragged(torch.zeros(int(prompts.sum())), prompts)})
 
 
@@ -102,9 +100,6 @@ def process_validation_metrics(
     return found
 
 
-# -- a step ----------------------------------------------------------------------------------------------------------------
-
-
 def compute_response_mask(data: Any) -> Tensor:
     """The part of `attention_mask` over the responses."""
     mask: Tensor = data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :]
@@ -131,7 +126,7 @@ def compute_advantage(
     known = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config, **data.batch}
     known |= {"index": data.non_tensor_batch.get("uid"), "non_tensor_batch": data.non_tensor_batch}
     function = get_adv_estimator_fn(getattr(adv_estimator, "value", adv_estimator))
-    names = function.__signature__.parameters if hasattr(function, "__signature__") else known  # type: ignore[attr-defined]
+    names = function.__signature__.parameters if hasattr(function, "__signature__") else known
     advantages, returns = function(**{name: known[name] for name in names if known.get(name) is not None})
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
@@ -176,13 +171,10 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     """The same over a batch: response_mask is replaced, rollout_is_weights added where there are weights."""
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     read = rollout_corr_config.get if hasattr(rollout_corr_config, "get") else lambda name: getattr(rollout_corr_config, name, None)
-    options = {name: read(name) for name in names if read(name) is not None}
-    blocks = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    options: dict[str, Any] = {name: read(name) for name in names if read(name) is not None}
+    blocks: Any = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     weights, batch.batch["response_mask"], found = compute_rollout_correction_and_rejection_mask(*blocks, **options)
     return (batch if weights is None else batch.union(weights)), found
-
-
-# -- around a run ----------------------------------------------------------------------------------------------------------
 
 
 def need_critic(config: Any) -> bool:
@@ -209,7 +201,7 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **rew
 
 def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
     """The function of reward.custom_reward_function, None without one."""
-    return reward_arguments(as_config(config).reward)["compute_score"]  # type: ignore[no-any-return]
+    return reward_arguments(as_config(config).reward)["compute_score"]
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -264,10 +256,10 @@ class Tracking(OurTracking):
 
     def __init__(self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        named = {"project_name": project_name, "experiment_name": experiment_name}
+        named: dict[str, Any] = {"project_name": project_name, "experiment_name": experiment_name}
         super().__init__(names, **named, run_dir=Path("checkpoints", project_name, experiment_name), config=dict(config or {}))
 
-    def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:  # type: ignore[override]
+    def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
         """Record the metrics of one step."""
         super().log(data, step)
 
@@ -292,11 +284,6 @@ def hf_processor(name_or_path: str, **ignored: Any) -> None:
     """None, as verl's gives for a model of text."""
 
 
-def create_colocated_worker_cls(class_dict: dict[str, Any]) -> dict[str, Any]:
-    """What a worker group takes for roles in one process: the classes by role."""
-    return dict(class_dict)
-
-
 def get_device_name() -> str:
     """The kind of device that a run uses here."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -311,11 +298,6 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
     """Add each value to the list of its name, in place."""
     for name, value in new_data.items():
         data.setdefault(name, []).append(value)
-
-
-def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The permutation that undoes another."""
-    return [int(i) for i in np.argsort(idx_map)]
 
 
 def get_reward_manager_cls(name: str) -> type[RewardManager]:

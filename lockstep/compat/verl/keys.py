@@ -129,18 +129,23 @@ def _text(value: Any) -> str:
     return text if plain else "'" + text.replace("'", r"\'") + "'"
 
 
-# -- converters: (verl's key, ours, value, why) -> verdict -----------------------------------------------------------------
+def is_ours(key: str) -> bool:
+    """Whether Lockstep has the key."""
+    try:
+        check_key(key)
+    except ConfigError:
+        return False
+    return True
 
 
 def _same(key: str, new_key: str, value: Any, why: str = "") -> Verdict:
     """The same value under `new_key`."""
-    try:
-        check_key(new_key)
-    except ConfigError as error:
-        if key != new_key:
-            return Verdict(key, "refused", f"{new_key} would be its key, which Lockstep does not have")
-        return Verdict(key, "unknown", str(error))
-    return Verdict(key, "accepted" if key == new_key else "translated", why if key != new_key else "", ((new_key, value),))
+    if not is_ours(new_key):
+        known = key != new_key
+        return Verdict(
+            key, "refused" if known else "unknown", f"{new_key} is no key of Lockstep's (lockstep ppo --help lists them)"
+        )
+    return Verdict(key, "accepted", "", ((key, value),)) if key == new_key else Verdict(key, "translated", why, ((new_key, value),))
 
 
 def _mapped(names: Mapping[Any, Any]) -> Callable[[str, str, Any, str], Verdict]:

@@ -93,7 +93,7 @@ class RayPPOTrainer(Run):
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)
 
-        self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id, self.batch_at)
+        self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id, self.left_out)
         self.new_groups = partial(
             Groups, algorithm.filter_groups, data.train_batch_size, config.actor_rollout_ref.rollout.n, schedule.steps_per_epoch
         )
@@ -188,7 +188,8 @@ class RayPPOTrainer(Run):
                     self.drift.heed(source, difference)
                 with timer.stage("update_weights"):
                     stages.sync_weights(self.weight_exchange)
-        metrics |= silent_peaks((self.rollout_wg, self.ref_policy_wg, self.rm_wg))
+        told = (self.actor_wg,) if step > config.trainer.critic_warmup else ()
+        metrics |= silent_peaks(group for group in (self.rollout_wg, self.ref_policy_wg, self.rm_wg) if group not in told)
         return metrics | peak_metrics(metrics) | self._record(step, batch, scored)
 
     def _mini_batches(self, step: int, batch: DataProto, num_prompts: int, epochs: int) -> list[Tensor]:
@@ -215,7 +216,7 @@ class RayPPOTrainer(Run):
         """Save the batch for `lockstep compare`. The run's own stays as it is."""
         recorded = batch.select()
         if "reward_baselines" not in recorded:
-            self.greedy_baseline(recorded, self.batch_at(self.prompts.num_taken - 1) + 1)
+            self.greedy_baseline(recorded, self.prompts.number)
         folder = recording.record(recorded, scored, self.config, step, self.kl_control.value, self.actor_wg, self.tokenizer)
         self.display.message(f"the batch of step {step} is in {folder}")
 

@@ -379,10 +379,19 @@ def test_every_estimator_of_the_enum_has_its_function():
     assert core_algos.compute_policy_loss_vanilla.__name__ == "compute_policy_loss_vanilla"
 
 
-def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(monkeypatch):
-    from lockstep.algorithms import advantages
+@pytest.fixture
+def scratch(monkeypatch):
+    """Registries that forget."""
+    from lockstep.algorithms import advantages, policy_losses
 
-    monkeypatch.setattr(advantages, "ADV_ESTIMATORS", dict(advantages.ADV_ESTIMATORS))
+    for module, name in ((advantages, "ADV_ESTIMATORS"), (policy_losses, "POLICY_LOSSES"), (core_algos, "ADV_ESTIMATOR_REGISTRY"),
+                         (core_algos, "POLICY_LOSS_REGISTRY")):  # fmt: skip
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+
+
+@pytest.mark.usefixtures("scratch")
+def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config():
+    from lockstep.algorithms import advantages
 
     @core_algos.register_adv_est("recipe")
     def recipe(token_level_rewards, response_mask, index, config=None, **kwargs):
@@ -400,10 +409,8 @@ def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(m
         core_algos.get_adv_estimator_fn("grpoo")
 
 
-def test_a_loss_that_was_registered_is_aggregated_like_the_others(monkeypatch):
-    from lockstep.algorithms import policy_losses
-
-    monkeypatch.setattr(policy_losses, "POLICY_LOSSES", dict(policy_losses.POLICY_LOSSES))
+@pytest.mark.usefixtures("scratch")
+def test_a_loss_that_was_registered_is_aggregated_like_the_others():
 
     @core_algos.register_policy_loss("plain")
     def plain(*, log_prob, advantages):
@@ -412,16 +419,6 @@ def test_a_loss_that_was_registered_is_aggregated_like_the_others(monkeypatch):
     one = torch.ones(2, 3, dtype=torch.float64)
     loss, metrics = core_algos.get_policy_loss_fn("plain")(one, 2 * one, one, one, "seq-mean-token-sum")
     assert (loss.item(), metrics) == (-6.0, {})
-
-
-@pytest.fixture
-def scratch(monkeypatch):
-    """Registries that forget."""
-    from lockstep.algorithms import advantages, policy_losses
-
-    for module, name in ((advantages, "ADV_ESTIMATORS"), (policy_losses, "POLICY_LOSSES"), (core_algos, "ADV_ESTIMATOR_REGISTRY"),
-                         (core_algos, "POLICY_LOSS_REGISTRY")):  # fmt: skip
-        monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
 
 @pytest.mark.usefixtures("scratch")
@@ -487,3 +484,15 @@ def test_the_value_loss_of_parts_adds_up_to_that_of_the_whole():
     parts = [core_algos.compute_value_loss(vpreds[i : i + 2], returns[i : i + 2], values[i : i + 2], mask[i : i + 2], 0.5, **counts)[0]
              for i in (0, 2)]  # fmt: skip
     close(sum(parts) / 2, whole)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_the_recipe_of_the_docs_is_registered():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[3] / "docs/from_verl.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    block = torch.ones(2, 3)
+    advantages, _ = core_algos.get_adv_estimator_fn("centred")(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1), None)
+    assert advantages.flatten().tolist() == [-1.0, 1.0]
+    assert core_algos.get_policy_loss_fn("plain")(block, block, block, block)[0].item() == -1.0

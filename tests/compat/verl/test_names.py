@@ -160,7 +160,6 @@ def test_small_helpers(tmp_path, monkeypatch):
     assert timing["gen"] >= 0
     parts = functions.get_seqlen_balanced_partitions([5, 1, 1, 5], 2)
     assert sorted(row for part in parts for row in part) == [0, 1, 2, 3]
-    assert functions.get_reverse_idx([2, 0, 1]) == [1, 2, 0]
     assert functions.remove_boxed(functions.last_boxed_only_string("so \\boxed{7}")) == "7"
     with functions.Tracking("project", "run", ["console"]) as tracking:
         tracking.log({"a": 1.0}, step=1)
