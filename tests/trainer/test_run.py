@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.checkpoint import folders
 from lockstep.config.trainer import TrainerConfig
+from lockstep.data.schedule import batch_at
 from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking
@@ -463,7 +464,7 @@ class Poisoned(Counting):
         self.bad, self.batch_error, self.batches = bad, error, []
 
     def _step(self):
-        number = self.batch_at(self.global_steps)
+        number = batch_at(self.global_steps, self.left_out)
         if number in self.bad:
             self.count = -1000
             raise self.batch_error
