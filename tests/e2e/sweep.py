@@ -25,15 +25,19 @@ from typing import Any
 import torch
 from helpers.run import make_trainer, read_metrics, roles
 
-from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
-from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.config import load_config
 from lockstep.embedded import EmbeddedTask, prepare
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 STEPS = 2
+ESTIMATORS = (
+    "gae", "gdpo", "gpg", "grpo", "grpo_passk", "opo", "optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "remax", "rloo", "tir_optimal_token_baseline",
+)  # fmt: skip
+LOSSES = ("cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo", "vanilla")
+"""Named here, in this order: a case must not change when there is one more."""
 TOLERANCE = 1e-3
 """Where sums are taken in another order: of a gradient's norm, relative; of a loss or an entropy, absolute below 1 and relative above.
 
@@ -73,8 +77,8 @@ class Case:
 def case(number: int) -> Case:
     """The case of this number."""
     draw = random.Random(f"sweep {number}")
-    estimator = draw.choice(sorted(ADV_ESTIMATORS))
-    loss = draw.choice(sorted(POLICY_LOSSES))
+    estimator = draw.choice(ESTIMATORS)
+    loss = draw.choice(LOSSES)
     n, size = draw.choice([2, 2, 3]), draw.choice([2, 4])
     overrides = [
         f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n={n}", f"{ACTOR}.ppo_mini_batch_size={size}",
