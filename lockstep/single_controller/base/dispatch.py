@@ -5,7 +5,9 @@ the function that collects the results of those ranks. The two are made together
 were cut. Rows of unequal size are shared out by cost (`share_rows`).
 """
 
+import asyncio
 import heapq
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter
@@ -149,6 +151,11 @@ def _named(args: Args, kwargs: Kwargs) -> dict[str, Any]:
 
 
 # -- rows of unequal size ----------------------------------------------------------------------------------------------------
+
+
+def awaited(result: Any) -> Any:
+    """What a worker's method returned; of an `async def` one, what it returns when it has run."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def balanced_partition(sizes: Sequence[int], parts: int) -> list[list[int]]:

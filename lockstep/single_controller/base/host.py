@@ -1,9 +1,7 @@
 """The worker's side of a group: one host in a process holds the workers of all co-located roles and runs the calls sent
 to them."""
 
-import asyncio
 import faulthandler
-import inspect
 import os
 import socket
 import traceback
@@ -18,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.errors import LockstepError, ResourceError, WorkerError
 from lockstep.protocol import DataProto
-from lockstep.single_controller.base.dispatch import Call
+from lockstep.single_controller.base.dispatch import Call, awaited
 from lockstep.single_controller.base.worker import ClassWithInitArgs, WorkerEnvironment, worker_environment
 
 Rendezvous = tuple[str, int]
@@ -28,11 +26,6 @@ _STDERR = 2  # the file descriptor: sys.stderr may have been replaced by an obje
 
 _process_group_users: set[int] = set()
 """The hosts in this process that share the process group one of them made; empty when it was made by someone else."""
-
-
-def awaited(result: Any) -> Any:
-    """What a worker's method returned; of an `async def` one, what it returns when it has run."""
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 class WorkerHost:

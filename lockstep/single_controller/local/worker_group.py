@@ -12,8 +12,8 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.single_controller.base.decorator import Registration
-from lockstep.single_controller.base.dispatch import find_mode
-from lockstep.single_controller.base.host import WorkerHost, awaited
+from lockstep.single_controller.base.dispatch import awaited, find_mode
+from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.resource_pool import NodeResources
 from lockstep.single_controller.base.worker import WorkerEnvironment
 from lockstep.single_controller.base.worker_group import Future, WorkerGroup
