@@ -233,9 +233,8 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     if len(data) % new_batch_size:
         raise ValueError(f"{len(data)} rows cannot be folded into {new_batch_size}")
     run = len(data) // new_batch_size
-    tensors: dict[str, Tensor | Ragged] = {
-        name: data.batch[name].reshape(new_batch_size, run, *data.batch[name].shape[1:]) for name in data.columns
-    }
+    blocks = {name: data.batch[name] for name in data.columns}
+    tensors: dict[str, Tensor | Ragged] = {name: x.reshape(new_batch_size, run, *x.shape[1:]) for name, x in blocks.items()}
     objects = {
         name: [values[i * run : (i + 1) * run] for i in range(new_batch_size)] for name, values in data.non_tensor_batch.items()
     }

@@ -153,6 +153,11 @@ def _named(args: Args, kwargs: Kwargs) -> dict[str, Any]:
 # -- rows of unequal size ----------------------------------------------------------------------------------------------------
 
 
+def awaited(result: Any) -> Any:
+    """What a worker's method returned; of an `async def` one, what it returns when it has run."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
 def balanced_partition(sizes: Sequence[int], parts: int) -> list[list[int]]:
     """Share the indices of `sizes` among `parts` so that the sums are close: largest first, each to the part with the
     least so far.
