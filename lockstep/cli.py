@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
-    "check": ("lockstep.tools.check", "check a policy loss or an advantage estimator of your own: does batching change it?"),
+    "check": ("lockstep.tools.check", "check a loss or an advantage estimator of your own: does batching change it?"),
     "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
     "data": ("lockstep.tools.data_show", "data show: what each row of a file became, with the trained tokens marked"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
@@ -16,6 +16,10 @@ COMMANDS = {
     "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
     "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
+    "verify-resume": (
+        "lockstep.tools.verify_resume",
+        "kill a short run of your configuration and compare its end with one never hit",
+    ),
     "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
     "preprocess": (
         "lockstep.data.preprocess.main",

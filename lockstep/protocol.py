@@ -55,16 +55,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.padded import DERIVED, TOKEN_COLUMNS, BatchView, pad_dataproto_to_divisor, unpad_dataproto
+from lockstep.padded import (
+    TOKEN_COLUMNS,
+    BatchView,
+    DataProtoItem,
+    ForOthers,
+    fold_batch_dim,
+    merge_meta,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
 from lockstep.ragged import Ragged, tensors_equal
 
 Indices = Sequence[int] | np.ndarray | Tensor | slice
@@ -72,31 +81,35 @@ Indices = Sequence[int] | np.ndarray | Tensor | slice
 
 Column = Tensor | Ragged
 
-__all__ = ["BatchView", "Column", "DataProto", "DataProtoItem", "Indices", "Ragged", "pad_dataproto_to_divisor", "unpad_dataproto"]
+__all__ = [
+    "BatchView", "Column", "DataProto", "DataProtoItem", "Indices", "Ragged", "fold_batch_dim", "pad_dataproto_to_divisor",
+    "unfold_batch_dim", "unpad_dataproto",
+]  # fmt: skip
 
 
-@dataclass
-class DataProtoItem:
-    """One row, as `data[i]` gives it: `batch` maps names to views of this row's tensors, without padding."""
-
-    batch: dict[str, Tensor]
-    non_tensor_batch: dict[str, Any]
-    meta_info: dict[str, Any]
-
-
-@dataclass
-class DataProto:
+@dataclass(init=False)
+class DataProto(ForOthers):
     """Rows with named columns; see the module's docstring. Methods return new objects unless they say "in place"."""
 
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, Column]
     """Ragged and dense columns, as stored."""
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray]
     """Object columns."""
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any]
     """Facts about the batch as a whole, such as `pad_token_id`."""
 
-    def __post_init__(self) -> None:
-        self.non_tensor_batch = {k: _object_array(v) for k, v in self.non_tensor_batch.items()}
+    def __init__(
+        self,
+        columns: dict[str, Column] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        *,
+        batch: Any = None,
+    ) -> None:
+        """`batch`, a TensorDict or another mapping of tensors, may be given instead of `columns`."""
+        self.columns = dict(batch.items()) if batch is not None else columns if columns is not None else {}
+        self.non_tensor_batch = {k: _object_array(v) for k, v in (non_tensor_batch or {}).items()}
+        self.meta_info = {} if meta_info is None else meta_info
         self.check_consistency()
 
     # -- building ----------------------------------------------------------------------------------------------------------
@@ -107,22 +120,11 @@ class DataProto:
         tensors: Mapping[str, Column] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        auto_padding: bool = False,
     ) -> DataProto:
-        """Columns by kind. Every column must have the same number of rows."""
+        """Columns by kind. Every column must have the same number of rows. (`auto_padding` is verl's and needs nothing: rows are shared
+        out without padding.)"""
         return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))
-
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """Sort a mixed dict into tensor and object columns. Raises for a value that is neither tensor, Ragged, array nor list."""
-        tensors, objects = {}, {}
-        for name, value in data.items():
-            if isinstance(value, Tensor | Ragged):
-                tensors[name] = value
-            elif isinstance(value, np.ndarray | list):
-                objects[name] = value
-            else:
-                raise ValueError(f"column {name!r} must be a tensor, a Ragged, an array or a list, not {type(value).__name__}")
-        return cls.from_dict(tensors, objects, meta_info)
 
     def set(self, name: str, column: Column) -> None:
         """Add or replace a tensor column, in place."""
@@ -186,18 +188,6 @@ class DataProto:
             raise ValueError(f"rows of one unit must stand together, but the column `unit` is {ids}")
         return [list(range(a, b)) for a, b in itertools.pairwise([*starts, len(ids)])]
 
-    def __getitem__(self, item: int | Indices) -> Any:
-        """A DataProtoItem for a number, a DataProto for a slice, a list, an array or a mask."""
-        if isinstance(item, int | np.integer):
-            row = range(len(self))[item]
-            tensors = {name: column[row] for name, column in self.columns.items()}
-            if self.has_token_rows():
-                ids = torch.cat([tensors[name] for name in TOKEN_COLUMNS])
-                derived = (ids, torch.ones_like(ids), torch.arange(len(ids), device=ids.device))
-                tensors = dict(zip(DERIVED, derived, strict=True)) | tensors
-            return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
-        return self.select_idxs(item)
-
     # -- choosing columns --------------------------------------------------------------------------------------------------
 
     def select(self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None) -> DataProto:
@@ -207,12 +197,6 @@ class DataProto:
             self.non_tensor_batch if non_tensor_batch_keys is None else {k: self.non_tensor_batch[k] for k in non_tensor_batch_keys}
         )
         return DataProto(dict(tensors), dict(objects), dict(self.meta_info))
-
-    def pop(self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = ()) -> DataProto:
-        """Remove columns, in place, and return them."""
-        tensors = {k: self.columns.pop(k) for k in batch_keys}
-        objects = {k: self.non_tensor_batch.pop(k) for k in non_tensor_batch_keys}
-        return DataProto(tensors, objects, dict(self.meta_info))
 
     def rename(self, old_keys: Sequence[str], new_keys: Sequence[str]) -> DataProto:
         """Rename tensor columns, in place."""
@@ -248,46 +232,17 @@ class DataProto:
         objects = {name: values[positions.numpy()] for name, values in self.non_tensor_batch.items()}
         return DataProto(tensors, objects, dict(self.meta_info))
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows start:end:step."""
-        return self.select_idxs(slice(start, end, step))
-
-    def reorder(self, indices: Tensor) -> None:
-        """Put the rows in this order, in place."""
-        ordered = self.select_idxs(indices)
-        self.columns, self.non_tensor_batch = ordered.columns, ordered.non_tensor_batch
-
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row `repeat_times` times: a,a,b,b when interleaved, a,b,a,b otherwise."""
         rows = torch.arange(len(self))
         return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
-    def sample_level_repeat(self, repeat_times: Sequence[int]) -> DataProto:
-        """Row i `repeat_times[i]` times."""
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(torch.as_tensor(repeat_times, dtype=torch.int64)))
-
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` runs of neighbouring rows whose sizes differ by at most one; some are empty when there are too few rows."""
-        bounds = [len(self) * i // chunks for i in range(chunks + 1)]
-        return [self.slice(a, b) for a, b in itertools.pairwise(bounds)]
-
-    def split(self, split_size: int) -> list[DataProto]:
-        """Runs of `split_size` rows; the last may be shorter."""
-        return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
-
-    def make_iterator(self, mini_batch_size: int, epochs: int, seed: int | None = None) -> Iterator[DataProto]:
-        """Mini-batches of that many rows, `epochs` times over; each epoch in a new order when `seed` is given."""
-        if len(self) % mini_batch_size:
-            raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
-        generator = torch.Generator().manual_seed(seed) if seed is not None else None
-        for _ in range(epochs):
-            order = torch.randperm(len(self), generator=generator) if generator else torch.arange(len(self))
-            for rows in order.split(mini_batch_size):
-                yield self.select_idxs(rows)
-
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, one after the other. Every part must have the same columns; `meta_info` is the first part's."""
+        """The rows of all parts, one after the other. Every part must have the same columns.
+
+        `meta_info` has the entries of all parts, "metrics" as lists by name. Raises ValueError for an entry on which parts differ.
+        """
         if not parts:
             raise ValueError("nothing to concatenate")
         names = {frozenset((*p.columns, *p.non_tensor_batch)) for p in parts}
@@ -298,22 +253,7 @@ class DataProto:
             columns = [p.columns[name] for p in parts]
             tensors[name] = Ragged.cat(columns) if isinstance(first, Ragged) else torch.cat(columns)  # type: ignore[arg-type]
         objects = {name: np.concatenate([p.non_tensor_batch[name] for p in parts]) for name in parts[0].non_tensor_batch}
-        return DataProto(tensors, objects, dict(parts[0].meta_info))
-
-    # -- moving and keeping ------------------------------------------------------------------------------------------------
-
-    def to(self, device: torch.device | str) -> DataProto:
-        """Tensor columns on another device."""
-        return DataProto({k: c.to(device) for k, c in self.columns.items()}, dict(self.non_tensor_batch), dict(self.meta_info))
-
-    def save_to_disk(self, path: str | Path) -> None:
-        """Write the batch to one file."""
-        torch.save((self.columns, self.non_tensor_batch, self.meta_info), path)
-
-    @staticmethod
-    def load_from_disk(path: str | Path) -> DataProto:
-        """Read what `save_to_disk` wrote. The file is unpickled: read only files you trust."""
-        return DataProto(*torch.load(path, weights_only=False))
+        return DataProto(tensors, objects, merge_meta([part.meta_info for part in parts], _objects_equal))
 
     def _has_columns_besides(self, name: str | None) -> bool:
         return any(other != name for other in (*self.columns, *self.non_tensor_batch))

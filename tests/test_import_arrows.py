@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"trainer/stop", "config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "data/schedule", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
@@ -92,8 +92,12 @@ ARROWS: dict[str, set[str]] = {
     },
     "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
+    "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
-    "compat": {"algorithms", "config", "protocol", "utils"},
+    "compat": {
+        "algorithms", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/ppo", "trainer/setup",
+        "utils",
+    },
     "trainer/ppo/core_algos": {"compat"},
     "utils/dataset": {"data"},
     "utils/reward_score": {"rewards"},

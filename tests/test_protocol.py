@@ -429,3 +429,47 @@ def test_units_are_runs_of_rows_with_one_number() -> None:
     assert DataProto.from_dict({"unit": rows[:0]}).units() == []
     with pytest.raises(ValueError, match="rows of one unit must stand together"):
         DataProto.from_dict({"unit": torch.tensor([1, 2, 1])}).units()
+
+
+# -- what others' code calls ---------------------------------------------------------------------------------------------------
+
+
+def test_concat_merges_what_the_parts_say_of_themselves():
+    first = DataProto.from_dict({"a": torch.ones(1)}, meta_info={"metrics": [{"loss": 1.0}], "x": 1})
+    second = DataProto.from_dict({"a": torch.ones(1)}, meta_info={"metrics": {"loss": 2.0}, "y": [2]})
+    assert DataProto.concat([first, second]).meta_info == {"x": 1, "y": [2], "metrics": {"loss": [1.0, 2.0]}}
+    second.meta_info["x"] = 3
+    with pytest.raises(ValueError, match="Conflicting values for meta_info key 'x'"):
+        DataProto.concat([first, second])
+
+
+def test_rows_are_folded_unfolded_and_added():
+    data = DataProto(batch={"a": torch.arange(4)}, non_tensor_batch={"b": list("wxyz")})
+    folded = data.fold_batch_dim(2)
+    assert folded.batch["a"].tolist() == [[0, 1], [2, 3]]
+    assert list(folded.non_tensor_batch["b"][1]) == ["y", "z"]
+    again = folded.unfold_batch_dim()
+    assert again.batch["a"].tolist() == [0, 1, 2, 3]
+    assert list(again.non_tensor_batch["b"]) == list("wxyz")
+    with pytest.raises(ValueError, match="cannot be folded"):
+        data.fold_batch_dim(3)
+    data.padding(2, "last")
+    assert data.batch["a"].tolist() == [0, 1, 2, 3, 3, 3]
+    assert data.batch.batch_size == torch.Size([6])
+    assert data.batch.pop("a").tolist() == [0, 1, 2, 3, 3, 3]
+    assert "a" not in data
+
+
+def test_meta_info_is_popped_by_name():
+    data = DataProto.from_dict({"a": torch.ones(1)}, meta_info={"x": 1, "y": 2}, auto_padding=True)
+    popped = data.pop(["a"], meta_info_keys=["x"])
+    assert (popped.meta_info, data.meta_info) == ({"x": 1}, {"y": 2})
+
+
+def test_a_batch_survives_a_tensordict():
+    pytest.importorskip("tensordict")
+    data = DataProto.from_dict({"a": torch.arange(2)}, {"b": ["x", "y"]}, {"c": "z"})
+    again = DataProto.from_tensordict(data.to_tensordict())
+    assert again.batch["a"].tolist() == [0, 1]
+    assert list(again.non_tensor_batch["b"]) == ["x", "y"]
+    assert again.meta_info == {"c": "z"}

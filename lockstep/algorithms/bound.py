@@ -21,12 +21,11 @@ PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "r
 
 
 def token_column(what: str, x: Any, shape: tuple[int, ...], called: str = "") -> Tensor:
-    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else, as what it calls `called`."""
+    """x, when it is a tensor of this shape. Otherwise raises ConfigError: the function `what` returned something else."""
     if isinstance(x, Tensor) and x.shape == shape:
         return x
-    raise ConfigError(
-        f"{what} must return one number per token, {shape}, before any mean; it returned {kind_of(x)}{called and f' as {called}'}"
-    )
+    returned = kind_of(x) + (f" as {called}" if called else "")
+    raise ConfigError(f"{what} must return one number per token, {shape}, before any mean; it returned {returned}")
 
 
 def kind_of(x: Any) -> str:
@@ -103,3 +102,28 @@ class Bound:
     def __call__(self, columns: Mapping[str, Any], rows: Rows | None) -> Any:
         """What the function gives for the tokens of these rows, flat. Raises as `arguments` does."""
         return self.function(**self.arguments(columns, rows))
+
+
+def read_estimate(estimator: Bound, result: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, [M] each, from what the estimator returned. Raises ConfigError when it is something else."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise ConfigError(f"{estimator.what} must return (advantages, returns); it returned {kind_of(result)}")
+    advantages, returns = (
+        token_column(estimator.what, x, (rows.num_tokens,), name) for name, x in zip(("advantages", "returns"), result, strict=True)
+    )
+    return advantages, returns
+
+
+def read_loss(loss: Bound, result: Any, log_prob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss per token [M] and its metrics, [M] each, from what the loss returned for `log_prob` [M]. Raises ConfigError when it is
+    something else, or a loss that `log_prob` has no part in."""
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):
+        raise ConfigError(
+            f"{loss.what} must return (loss, metrics), one number per token and a dict; it returned {kind_of(result)}"
+        )
+    values, metrics = result
+    for name, x in {"the loss": values, **{f"metric {name!r}": x for name, x in metrics.items()}}.items():
+        token_column(loss.what, x, tuple(log_prob.shape), name)
+    if log_prob.requires_grad and not values.requires_grad:
+        raise ConfigError(f"{loss.what} returned a loss without a gradient: compute it from log_prob, not detached")
+    return values, metrics

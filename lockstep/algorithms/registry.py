@@ -21,10 +21,10 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def registering(what: str, table: dict[str, F], name: str) -> Callable[[F], F]:
-    """A decorator that puts a function into `table` under `name`. Raises ConfigError when the name is taken."""
+    """A decorator that puts a function into `table` under `name`. Raises ConfigError when another function has that name."""
 
     def decorate(function: F) -> F:
-        if name in table:
+        if table.get(name, function) is not function:
             raise ConfigError(f"{what} {name!r} is already registered, as {table[name]!r}: choose another name")
         table[name] = function
         return function
@@ -33,14 +33,12 @@ def registering(what: str, table: dict[str, F], name: str) -> Callable[[F], F]:
 
 
 def input_names(what: str, function: Callable[..., Any]) -> dict[str, bool]:
-    """The keyword-only arguments of a function, and whether each is required. `what` names the function in messages.
+    """The arguments of a function, and whether each is required; **kwargs has nothing to take. `what` names the function in messages.
 
-    Raises ConfigError when an argument is of another kind: inputs are matched by name.
+    Raises ConfigError for an argument that cannot be given by name: inputs are matched by name.
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for parameter in parameters:
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            raise ConfigError(
-                f"{what} takes {str(parameter)!r}, but its arguments must be keyword-only: put '*' before the first one"
-            )
+        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            raise ConfigError(f"{what} takes {str(parameter)!r}, but its arguments are given by name: name each of them")
     return {p.name: p.default is p.empty for p in parameters}

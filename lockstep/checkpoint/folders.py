@@ -116,6 +116,13 @@ def prune(run_dir: Path, keep: int | None, best: Path | None = None) -> None:
             _remove(folder)
 
 
+def remove_leftovers(run_dir: Path) -> None:
+    """Delete what a killed run was writing or deleting. Only for who has the folder's lock."""
+    for pattern in ("incomplete", "removed"):
+        for folder in run_dir.glob(f"{_PREFIX}*.{pattern}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _remove(folder: Path) -> None:
     """Take the name away first: a crash in the middle must not leave half a checkpoint under it."""
     shutil.rmtree(_rename_aside(folder, "removed"))

@@ -18,12 +18,19 @@ _held: set[Path] = set()
 class FolderLock:
     """Holds `folder`, which is made if need be, from construction to `release`, or until the process ends in whatever way.
 
-    Raises ResourceError, with the host and the process of the run that holds it.
+    Raises ResourceError, with the host and the process of the run that holds it, and where the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = (folder / LOCK).resolve()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = (folder / LOCK).resolve()
+            (folder / LOCK).touch()
+        except OSError as error:
+            raise ResourceError(
+                f"the run's folder {folder} cannot be written: {error.strerror} ({error.filename}); choose another with "
+                "trainer.default_local_dir"
+            ) from error
         if self._path in _held:
             raise ResourceError(f"{folder} is in use by another run in this process ({os.getpid()}); close() it first")
         # lockf, not flock: children of a process do not hold its locks, and one that outlives it would lock the folder for good.

@@ -44,7 +44,7 @@ class Saver:
         """A folder to write the checkpoint of a step into. Waits for the one before."""
         self.wait()
         self._cancelled.clear()
-        self._step = step
+        self._step, self.failed = step, None
         return folders.make_draft(self._run_dir, step)
 
     def publish(self, draft: Path, reports: Sequence[Path], durable: Sequence[Path], *, waits: bool = False) -> None:
@@ -56,9 +56,10 @@ class Saver:
                 for path in durable:
                     folders.sync(path)
                 folders.publish(draft, self._collect(draft, reports))
-                folders.prune(self._run_dir, self._keep, self.best())
+                self.prune()
             except Exception as error:
                 self._error = error
+                shutil.rmtree(draft, ignore_errors=True)  # at once: metrics need some of the space
 
         if reports and not waits:
             self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
@@ -93,12 +94,21 @@ class Saver:
             self._thread.join()
         self.check()
 
-    def cancel(self, reason: str = "the run ended before it was written") -> None:
-        """Give up on a save that still waits for others."""
+    def cancel(self, reason: str) -> None:
+        """Give up on a save that still waits for others; `wait` says why."""
         self._reason = reason
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join()
+
+    def close(self) -> None:
+        """Give up on a save that still waits for others, without a word. The next save begins afresh."""
+        self.cancel("the run ended before it was written")
+        self._error = None
+
+    def prune(self) -> None:
+        """Delete the checkpoints that are not to be kept."""
+        folders.prune(self._run_dir, self._keep, self.best())
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None where no metric is asked for or no checkpoint has it."""
@@ -133,8 +143,15 @@ def write_report(file: Path, files: dict[str, Any], error: str | None) -> None:
     draft.rename(file)
 
 
+def is_write_failure(error: Exception) -> bool:
+    """Whether the system refused to write. Libraries in Rust (tokenizers) raise what the system said as a bare Exception."""
+    return isinstance(error, OSError) or "(os error " in str(error)
+
+
 def describe_failure(error: Exception) -> str:
     """One line on why something was not written."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left for {error.filename or 'it'} ({error.strerror}); free some, or set trainer.max_ckpt_to_keep"
+    if f"(os error {errno.ENOSPC})" in str(error):
+        return f"no space left ({error}); free some, or set trainer.max_ckpt_to_keep"
     return str(error) if isinstance(error, ResourceError) else repr(error)

@@ -46,7 +46,9 @@ class PreferenceLossConfig:
 
     def __post_init__(self) -> None:
         self.loss_mode = absolute_reference(self.loss_mode)
-        at_least(self, "loss", 0.0, "beta", "nll_coef")
+        at_least(self, "loss", 0.0, "nll_coef")
+        if self.beta is not None and not self.beta > 0:
+            raise ConfigError(f"loss.beta={self.beta} must be above 0; null means what suits the loss")
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -100,11 +102,7 @@ class DPOConfig(StageConfig):
         if self.loss.loss_mode == UNPAIRED:
             self.check_longest("data.max_length", self.data.max_length)
             return
-        self.check_longest("2 * data.max_length", 2 * self.data.max_length)
-        if self.engine.micro_batch_size_per_gpu == 1:
-            raise ConfigError(
-                "engine.micro_batch_size_per_gpu=1 holds one row, but the two rows of a pair are computed together; set 2"
-            )
+        self.check_pairs(self.data.max_length)
 
     @property
     def reference_mode(self) -> str:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
+from lockstep.config.secrets import redacted, remember
 from lockstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -107,8 +108,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration as YAML that `load_config(config_file=...)` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The whole configuration as YAML that `load_config(config_file=...)` reads back, without what is secret (`redacted`)."""
+    return OmegaConf.to_yaml(OmegaConf.create(redacted(dataclasses.asdict(config))))
 
 
 def check_key(key: str, root: type = PPOConfig) -> None:
@@ -210,6 +211,7 @@ def _read_file(path: str | Path) -> DictConfig:
 def _to_object(node: Any, root: type[T]) -> T:
     with _readable_errors():
         config = OmegaConf.to_object(node)
+        remember(OmegaConf.to_container(node), OmegaConf.to_container(node, resolve=True))
     assert isinstance(config, root)
     return config
 

@@ -31,7 +31,7 @@ ROOTS: dict[str, Any] = {
 def keys(root: Any = PPOConfig) -> Iterator[tuple[str, Any, str]]:
     """(key, default, meaning) of every key of the configuration `root`."""
     # Not root(): a recipe without a model and data is no valid configuration.
-    config = types.SimpleNamespace(**{item.name: item.default_factory() for item in dataclasses.fields(root)})  # type: ignore[misc]
+    config = types.SimpleNamespace(**{item.name: item.default_factory() for item in dataclasses.fields(root)})  # type: ignore[operator]
     for key in valid_keys(root):
         *path, name = key.split(".")
         section = functools.reduce(getattr, path, config)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lockstep.config.secrets import redacted
 from lockstep.errors import ConfigError
 
 _KEPT = ("trainer.seed", "trainer.critic_warmup", "*.dtype")
@@ -13,6 +14,7 @@ _FREE = (
     "trainer.*", "ray_kwargs.*", "*.strategy", "*.fsdp_config.*", "*.megatron.*", "*.torchtitan.*", "*.veomni.*",
     "*micro_batch_size_per_gpu", "*max_token_len_per_gpu", "*.enable_gradient_checkpointing", "*.recompute", "*.trust_remote_code",
     "*.param_offload", "*.n_gpus_per_node", "*.nnodes", "*.enable_resource_pool", "*_timeout_s", "*.timeout_s", "*.num_workers",
+    "*.max_memory_mb",
     "sampled.*", "data.val_*", "*.val_kwargs.*", "*.max_num_seqs", "*.max_num_batched_tokens", "*.gpu_memory_utilization",
     "*.free_cache_engine", "*.enforce_eager", "*.weight_sync*", "*.fallback_to_hf", "reward.max_failure_rate", "reward.sandbox.*",
 )  # fmt: skip
@@ -21,7 +23,7 @@ _FREE = (
 
 def kept_values(config: Any) -> dict[str, Any]:
     """Key -> value, as JSON has it, of all that a resumed run must have in common with the one that saved."""
-    values = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    values = json.loads(json.dumps(redacted(dataclasses.asdict(config)), default=str))
     return {key: value for key, value in _leaves(values, "") if _is_kept(key)}
 
 

@@ -65,6 +65,8 @@ class JudgeConfig:
     """Longest time that one call of a reward function may take."""
     num_workers: int | None = None
     """Processes that call reward functions; null: one a core, at most 8."""
+    max_memory_mb: int | None = 8192
+    """Memory of each of these processes, and of each process that it starts; null: no limit."""
     max_failure_rate: float = 0.1
     """Largest share of a batch whose reward may be missing (a function raised, hung or returned no number) before the run stops."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -72,6 +74,7 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         at_least(self, "reward", 0.001, "timeout_s")
         at_least(self, "reward", 1, "num_workers")
+        at_least(self, "reward", 256, "max_memory_mb")
         in_range(self, "reward", 0.0, 1.0, "max_failure_rate")
 
 

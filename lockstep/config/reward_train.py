@@ -52,8 +52,4 @@ class RewardTrainConfig(StageConfig):
             raise ConfigError("data.train_files is empty; name a parquet, json or jsonl file with the columns chosen and rejected")
         if self.data.truncation == "right":
             raise ConfigError("data.truncation=right cuts off the end of a response, where its score is read; use left or middle")
-        self.check_longest("2 * data.max_length", 2 * self.data.max_length)
-        if self.engine.micro_batch_size_per_gpu == 1:
-            raise ConfigError(
-                "engine.micro_batch_size_per_gpu=1 holds one row, but the two rows of a pair are computed together; set 2"
-            )
+        self.check_pairs(self.data.max_length)

@@ -1,7 +1,7 @@
 """How tokens are drawn: what the trainer asks of the generation engines."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.check import at_least, in_range
@@ -30,15 +30,13 @@ class SamplingParams:
     """A response ends after the token that completes one of these strings."""
     seed: int
     """The run's seed."""
+    truncates: bool = field(init=False)
+    """Whether some tokens cannot be drawn."""
 
     def __post_init__(self) -> None:
         check_sampling("sampling", self, "max_tokens")
         check_stop("sampling", self.stop)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        object.__setattr__(self, "truncates", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 def check_stop(prefix: str, stop: Sequence[str]) -> None:

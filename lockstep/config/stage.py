@@ -108,6 +108,14 @@ class StageConfig:
                 f"raise engine.max_token_len_per_gpu to at least {-(-longest // ranks)}"
             )
 
+    def check_pairs(self, max_length: int) -> None:
+        """Raise ConfigError unless a micro-batch holds the two rows of a pair, which are computed together."""
+        self.check_longest("2 * data.max_length", 2 * max_length)
+        if self.engine.micro_batch_size_per_gpu == 1:
+            raise ConfigError(
+                "engine.micro_batch_size_per_gpu=1 holds one row, but the two rows of a pair are computed together; set 2"
+            )
+
     def policy(self, sampling: SamplingConfig | None = None) -> ActorRolloutRefConfig:
         """The section that the workers of a policy take."""
         engine = self.engine

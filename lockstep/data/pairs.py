@@ -13,6 +13,7 @@ import torch
 
 from lockstep.data.conversations import MarkedText, Message, choose_messages, read_messages
 from lockstep.data.rl_dataset import truncate
+from lockstep.data.text_sizes import row_sizes
 from lockstep.data.token_rows import TokenRow, columns, fit, too_long, up_to_last_trained
 from lockstep.data.training_rows import Row, TrainingRows
 from lockstep.errors import DataError
@@ -128,7 +129,7 @@ class PairDataset(TrainingRows):
 
     def _without_identical(self, rows: np.ndarray) -> np.ndarray:
         # Only answers of the same size can be the same.
-        candidates = rows[(self._files.sizes(["chosen"]) == self._files.sizes(["rejected"]))[rows]].tolist()
+        candidates = rows[(row_sizes(self._files, ["chosen"]) == row_sizes(self._files, ["rejected"]))[rows]].tolist()
         identical = [i for i in candidates if (row := self._files.rows([i])[0])["chosen"] == row.get("rejected")]
         if identical and not self._skip_identical:
             raise DataError(

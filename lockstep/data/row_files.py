@@ -18,9 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lockstep.data.json_file import JsonFile
@@ -67,23 +65,14 @@ class RowFiles:
         """The file of a row and its number there, for errors."""
         return f"{self.path(index)} row {index - self._starts[bisect_right(self._starts, index) - 1]}"
 
-    def sizes(self, columns: Sequence[str]) -> np.ndarray:
-        """Bytes or characters of text in these columns of each row: what tells the longest rows without tokenising."""
-        total = np.zeros(len(self), dtype=np.int64)
-        for start, file in zip(self._starts, self._files, strict=False):
-            for column in (name for name in columns if name in file.columns):
-                here = start
-                for values in file.batches(column):
-                    total[here : here + len(values)] += text_sizes(values)
-                    here += len(values)
-        return total
-
-    def batches(self, column: str) -> Iterator[tuple[int, Values]]:
+    def batches(self, column: str, missing_ok: bool = False) -> Iterator[tuple[int, Values]]:
         """All values of one column, in order, as (row number of the first, values); other columns are not read.
 
-        Raises DataError for a file without that column.
+        A file without that column is left out with `missing_ok`, else raises DataError.
         """
         for start, file in zip(self._starts, self._files, strict=False):
+            if missing_ok and column not in file.columns:
+                continue
             if file.num_rows and column not in file.columns:
                 raise DataError(f"{file.path} has no column {column!r}; it has {sorted(file.columns)}")
             for values in file.batches(column):
@@ -144,25 +133,3 @@ def _errors_name(path: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path} as parquet: {error}") from error
-
-
-def text_sizes(values: Values) -> np.ndarray:
-    """Bytes (Arrow) or characters (Python objects) of all text in each value, however deep."""
-    if not isinstance(values, pa.Array):
-        return np.array([_text_size(value) for value in values], dtype=np.int64)
-    kind = values.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pc.fill_null(pc.binary_length(values), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    if pa.types.is_struct(kind):
-        return sum(map(text_sizes, values.flatten()), np.zeros(len(values), dtype=np.int64))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        ends = np.cumsum(pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False))
-        totals = np.concatenate([[0], np.cumsum(text_sizes(values.flatten()))])
-        return np.diff(totals[ends], prepend=0)
-    return np.zeros(len(values), dtype=np.int64)
-
-
-def _text_size(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    return sum(map(_text_size, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,13 @@ class PromptSchedule:
             return list(range(start, start + self.batch_size))
         order = torch.randperm(self.num_rows, generator=_generator(self.seed, self.epoch(step)))
         return order[start : start + self.batch_size].tolist()
+
+
+def batch_at(position: int, left_out: Sequence[int]) -> int:
+    """The number of the batch, from 0, that comes after `position` others: those that are `left_out` (sorted) do not count."""
+    for number in left_out:
+        position += number <= position
+    return position
 
 
 def _generator(seed: int, epoch: int) -> torch.Generator:

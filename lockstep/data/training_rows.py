@@ -15,6 +15,7 @@ from lockstep.data.conversations import ChatTemplate, MarkedText, Message, read_
 from lockstep.data.prompt_checks import choose_rows
 from lockstep.data.rl_dataset import TRUNCATIONS
 from lockstep.data.row_files import RowFiles
+from lockstep.data.text_sizes import row_sizes
 from lockstep.data.token_rows import SpanTokenizer, TokenRow
 from lockstep.errors import DataError
 
@@ -82,7 +83,7 @@ class TrainingRows:
             raise DataError(f"no rows in {[str(path) for path in paths]}")
         self._rows = self._usable(choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed))
         if try_rows:
-            sizes = self._files.sizes(self.columns_read)[self._rows]
+            sizes = row_sizes(self._files, self.columns_read)[self._rows]
             longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
             self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
 

@@ -54,7 +54,7 @@ class EmbeddedTask:
 def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> EmbeddedTask:
     """Make the files in `directory`. The warm-up ends when a check finds `target_accuracy` on the validation words."""
     directory.mkdir(parents=True, exist_ok=True)
-    words = _words(seed)
+    words = make_words(seed)
     train, val = words[:_NUM_TRAIN], words[_NUM_TRAIN:]
     with torch.random.fork_rng(devices=[]), _one_thread(), TemporaryDirectory() as run_dir:
         torch.manual_seed(seed)
@@ -64,7 +64,7 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> Embedde
     with quiet_transformers():
         warm_up.model.save_pretrained(model_dir)
         warm_up.tokenizer.save_pretrained(model_dir)
-    files = _write_rows(directory, "train", train), _write_rows(directory, "val", val)
+    files = write_prompts(directory, "train", train), write_prompts(directory, "val", val)
     return EmbeddedTask(model_dir, *files, warm_up.global_steps, warm_up.accuracy)
 
 
@@ -95,7 +95,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -111,7 +111,7 @@ def _model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
-def _words(seed: int) -> list[str]:
+def make_words(seed: int) -> list[str]:
     """Different words: training and validation share none."""
     rng = random.Random(seed)
     words: dict[str, None] = {}
@@ -120,7 +120,7 @@ def _words(seed: int) -> list[str]:
     return list(words)
 
 
-def _write_rows(directory: Path, split: str, words: list[str]) -> Path:
+def write_prompts(directory: Path, split: str, words: list[str]) -> Path:
     """Write {split}.parquet; returns where it is."""
     path = directory / f"{split}.parquet"
     rows = [
@@ -149,7 +149,7 @@ class _WarmUp(Run):
         trainer = RunConfig(default_local_dir=run_dir, val_before_train=False, test_freq=_CHECK_EVERY, save_freq=0)
         super().__init__(_WarmUpConfig(trainer), _MAX_WARMUP_STEPS, Display(), has_validation=True)
         self.tokenizer = make_tokenizer()
-        self.model = LlamaForCausalLM(_model_config(self.tokenizer))
+        self.model = LlamaForCausalLM(model_config(self.tokenizer))
         self.accuracy = 0.0
         self._words, self._target_accuracy, self._rng = train, target_accuracy, rng
         self._val = _examples(self.tokenizer, val, [word[::-1] for word in val])

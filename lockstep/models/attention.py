@@ -123,7 +123,7 @@ def packed_attention(
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, variant: Variant) -> Tensor:
     """[1, N, H, D] from [1, H, N, D], all tokens being here."""
     window = variant.sliding_window
-    if variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
+    if query.is_cuda and variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]

@@ -30,6 +30,18 @@ JudgeWeights = Mapping[str, float]
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
+class BatchCall:
+    """A function of lists, (data_sources, solution_strs, ground_truths, extra_infos) -> a result for each row, as one that a
+    `ScoringPool` can call: its score is nothing, its "results" are what the function returned."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+
+    def __call__(self, **lists: Any) -> dict[str, Any]:
+        """Ask about a batch."""
+        return {"score": 0.0, "results": list(self.func(**lists))}
+
+
 class JudgeFunction(NamedTuple):
     """The function behind a judge, and what it is called with."""
 
@@ -38,6 +50,8 @@ class JudgeFunction(NamedTuple):
     """Those of the four arguments of a reward function that it names, each with the entry of the row that it is given."""
     takes_sandbox: bool
     """Whether it has an argument `sandbox`: it runs the response as a program."""
+    takes_batch: bool
+    """Whether it is a `BatchCall`: asked once about all rows, when they are there."""
 
 
 class Judges:
@@ -88,17 +102,28 @@ class Judges:
         return weights or self._weights.get(tag.data_source or "*") or self._weights.get("*") or {}
 
     def function(self, judge: str, data_source: str | None) -> JudgeFunction:
-        """What is behind a judge other than the model. Raises MissingReward, and DataError where a rule has no data_source."""
+        """What is behind a judge other than the model.
+
+        Raises MissingReward, DataError where a rule has no data_source, and ConfigError for a function with an argument that nobody gives.
+        """
         if judge == SANDBOX:
             function: Callable[..., Any] = code.compute_score
         else:
             function = self._rule(data_source) if judge == RULE else self.functions[judge]
         parameters = inspect.signature(function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        arguments = {name: name for name in _ARGUMENTS if takes_all or name in parameters}
+        takes_batch = "solution_strs" in parameters
+        given = {f"{name}s": name for name in _ARGUMENTS} if takes_batch else {name: name for name in _ARGUMENTS}
+        required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        if strange := [name for name in required if name not in (*given, "sandbox")]:
+            raise ConfigError(
+                f"the reward function {getattr(function, '__name__', function)!r} needs {', '.join(strange)}, which nobody gives; it may "
+                f"name {', '.join(given)}, and others with a default or in reward.custom_reward_function.reward_kwargs"
+            )
+        arguments = {name: entry for name, entry in given.items() if takes_all or name in parameters}
         if judge == SANDBOX:
             arguments["ground_truth"] = "test_cases"
-        return JudgeFunction(function, arguments, "sandbox" in parameters)
+        return JudgeFunction(BatchCall(function) if takes_batch else function, arguments, "sandbox" in parameters, takes_batch)
 
     def _has_rule(self, data_source: str | None) -> bool:
         try:

@@ -18,9 +18,10 @@ from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import Column, DataProto, Ragged
 from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
-from lockstep.rewards.outcome import Failure, Outcome, Score
+from lockstep.rewards.outcome import Failure, Outcome, Score, check_score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
+from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,10 +36,12 @@ class RewardManager:
         tokenizer: Decodes responses, without special tokens.
         num_examine: Rows of each data_source to print on every call: prompt, response, ground truth, score.
         compute_score: compute_score(data_source=, solution_str=, ground_truth=, extra_info=), sync or async, returning a number or a dict
-            with "score". None: the rule that `lockstep.rewards.graders` has for the row's data_source.
+            with "score"; or compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=), called once with the lists of a
+            batch, returning a list of such. None: the rule that `lockstep.rewards.graders` has for the row's data_source.
         reward_fn_key: The column that holds the data_source.
         timeout_s: Deadline of each call of a function.
         num_workers: Processes that call functions; None: one a core, at most 8.
+        max_memory_mb: Memory of each of them, and of each process that it starts; None: no limit.
         functions: More judges, by name (see `lockstep.rewards.judges`).
         weights: data_source or "*" -> judge -> weight.
         make_sandbox: Makes the sandbox that runs the programs of rows with test cases, when it is first needed.
@@ -55,6 +58,7 @@ class RewardManager:
         reward_fn_key: str = "data_source",
         timeout_s: float = RewardConfig.timeout_s,
         num_workers: int | None = None,
+        max_memory_mb: int | None = None,
         functions: Mapping[str, ComputeScore] | None = None,
         weights: Mapping[str, JudgeWeights] | None = None,
         make_sandbox: Callable[[], Sandbox] = default_sandbox,
@@ -68,7 +72,7 @@ class RewardManager:
         self.function = functools.cache(judges.function)
         self._sandbox = functools.cache(make_sandbox)
         self._model_judges_all = False
-        self._pool = ScoringPool(num_workers or min(os.cpu_count() or 1, 8), timeout_s)
+        self._pool = ScoringPool(num_workers or min(os.cpu_count() or 1, 8), timeout_s, max_memory_mb)
 
     def check(self, tags: Iterable[Tag], has_model: bool = False, validation: bool = False) -> None:
         """Before training: every row must have a judge. In validation there is no model, and weights for one are left out.
@@ -146,11 +150,25 @@ class RewardManager:
 
     def submit(self, judge: str, source: str | None, row: Mapping[str, Any]) -> Future[Outcome]:
         """Ask one judge (not the model) about one response."""
-        function, names, takes_sandbox = self.function(judge, source)
-        arguments = {name: row[entry] for name, entry in names.items()}
-        if takes_sandbox:
+        found = self.function(judge, source)
+        arguments = {name: row[entry] for name, entry in found.arguments.items()}
+        if found.takes_sandbox:
             arguments["sandbox"] = self._sandbox()
-        return self._pool.submit(function, arguments)
+        return self._pool.submit(found.function, arguments)
+
+    def ask_about_all(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """Ask a judge that takes a whole batch, and wait: an outcome for each row."""
+        found = self.function(judge, rows[0]["data_source"])
+        lists = {name: [row[entry] for row in rows] for name, entry in found.arguments.items()}
+        outcome = self._pool.submit(found.function, lists).result()
+        if isinstance(outcome, Failure):
+            return [outcome] * len(rows)
+        results = outcome.extra["results"]
+        if len(results) != len(rows):
+            return [Failure("invalid", f"the reward function returned {len(results)} results for {len(rows)} responses")] * len(
+                rows
+            )
+        return [check_score(result) for result in results]
 
     def runs_programs(self, judges: Iterable[str], source: str | None) -> bool:
         """Whether one of the judges runs the response in the sandbox."""
@@ -174,11 +192,12 @@ class RewardManager:
             if printed[source] < self.num_examine:
                 printed[source] += 1
                 failure = answer["failures"][i]
-                print(
+                shown = (
                     f"[data_source] {source}\n[prompt] {self.decode(data.ragged('prompts')[i])}\n"
                     f"[response] {self.decode(data.ragged('responses')[i])}\n[ground_truth] {(reward_model or {}).get('ground_truth')}\n"
                     f"[score] {f'missing: {failure.kind}' if failure else f'{scores[i]:g}'}"
                 )
+                print(printable(shown))
 
 
 class Scoring:
@@ -192,6 +211,8 @@ class Scoring:
         self.texts: list[str] = [""] * len(self.sources)
         self._tags = manager.tags(data)
         self._asked: list[dict[str, Future[Outcome]]] = [{} for _ in self.sources]
+        self._together: dict[str, dict[int, dict[str, Any]]] = {}
+        """Judge that takes a whole batch -> the rows that it is to be asked about."""
 
     def add(self, row: int, response_ids: Tensor) -> None:
         """The response of a row is there: ask its judges. Rows whose judges cannot be known before the model has spoken wait."""
@@ -212,6 +233,10 @@ class Scoring:
             self._ask(i, row, chosen[i])
         # Each call has its own deadline, so this ends.
         outcomes = [{judge: asked.result() for judge, asked in futures.items()} for futures in self._asked]
+        for judge, rows in self._together.items():
+            places = sorted(rows)
+            for i, outcome in zip(places, manager.ask_about_all(judge, [rows[i] for i in places]), strict=True):
+                outcomes[i][judge] = outcome
         return _combine(chosen, outcomes, rm_scores, responses)
 
     def _ask(self, row: int, response_ids: Tensor, judges: Iterable[str]) -> None:
@@ -228,7 +253,11 @@ class Scoring:
             "extra_info": self._extra_infos[row],
             "test_cases": reward_model.get("test_cases") or reward_model.get("ground_truth"),
         }
-        self._asked[row] |= {judge: self._manager.submit(judge, self.sources[row], known) for judge in functions}
+        for judge in functions:
+            if self._manager.function(judge, self.sources[row]).takes_batch:
+                self._together.setdefault(judge, {})[row] = known
+            else:
+                self._asked[row][judge] = self._manager.submit(judge, self.sources[row], known)
 
 
 def _combine(

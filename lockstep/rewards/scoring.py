@@ -38,11 +38,12 @@ class ScoringPool:
     Args:
         num_workers: Calls at once in processes, and in threads.
         timeout_s: Deadline of each call, from its own start.
+        max_memory_mb: Memory of each process, and of each that it starts; None: no limit.
     """
 
-    def __init__(self, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, num_workers: int, timeout_s: float, max_memory_mb: int | None = None) -> None:
         self.timeout_s = timeout_s
-        self._processes = _Lane(num_workers, timeout_s, in_process=True)
+        self._processes = _Lane(num_workers, timeout_s, in_process=True, max_memory_mb=max_memory_mb)
         self._threads = _Lane(num_workers, timeout_s)
         self._sandboxed = _Lane(MAX_OPEN_CALLS, max(timeout_s, _SANDBOXED_S))
         self._loop: EventLoop | None = None
@@ -70,8 +71,9 @@ class ScoringPool:
 class _Lane:
     """`width` threads that take calls from one queue; each makes them in a worker process of its own, or here."""
 
-    def __init__(self, width: int, timeout_s: float, in_process: bool = False) -> None:
+    def __init__(self, width: int, timeout_s: float, in_process: bool = False, max_memory_mb: int | None = None) -> None:
         self._width, self._timeout_s, self._in_process = width, timeout_s, in_process
+        self._max_memory_mb = max_memory_mb
         self._jobs: queue.SimpleQueue[tuple[Future[Outcome], ComputeScore, dict[str, Any]] | None] = queue.SimpleQueue()
         self._num_threads = self._open = 0
         self._lock = threading.Lock()
@@ -93,7 +95,7 @@ class _Lane:
             self._num_threads = 0
 
     def _serve(self) -> None:
-        worker = KillableWorker()
+        worker = KillableWorker(self._max_memory_mb)
         while (job := self._jobs.get()) is not None:
             future, function, arguments = job
             try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
+from lockstep.utils.printable import printable
 
 
 def run_program(
@@ -32,7 +33,7 @@ def run_program(
         print(stopped, file=sys.stderr)
         return 128 + stopped.signum
     except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

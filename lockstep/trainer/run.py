@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,11 +25,13 @@ from typing import Any
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.manifest import check_manifest
-from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.saver import Saver, is_write_failure
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
+from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
-from lockstep.errors import ConfigError, DataError, ResourceError, Stopped
+from lockstep.data.schedule import batch_at
+from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking
@@ -72,6 +75,10 @@ class Run(ABC):
         """Steps done so far. A step that raises does not count."""
         self.validations: list[dict[str, float]] = []
         """Metrics of the first validation and of those of this start."""
+        self.num_restarts = 0
+        self.left_out: list[int] = []
+        """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
+        self._position_before = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -114,9 +121,17 @@ class Run(ABC):
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         """Take over the models in `folder` and what `_state` returned when they were saved."""
 
+    def _position(self) -> int:
+        """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
+        return self.global_steps
+
     def _describe(self) -> str:
         """What a step does, for the user to read at the start."""
         return ""
+
+    def _restart(self) -> None:
+        """End what is left of the workers and start new ones, which have the models of the beginning, as the recipe itself then has."""
+        raise NotImplementedError("this recipe has no workers that could be lost")
 
     # -- what is the same for all ------------------------------------------------------------------------------------------
 
@@ -129,6 +144,7 @@ class Run(ABC):
         if self._lock is None:
             self._lock = FolderLock(self.section.run_dir)
             try:
+                folders.remove_leftovers(self.section.run_dir)
                 self._from = self._find_checkpoint()
             except BaseException:
                 self.close_folder()
@@ -136,7 +152,7 @@ class Run(ABC):
 
     def close_folder(self) -> None:
         """Let other runs have the folder. A save that is not done by now is given up. May be called again."""
-        self._saver.cancel()
+        self._saver.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -144,7 +160,8 @@ class Run(ABC):
     def fit(self) -> FitResult:
         """Train until the last step, resuming where the run's folder says so. Validates and saves when due.
 
-        SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped.
+        SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped. When a worker is lost it
+        goes on from the newest checkpoint with new ones, `trainer.max_restarts` times.
         """
         config = self.section
         self.open_folder()
@@ -160,8 +177,11 @@ class Run(ABC):
                         self.display.step(self.global_steps, metrics)
                     while self.global_steps < self.total_steps and not config.val_only and not stop.asked:
                         self.timer.reset()
+                        self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
+                        if self.left_out:
+                            metrics["training/left_out_batches"] = len(self.left_out)
                         if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
                             metrics |= self._timed_validation()
                         saves = self.is_due(config.save_freq, self.global_steps) or (stop.asked and config.save_freq != 0)
@@ -180,12 +200,15 @@ class Run(ABC):
             return self._result()
         except Stopped:
             raise
-        except Exception:
+        except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
-            raise
+            if not self._begins_again_after(error):
+                raise
         finally:
             self.close_folder()
+        self._begin_again()
+        return self.fit()
 
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
@@ -216,7 +239,7 @@ class Run(ABC):
             project_name=self.section.project_name,
             experiment_name=self.section.experiment_name,
             run_dir=self.section.run_dir,
-            config=dataclasses.asdict(self.config),
+            config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,
         )
 
@@ -235,6 +258,40 @@ class Run(ABC):
             self.validations.append(self._validate())
         return self.validations[-1]
 
+    # -- lost workers ------------------------------------------------------------------------------------------------------
+
+    def _begins_again_after(self, error: Exception) -> bool:
+        """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
+        detail = error.detail if isinstance(error, WorkerError) else ""
+        is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
+        is_nonfinite = isinstance(error, NumericalError) or detail.startswith("NumericalError")
+        rolls_back = is_nonfinite and self.section.on_nonfinite == "rollback"
+        if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
+            return False
+        self.num_restarts += 1
+        how = "new workers go on"
+        if rolls_back:
+            positions = range(self._position_before, max(self._position_before + 1, self._position()))
+            batches = [batch_at(position, self.left_out) for position in positions]
+            self.left_out[:] = sorted({*self.left_out, *batches})
+            how = f"the run goes on without {'batch' if len(batches) == 1 else 'batches'} {', '.join(map(str, batches))}"
+        self.display.message(
+            f"warning: {error}\n{how} from the newest checkpoint: restart {self.num_restarts} of at most {self.section.max_restarts} "
+            "(trainer.max_restarts)"
+        )
+        return True
+
+    def _begin_again(self) -> None:
+        self.global_steps, self.validations = 0, []
+        deadline = time.monotonic() + self.section.start_timeout_s
+        while True:
+            try:
+                return self._restart()
+            except ResourceError:  # what the lost ones held may not be free yet
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(1.0)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def _begin_save(self, metrics: dict[str, float]) -> tuple[Path, Sequence[Path]] | None:
@@ -247,7 +304,9 @@ class Run(ABC):
                 reports = self._save(Path(os.path.abspath(draft))) or ()
                 folders.write_state(draft, self._run_state(metrics) | self._state())
                 return draft, reports
-            except OSError as error:
+            except Exception as error:
+                if not is_write_failure(error):
+                    raise
                 self._saver.fail(error)
                 return None
 
@@ -272,18 +331,19 @@ class Run(ABC):
             "recipe": type(self.config).__name__,
             "config": kept_values(self.config),
             "first_validation": self.validations[0] if self.validations else {},
+            "left_out": self.left_out,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
 
     def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
         """The checkpoint that the configuration names, or the run's newest whole one, with its state."""
         config, run_dir = self.section, self.section.run_dir
-        if config.resume_mode == "auto":
-            folder = folders.newest_whole(run_dir, self.display.message)
-        else:
-            folder = Path(str(config.resume_from_path)) if config.resume_mode == "resume_path" else None
-            if folder is not None:
-                check_manifest(folder)
+        is_own = config.resume_mode == "auto" or self.num_restarts > 0
+        folder = folders.newest_whole(run_dir, self.display.message) if is_own else None
+        if folder is None and config.resume_mode == "resume_path":
+            folder = Path(str(config.resume_from_path))
+            check_manifest(folder)
+        if not is_own:
             self._refuse_used_folder(folder)
         if folder is None:
             return None
@@ -291,6 +351,9 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
+        kinds = {"config": dict, "first_validation": dict, "left_out": list}
+        if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+            raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
         return folder, state
 
@@ -312,7 +375,13 @@ class Run(ABC):
         if self._from is None:
             return
         folder, state = self._from
+        if folder.resolve().parent == self.section.run_dir.resolve():
+            self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
         self.validations = [state["first_validation"]] if state["first_validation"] else []
+        self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
-        self._load(Path(os.path.abspath(folder)), state)
+        try:
+            self._load(Path(os.path.abspath(folder)), state)
+        except KeyError as error:
+            raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error

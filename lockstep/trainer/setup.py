@@ -108,6 +108,7 @@ def reward_arguments(reward: JudgeConfig) -> dict[str, Any]:
         "weights": reward.weights,
         "timeout_s": reward.timeout_s,
         "num_workers": reward.num_workers,
+        "max_memory_mb": reward.max_memory_mb,
         "make_sandbox": functools.partial(
             make_sandbox,
             url=reward.sandbox.url,

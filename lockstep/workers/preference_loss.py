@@ -40,7 +40,8 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
         # Sums of many tokens lose what the loss is about, their small differences, in float32.
         log_prob = rows.sum(zero_outside(outputs.log_probs, mask).double())
         length = rows.sum(mask).clamp(min=1).double()
-        given = tokens.row_columns | {"log_prob": log_prob, "length": length}
+        given = {column: x.double() if x.is_floating_point() else x for column, x in tokens.row_columns.items()}
+        given |= {"log_prob": log_prob, "length": length}
         if "ref_response_log_prob" in given:
             given["ref_log_prob"] = given["ref_response_log_prob"]
         if has_pairs:

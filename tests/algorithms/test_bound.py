@@ -38,9 +38,9 @@ def test_a_missing_column_is_named_with_what_the_run_has():
     )
 
 
-def test_positional_arguments_are_refused_at_binding():
-    with pytest.raises(ConfigError, match=r"'log_prob'.*keyword-only"):
-        bind_policy_loss(lambda log_prob: (log_prob, {}), {})
+def test_arguments_without_a_name_are_refused_at_binding():
+    with pytest.raises(ConfigError, match=r"'\*blocks'.*given by name"):
+        bind_policy_loss(lambda *blocks: (blocks[0], {}), {})
 
 
 def test_a_loss_that_does_not_name_rows_gets_padded_blocks_and_one_that_does_flat_columns():

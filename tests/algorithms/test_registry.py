@@ -17,6 +17,7 @@ def test_no_nearest_name_is_invented_when_none_is_near():
 def test_a_name_can_be_registered_once():
     table = {}
     assert registering("fruit", table, "apple")(len) is len
+    assert registering("fruit", table, "apple")(len) is len
     with pytest.raises(ConfigError, match="'apple' is already registered"):
         registering("fruit", table, "apple")(max)
     assert table == {"apple": len}

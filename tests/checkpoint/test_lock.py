@@ -2,6 +2,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,11 @@ def test_a_run_of_another_process_is_named_and_a_killed_one_stands_in_nobodys_wa
     finally:
         holder.kill()
         os.kill(child, 9)
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match=r"the run's folder .*file/run cannot be written: Not a directory.*default_local_dir"):
+        FolderLock(tmp_path / "file" / "run")
+    with pytest.raises(ResourceError, match=r"/proc/run cannot be written"):
+        FolderLock(Path("/proc/run"))

@@ -90,6 +90,15 @@ def test_a_save_is_given_up_with_the_run_or_with_one_who_cannot_report(tmp_path)
         saver.wait()
 
 
+def test_what_the_end_of_a_run_gave_up_is_not_held_against_the_next(tmp_path):
+    saver = make_saver(tmp_path)
+    draft = begin(saver, 1)
+    saver.publish(draft, [draft / "never"], durable=[])
+    saver.close()
+    saver.publish(begin(saver, 2), [], durable=[])
+    assert steps(tmp_path) == [2]
+
+
 @pytest.mark.parametrize(("lowest", "kept", "best"), [(False, [2, 5], 2), (True, [3, 5], 3)])
 def test_the_last_and_the_best_are_kept(tmp_path, lowest, kept, best):
     saver = make_saver(tmp_path, keep=1, metric="val/score", lowest=lowest)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.row_files import RowFiles, text_sizes
+from lockstep.data.row_files import RowFiles
+from lockstep.data.text_sizes import row_sizes
 from lockstep.errors import DataError
 
 NUM_ROWS = 50_000
@@ -102,27 +103,10 @@ def test_a_temporary_folder_without_room_names_the_setting(large_file, monkeypat
         RowFiles([large_file]).rows([0])
 
 
-WORDS = st.none() | st.text("abc", max_size=4)
-
-
-@given(
-    st.lists(
-        st.none()
-        | st.lists(
-            st.none() | st.fixed_dictionaries({"content": WORDS, "parts": st.none() | st.lists(WORDS), "n": st.integers(0, 9)})
-        )
-    ),
-    st.integers(0, 3),
-)
-def test_sizes_of_nested_text_are_the_same_in_arrow_and_python(values, start):
-    kind = pa.list_(pa.struct({"content": pa.string(), "parts": pa.large_list(pa.large_string()), "n": pa.int64()}))
-    assert text_sizes(pa.array(values, kind)[start:]).tolist() == text_sizes(values[start:]).tolist()
-
-
 def test_sizes_and_places_count_through_all_files(tmp_path):
     pq.write_table(pa.table({"text": ["abc", None, "é"], "number": [1, 2, 3]}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text('{"other": "ab"}\n{"text": "abcd", "other": ["a", {"b": "cd"}]}')
     rows = RowFiles([tmp_path / "a.parquet", tmp_path / "b.jsonl"])
-    assert rows.sizes(["text", "other", "number"]).tolist() == [3, 0, 2, 2, 7]
+    assert row_sizes(rows, ["text", "other", "number"]).tolist() == [3, 0, 2, 2, 7]
     assert rows.place(2) == f"{tmp_path / 'a.parquet'} row 2"
     assert rows.place(4) == f"{tmp_path / 'b.jsonl'} row 1"

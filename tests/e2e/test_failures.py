@@ -1,6 +1,7 @@
 """What goes wrong while a run is under way: a killed worker, a debugger, an interrupted run, a signal."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.run import read_metrics, roles, train
+from helpers.run import make_trainer, read_metrics, roles, train
+
+from lockstep.tools.verify_resume.compare import differences
 
 PROGRAM = [sys.executable, "-m", "lockstep.trainer.main_ppo"]
 
@@ -152,3 +155,34 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(embedded_config, tm
     assert again.returncode == 0, again.stderr
     assert f"global_step_{done} at step {done}" in again.stdout
     assert [row["step"] for row in read_metrics(config)] == list(range(1, done + 2))
+
+
+def test_a_run_whose_worker_is_killed_goes_on_with_new_ones_to_the_same_end(ray_cluster, embedded_config_in, tmp_path):
+    """Two processes; one is killed in the third step, while the checkpoint of the second may still be on its way to the disk."""
+    from lockstep.single_controller.ray import RayWorkerGroup
+
+    def run(name, victim):
+        keys = ("total_training_steps=3", "save_freq=1", "max_restarts=1", "val_before_train=false")
+        grpo = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+        config = embedded_config_in(tmp_path / name, *grpo, *(f"trainer.{key}" for key in keys))
+        trainer = make_trainer(config, {"global_pool": [2]}, roles("ActorRollout"), RayWorkerGroup)
+        step = trainer._step
+
+        def hit():
+            if trainer.global_steps == 2 and victim is not None and trainer.num_restarts == 0:
+                label = trainer.workers.groups[0]._labels[victim]
+                os.kill(int(re.search(r"pid (\d+)", label)[1]), signal.SIGKILL)
+            return step()
+
+        trainer._step = hit
+        try:
+            trainer.init_workers()
+            trainer.fit()
+        finally:
+            trainer.close()
+        return trainer, config.trainer.run_dir
+
+    _, whole = run("whole", None)
+    trainer, hit = run("hit", 1)
+    assert trainer.num_restarts == 1
+    assert list(differences(whole, hit)) == []

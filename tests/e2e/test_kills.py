@@ -1,7 +1,9 @@
 """A killed run goes on as if nothing had happened: same weights, moments and metrics, to the bit (helpers/kills.py is the harness)."""
 
 import pytest
-from helpers.kills import CASES, end_of, kill_runs, small_runs
+from helpers.kills import CASES, kill_runs, small_runs
+
+from lockstep.tools.verify_resume.compare import end_of
 
 
 @pytest.mark.parametrize("case", ["PPO, fsdp2", "GRPO, fsdp2"])

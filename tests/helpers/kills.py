@@ -13,22 +13,21 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lockstep.checkpoint import folders
-from lockstep.checkpoint.manifest import MANIFEST, check_manifest
+from lockstep.tools.verify_resume.compare import differences
 
 Start = Callable[[Path], None]
 """Train in a folder to the end, resuming what is there."""
-UNLIKE = ("time", "timing_", "perf/", "memory/")
-"""Beginnings of the names of metrics that differ between any two runs."""
 
 
 @dataclass
@@ -48,7 +47,6 @@ def kill_runs(start: Start, folder: Path, num_kills: int, seed: int) -> Kills:
     rng, kills, started = random.Random(seed), Kills(), time.monotonic()
     whole = folder / "whole"
     num_instants, seconds = _uninterrupted(start, whole)
-    expected = end_of(whole)
     while kills.kills < num_kills:
         run_dir = folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -60,25 +58,9 @@ def kill_runs(start: Start, folder: Path, num_kills: int, seed: int) -> Kills:
                 break
             kills.kills += 1
         kills.runs += 1
-        found = end_of(run_dir)
-        kills.different += [f"run {kills.runs}: {name}" for name in expected if found.get(name) != expected[name]]
+        kills.different += [f"run {kills.runs}: {difference}" for difference in differences(whole, run_dir)]
     kills.seconds = time.monotonic() - started
     return kills
-
-
-def end_of(run_dir: Path) -> dict[str, Any]:
-    """What a run came to: checksums of every file of its last checkpoint, and the lines of its metrics."""
-    newest = folders.newest(run_dir)
-    assert newest is not None
-    check_manifest(newest)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    same = [{name: value for name, value in line.items() if not name.startswith(UNLIKE)} for line in lines]
-    files = json.loads((newest / MANIFEST).read_text())["files"]
-    return {f"{newest.name}/{name}": entry for name, entry in files.items()} | {
-        "checkpoints": [path.name for path in folders.found(run_dir)],
-        "steps of metrics.jsonl": [line["step"] for line in lines],
-        **{f"metrics of line {number}": line for number, line in enumerate(same)},
-    }
 
 
 def _uninterrupted(start: Start, run_dir: Path) -> tuple[int, float]:
@@ -121,6 +103,7 @@ def _child(start: Start, run_dir: Path, instant: int | None) -> None:
     """Never returns."""
     gc.freeze()
     status = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what went wrong is on standard error
     try:
         if instant is not None:
             left = [instant]
@@ -156,8 +139,11 @@ def _on_touch(run_dir: Path, call: Callable[[], None]) -> None:
 # -- the long command --------------------------------------------------------------------------------------------------------
 
 
-def small_runs(task: Any, *more: str) -> Start:
-    """Seven PPO steps of the embedded task, saved every other step and validated now and then; `more` are further keys."""
+def small_runs(task: Any, *more: str, ray_address: str | None = None) -> Start:
+    """Seven PPO steps of the embedded task, saved every other step and validated now and then; `more` are further keys.
+
+    With the address of a Ray cluster it has two processes there, of which the driver is killed.
+    """
     from helpers.run import make_trainer, roles
     from lockstep.config import load_config
 
@@ -172,7 +158,13 @@ def small_runs(task: Any, *more: str) -> Start:
             ]
         )  # fmt: skip
         names = roles("ActorRollout", "Critic") if config.use_critic else roles("ActorRollout")
-        trainer = make_trainer(config, {"global_pool": [1]}, names)
+        if ray_address is None:
+            trainer = make_trainer(config, {"global_pool": [1]}, names)
+        else:
+            from lockstep.single_controller.ray import RayWorkerGroup, connect
+
+            connect(address=ray_address, log_to_driver=False)
+            trainer = make_trainer(config, {"global_pool": [2]}, names, RayWorkerGroup)
         try:
             trainer.init_workers()
             trainer.fit()
@@ -191,11 +183,25 @@ CASES = {
 }  # fmt: skip
 
 
+@contextmanager
+def ray_cluster() -> Iterator[str]:
+    """The address of a cluster of its own process: one that runs Ray cannot be forked."""
+    code = "import ray; c = ray.init(address='local', num_cpus=8, include_dashboard=False); "
+    code += "print(c.address_info['gcs_address'], flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.communicate("\n", timeout=60)
+
+
 def main() -> int:
-    """Kill runs of every case; print, and write with --out, what came of it."""
+    """Kill runs of every case, or with --ray those of fsdp2 in two Ray processes; print, and write with --out, what came of it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     import torch
@@ -204,11 +210,13 @@ def main() -> int:
 
     torch.set_num_threads(1)
     results = {}
-    with TemporaryDirectory() as folder:
+    cases = {name: more for name, more in CASES.items() if "fsdp2" in name or not arguments.ray}
+    with TemporaryDirectory() as folder, ray_cluster() if arguments.ray else nullcontext() as address:
         task = prepare(Path(folder) / "task", seed=0)
-        for number, (name, more) in enumerate(CASES.items()):
-            share = arguments.kills * (number + 1) // len(CASES) - arguments.kills * number // len(CASES)
-            found = kill_runs(small_runs(task, *more), Path(folder) / str(number), share, arguments.seed + number)
+        for number, (name, more) in enumerate(cases.items()):
+            share = arguments.kills * (number + 1) // len(cases) - arguments.kills * number // len(cases)
+            start = small_runs(task, *more, ray_address=address)
+            found = kill_runs(start, Path(folder) / str(number), share, arguments.seed + number)
             results[name] = {
                 "kills": found.kills,
                 "runs": found.runs,
@@ -219,7 +227,8 @@ def main() -> int:
                 f"{name}: {found.kills} kills, {found.runs} runs, {len(found.different)} differences", *found.different, sep="\n  "
             )
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=1) + "\n")
+        about = {"torch": torch.__version__, "processes": 2 if arguments.ray else 1}
+        arguments.out.write_text(json.dumps(about | {"cases": results}, indent=1) + "\n")
     return int(any(result["different"] for result in results.values()))
 
 

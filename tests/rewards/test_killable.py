@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import os
 import re
@@ -41,6 +42,24 @@ def start_and_hang():
     with open(os.environ["PID_FILE"], "w") as file:
         file.write(str(child.pid))
     time.sleep(1000)
+
+
+ESCAPE = "import os, time; os.setsid(); os.fork() and os._exit(0); os.setsid(); time.sleep(1000)"
+
+
+def start_daemons(mark):
+    """Processes in sessions of their own, whose parents have ended."""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", ESCAPE, mark], check=True)
+
+
+def daemons_and_hang(mark):
+    start_daemons(mark)
+    time.sleep(1000)
+
+
+def hold(megabytes):
+    return len(bytearray(megabytes << 20))
 
 
 async def later(value):
@@ -131,3 +150,61 @@ def test_children_end_when_their_parent_is_killed(tmp_path):
     while psutil.pid_exists(child):
         assert time.monotonic() < deadline, "the child lives on"
         time.sleep(0.05)
+
+
+def _marked(mark):
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [process.pid] if mark in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the guard is of Linux")
+@pytest.mark.parametrize("end", ["close", "timeout", "crash"])
+def test_daemons_that_a_function_started_end_with_its_process(end):
+    mark, worker = f"mark-{os.getpid()}-{end}", KillableWorker()
+    if end == "timeout":
+        with pytest.raises(CallTimeout):
+            worker.call(daemons_and_hang, 3.0, mark=mark)
+    else:
+        worker.call(start_daemons, 20, mark=mark)
+        assert len(_marked(mark)) == 3
+        if end == "crash":
+            with pytest.raises(CallCrashed, match="SIGKILL"):
+                worker.call(kill_me, 5)
+        worker.close()
+    assert _marked(mark) == []
+
+
+def kill_me():
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the guard is of Linux")
+def test_daemons_end_when_the_parent_is_killed(tmp_path):
+    mark = f"mark-{os.getpid()}-killed"
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys, time\nsys.path.insert(0, sys.argv[2])\nfrom test_killable import start_daemons\n"
+        "from lockstep.rewards.killable import KillableWorker\nworker = KillableWorker()\n"
+        "print(worker.call(start_daemons, 20, mark=sys.argv[1] + '-killed'), flush=True)\ntime.sleep(1000)\n"
+    )
+    command = [sys.executable, str(script), mark.removesuffix("-killed"), os.path.dirname(__file__)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert parent.stdout.readline() == "None\n"
+    assert len(_marked(mark)) == 3
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while _marked(mark):
+        assert time.monotonic() < deadline, "daemons live on"
+        time.sleep(0.05)
+
+
+def test_memory_of_the_process_is_limited():
+    worker = KillableWorker(max_memory_mb=512)
+    assert worker.call(hold, 10, megabytes=100) == 100 << 20
+    with pytest.raises(CallFailed, match="MemoryError"):
+        worker.call(hold, 10, megabytes=1000)
+    worker.close()

@@ -108,6 +108,13 @@ def test_other_keys_of_the_result_are_lists_aligned_with_the_rows():
     assert extra == {"score": [0.5, 2.0, 3.0], "acc": [True, None, None], "pred": [None, None, "p"]}
 
 
+def test_what_is_printed_of_a_response_controls_no_terminal(capsys, monkeypatch):
+    manager = RewardManager(TOKENIZER, num_examine=1, compute_score=lambda **row: 1.0)
+    monkeypatch.setattr(manager, "decode", lambda ids: "\x1b[2J\x9b31m\r8")
+    manager(make_batch(["4"]))
+    assert r"\x1b[2J\x9b31m\r8" in capsys.readouterr().out
+
+
 def test_the_first_rows_of_each_data_source_are_printed(capsys):
     data = make_batch(
         ["1", "2", "3", "4"],
@@ -264,3 +271,41 @@ def test_programs_run_in_the_real_sandbox():
     assert answer["reward_parts"] == {"sandbox": [0.0, 0.0]}  # neither response is a program that prints 3
     assert answer["reward_extra_info"]["total"] == [1, 1]
     manager.close()
+
+
+def batch_lengths(data_sources, solution_strs, ground_truths, extra_infos):
+    """Each response's number of words less the batch's shortest, with the number as `words`."""
+    counts = [len(text.split()) for text in solution_strs]
+    assert len(data_sources) == len(ground_truths) == len(extra_infos) == len(counts)
+    return [{"score": float(count - min(counts)), "words": count} for count in counts]
+
+
+def test_a_function_of_lists_is_asked_once_about_the_whole_batch():
+    manager = RewardManager(make_tokenizer(), 0, compute_score=batch_lengths)
+    batch = make_batch(["6", "6 7 6", "6 7"])
+    scoring = manager.begin(batch)
+    scoring.add(2, batch.ragged("responses")[2])
+    answer = manager(batch, return_dict=True, scoring=scoring)
+    manager.close()
+    assert answer["reward_extra_info"] == {"score": [0.0, 2.0, 1.0], "words": [1, 3, 2]}
+    assert answer["reward_tensor"].sum(-1).tolist() == [0.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"), [([1.0], "invalid"), (None, "raised"), ([float("nan"), 1.0], "invalid"), (["x", "y"], "invalid")]
+)
+def test_a_wrong_result_for_a_batch_is_a_missing_reward(returned, kind):
+    manager = RewardManager(make_tokenizer(), 0, compute_score=lambda solution_strs, ground_truths: returned)
+    failures = manager(make_batch(["6", "7"]), return_dict=True)["failures"]
+    manager.close()
+    assert failures[0].kind == kind
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda predict_str, ground_truth: 1.0, lambda solution_str, ground_truth, scale: 1.0, lambda solution_strs, labels: [1.0]],
+)
+def test_a_wrong_signature_is_found_before_training(function):
+    manager = RewardManager(make_tokenizer(), 0, compute_score=function)
+    with pytest.raises(ConfigError, match=r"needs (predict_str|scale|labels), which nobody gives"):
+        manager.check([Tag("any")])

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.checkpoint import folders
 from lockstep.config.trainer import TrainerConfig
-from lockstep.errors import ConfigError, DataError, ResourceError, Stopped
+from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run import Run
@@ -187,6 +187,14 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(tmp_path, da
         Counting(tmp_path / "other", 4, **quiet, **named).fit()
 
 
+def test_what_a_killed_run_did_not_come_to_delete_is_deleted_by_the_next_start(tmp_path):
+    Counting(tmp_path, 3, save_freq=1).fit()
+    for leftover in ("global_step_2.removed", "global_step_4.incomplete"):
+        (tmp_path / leftover / "actor").mkdir(parents=True)
+    assert Counting(tmp_path, 3, save_freq=1, max_ckpt_to_keep=2).fit().steps == 3
+    assert saved(tmp_path) == ["global_step_2", "global_step_3"]
+
+
 class Killed(BaseException):
     """As kill -9: nothing of the run does anything after it."""
 
@@ -249,16 +257,24 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_a_full_disk_stops_the_run_or_not_and_leaves_older_checkpoints(tmp_path, policy):
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda file: OSError(errno.ENOSPC, "No space left on device", str(file)),
+        lambda file: Exception(f"No space left on device (os error 28): {file}"),
+    ],
+    ids=["Python's", "Rust's"],
+)
+def test_a_full_disk_stops_the_run_or_not_and_leaves_older_checkpoints(tmp_path, policy, error):
     class Full(Counting):
         def _save(self, folder):
             if self.global_steps == 2:
-                raise OSError(errno.ENOSPC, "No space left on device", str(folder / "count"))
+                raise error(folder / "count")
             super()._save(folder)
 
     run = Full(tmp_path, 3, save_freq=1, on_save_failure=policy)
     if policy == "stop":
-        with pytest.raises(ResourceError, match=r"step 2 was not saved: no space left for .*count"):
+        with pytest.raises(ResourceError, match=r"step 2 was not saved: no space left .*count"):
             run.fit()
         assert saved(tmp_path) == ["global_step_1"]
     else:
@@ -383,3 +399,104 @@ def test_models_are_saved_under_an_absolute_path(tmp_path, monkeypatch):
 
     Remembering(Path("run"), 1).fit()
     assert all(folder.is_absolute() for folder in folders)
+
+
+class Losing(Counting):
+    """Loses its workers, and what they had, at the start of the steps in `at`."""
+
+    def __init__(self, run_dir, total_steps, at, error=None, **trainer):
+        self.at, self.error = list(at), error or WorkerDied("critic rank 1", "its process ended")
+        super().__init__(run_dir, total_steps, at_step=self.lose, **trainer)
+
+    @staticmethod
+    def lose(run):
+        if run.at and run.global_steps + 1 == run.at[0]:
+            run.at.pop(0)
+            run.count = -1000
+            raise run.error
+
+    def _restart(self):
+        self.count = 0
+        self.open_folder()
+
+
+@pytest.mark.parametrize("save_freq", [1, 2, -1])
+@pytest.mark.parametrize("resume_mode", ["auto", "disable"])
+def test_a_run_that_loses_its_workers_ends_as_one_that_does_not(tmp_path, save_freq, resume_mode):
+    keys = {"save_freq": save_freq, "test_freq": 3, "resume_mode": resume_mode}
+    Counting(tmp_path / "whole", 6, **keys).fit()
+    run = Losing(tmp_path / "run", 6, at=[1, 4, 4], max_restarts=3, **keys)
+    assert run.fit().steps == 6
+    assert logged(tmp_path / "run") == logged(tmp_path / "whole")
+    assert (tmp_path / "run/global_step_6/count").read_text() == "12"
+    assert run.num_restarts == 3
+    said = [text for text in run.display.texts if "restart" in text]
+    assert len(said) == 3
+    assert "critic rank 1 died: its process ended" in said[0]
+    assert "restart 1 of at most 3" in said[0]
+
+
+def test_workers_are_started_again_so_often_and_for_what_a_restart_can_mend_only(tmp_path):
+    with pytest.raises(WorkerDied):
+        Losing(tmp_path / "a", 6, at=[2, 3], max_restarts=1, save_freq=1).fit()
+    with pytest.raises(WorkerDied):
+        Losing(tmp_path / "b", 6, at=[2]).fit()
+    bug = WorkerError("critic rank 0", "Traceback ... KeyError: 'values'")
+    with pytest.raises(WorkerError, match="KeyError"):
+        Losing(tmp_path / "c", 6, at=[2], error=bug, max_restarts=5).fit()
+    full = WorkerError("critic rank 0", "Traceback ... torch.OutOfMemoryError: CUDA out of memory")
+    assert Losing(tmp_path / "d", 6, at=[2], error=full, max_restarts=1).fit().steps == 6
+
+
+def test_a_run_from_a_named_checkpoint_begins_again_from_its_own(tmp_path):
+    Counting(tmp_path / "first", 2).fit()
+    named = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "first/global_step_2"), "val_before_train": False}
+    Losing(tmp_path / "run", 6, at=[3, 5], max_restarts=2, save_freq=2, test_freq=0, **named).fit()
+    assert logged(tmp_path / "run") == [{"step": step, "count": 2 * step} for step in (3, 4, 5, 6)]
+
+
+class Poisoned(Counting):
+    """Adds the number of its batch; some batches are not finite."""
+
+    def __init__(self, run_dir, total_steps, bad, error, **trainer):
+        super().__init__(run_dir, total_steps, val_before_train=False, test_freq=0, **trainer)
+        self.bad, self.batch_error, self.batches = bad, error, []
+
+    def _step(self):
+        number = self.batch_at(self.global_steps)
+        if number in self.bad:
+            self.count = -1000
+            raise self.batch_error
+        self.batches.append(number)
+        self.count += number
+        return {"count": self.count}
+
+    def _restart(self):
+        self.count = 0
+        self.open_folder()
+
+
+@pytest.mark.parametrize("save_freq", [1, 2, -1])
+@pytest.mark.parametrize(
+    "error", [NumericalError("the loss is nan"), WorkerError("actor rank 0", "NumericalError: the loss is nan\n\nTraceback ...")]
+)
+def test_a_batch_that_is_not_finite_is_left_out_and_the_run_goes_on_from_its_checkpoint(tmp_path, save_freq, error):
+    keys = {"save_freq": save_freq, "on_nonfinite": "rollback", "max_restarts": 5}
+    run = Poisoned(tmp_path, 5, {2, 3, 6}, error, **keys)
+    run.fit()
+    assert run.left_out == [2, 3, 6]
+    assert logged(tmp_path)[-1] == {"step": 5, "count": 0 + 1 + 4 + 5 + 7}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["training/left_out_batches"] == 3
+    assert "the run goes on without batch 2 from the newest checkpoint: restart 1 of at most 5" in "\n".join(run.display.texts)
+    again = Poisoned(tmp_path, 6, {2, 3, 6}, error, **keys)
+    again.fit()
+    assert again.batches == [8]
+
+
+def test_numbers_that_are_not_finite_stop_a_run_unless_it_is_told_otherwise(tmp_path):
+    with pytest.raises(NumericalError):
+        Poisoned(tmp_path / "a", 5, {2}, NumericalError("nan"), max_restarts=5).fit()
+    with pytest.raises(NumericalError):
+        Poisoned(tmp_path / "b", 5, {2, 3}, NumericalError("nan"), on_nonfinite="rollback", max_restarts=1).fit()
+    with pytest.raises(ConfigError, match="rollback needs trainer.max_restarts"):
+        TrainerConfig(on_nonfinite="rollback")

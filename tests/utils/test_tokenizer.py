@@ -4,9 +4,12 @@ import json
 
 import huggingface_hub.constants
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
+from lockstep.embedded.task import make_tokenizer
 from lockstep.errors import DataError
-from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.utils.tokenizer import hf_tokenizer, separate_padding
 
 
 def test_a_tokenizer_without_pad_token_pads_with_its_end_token(plain_tokenizer, tmp_path):
@@ -54,3 +57,16 @@ def test_a_hub_id_out_of_reach_is_one_clear_line(monkeypatch):
     with pytest.raises(DataError, match="no-such-owner/no-such-model; expected an existing folder, or a hub id") as caught:
         hf_tokenizer("no-such-owner/no-such-model")
     assert "\n" not in str(caught.value)
+
+
+def test_padding_is_made_another_token_than_the_end():
+    tokenizer = make_tokenizer()
+    separate_padding(tokenizer)
+    assert tokenizer.pad_token == "<pad>"
+    tokenizer.pad_token = tokenizer.eos_token
+    separate_padding(tokenizer)
+    assert tokenizer.pad_token == "<user>"
+    lone = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0, "a": 1}, "a")), eos_token="<eos>")
+    lone.pad_token = "<eos>"
+    with pytest.raises(DataError, match="no special token beside its end token '<eos>'"):
+        separate_padding(lone)

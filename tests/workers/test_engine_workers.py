@@ -361,7 +361,7 @@ def test_a_reward_model_scores_the_conversation_in_its_own_template(tmp_path: Pa
     with workers(rm=reward_model(path)) as (roles, _):
         scores = roles["rm"].compute_rm_score(data).ragged("rm_scores")
     tokenizer, model = make_tokenizer(), AutoModelForSequenceClassification.from_pretrained(path)
-    texts = ["<user>abc<assistant>cba", "<user>abc<assistant>cba", "<user>dd<assistant>dd"]
+    texts = ["<user>abc<assistant>cba<eos>", "<user>abc<assistant>cba<eos>", "<user>dd<assistant>dd<eos>"]
     with torch.no_grad():
         expected = [model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
     assert scores[0].tolist() == pytest.approx([0, 0, expected[0]], abs=1e-5)
@@ -376,16 +376,16 @@ def test_rendering_without_a_chat_template_joins_the_texts(tmp_path: Path) -> No
     tokenizer.save_pretrained(tmp_path)
     with workers(rm=reward_model(str(tmp_path))) as (_, inside):
         render = inside["rm"].render
-        assert render("ab", "c") == tokenizer("abc")["input_ids"]
+        assert render("ab", "c") == tokenizer("abc<eos>")["input_ids"]
         messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "d"}]
-        assert render(messages, "c") == tokenizer("ab\ndc")["input_ids"]
+        assert render(messages, "c") == tokenizer("ab\ndc<eos>")["input_ids"]
         assert messages == [{"role": "user", "content": "ab"}, {"role": "user", "content": "d"}]
 
 
 def test_rendering_leaves_the_prompt_as_it_was(tmp_path: Path) -> None:
     with workers(rm=reward_model(save_tiny_model(tmp_path, score_head=True))) as (_, inside):
         messages = [{"role": "user", "content": "ab"}]
-        assert inside["rm"].render(messages, "c") == make_tokenizer()("<user>ab<assistant>c")["input_ids"]
+        assert inside["rm"].render(messages, "c") == make_tokenizer()("<user>ab<assistant>c<eos>")["input_ids"]
         assert messages == [{"role": "user", "content": "ab"}]
 
 

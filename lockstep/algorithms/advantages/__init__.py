@@ -60,10 +60,8 @@ from lockstep.algorithms.advantages.gae import gae
 from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rloo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
-from lockstep.algorithms.bound import Bound, kind_of, token_column
+from lockstep.algorithms.bound import Bound
 from lockstep.algorithms.registry import input_names, registering, unknown_name
-from lockstep.algorithms.rows import Rows
-from lockstep.errors import ConfigError
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
@@ -120,16 +118,6 @@ def bind_estimator(estimator: str | AdvantageEstimator, parameters: Mapping[str,
     what, function = _resolve(estimator)
     remedy = "choose another algorithm.adv_estimator, or switch on what produces it"
     return Bound(what, function, parameters, remedy, "rows" not in input_names(what, function))
-
-
-def read_estimate(estimator: Bound, result: Any, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, [M] each, from what the estimator returned. Raises ConfigError when it is something else."""
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise ConfigError(f"{estimator.what} must return (advantages, returns); it returned {kind_of(result)}")
-    advantages, returns = (
-        token_column(estimator.what, x, (rows.num_tokens,), name) for name, x in zip(("advantages", "returns"), result, strict=True)
-    )
-    return advantages, returns
 
 
 def _resolve(estimator: str | AdvantageEstimator) -> tuple[str, AdvantageEstimator]:

@@ -59,14 +59,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.bound import Bound, kind_of, token_column
+from lockstep.algorithms.bound import Bound
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
 from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
 from lockstep.algorithms.registry import input_names, registering, unknown_name
 from lockstep.algorithms.rows import Rows
-from lockstep.errors import ConfigError
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Prepare = Callable[..., dict[str, Tensor]]
@@ -165,21 +164,6 @@ def bind_policy_loss(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound:
     Raises ConfigError when an argument of the loss is not keyword-only.
     """
     return Bound(_what(loss), loss, parameters, REMEDY, takes_blocks(loss))
-
-
-def read_loss(loss: Bound, result: Any, log_prob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss per token [M] and its metrics, [M] each, from what the loss returned for `log_prob` [M]. Raises ConfigError when it is
-    something else, or a loss that `log_prob` has no part in."""
-    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):
-        raise ConfigError(
-            f"{loss.what} must return (loss, metrics), one number per token and a dict; it returned {kind_of(result)}"
-        )
-    values, metrics = result
-    for name, x in {"the loss": values, **{f"metric {name!r}": x for name, x in metrics.items()}}.items():
-        token_column(loss.what, x, tuple(log_prob.shape), name)
-    if log_prob.requires_grad and not values.requires_grad:
-        raise ConfigError(f"{loss.what} returned a loss without a gradient: compute it from log_prob, not detached")
-    return values, metrics
 
 
 def bind_prepare(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound | None:

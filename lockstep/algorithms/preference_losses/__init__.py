@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.algorithms.bound import Bound
@@ -43,6 +44,7 @@ from lockstep.algorithms.preference_losses.paired import hinge, ipo, robust, sig
 from lockstep.algorithms.preference_losses.reference_free import cpo, orpo, simpo
 from lockstep.algorithms.preference_losses.unpaired import kto, mismatch_kl
 from lockstep.algorithms.registry import input_names, registering, unknown_name
+from lockstep.errors import ConfigError
 
 PreferenceLoss = Callable[..., tuple[Tensor, Tensor]]
 Prepare = Callable[..., dict[str, Tensor]]
@@ -110,6 +112,30 @@ def missing_numbers(loss: PreferenceLoss, given: Collection[str]) -> list[str]:
     """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
     required = [name for name, is_required in input_names(_what(loss), PREPARATIONS.get(loss, loss)).items() if is_required]
     return [name for name in required if name not in given and name not in BATCH_INPUTS]
+
+
+def try_preference_loss(loss: PreferenceLoss, parameters: Mapping[str, Any]) -> None:
+    """Call the loss, and its `prepare` before it, on one pair: what it says of its numbers it says now.
+
+    Raises ConfigError where that fails, or gives other shapes than it should.
+    """
+    pair = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    columns = dict.fromkeys(BATCH_INPUTS, pair) | {"length": pair.abs(), "is_chosen": torch.tensor([[True, False]])}
+    shape = (1, 2) if takes_pairs(loss) else (2,)
+    prepare = bind_preference_prepare(loss, parameters)
+    try:
+        made = prepare({name: x.flatten() for name, x in columns.items()}, None) if prepare is not None else {}
+        found, rewards = bind_preference_loss(loss, parameters)({n: x.reshape(shape) for n, x in (columns | made).items()}, None)
+        shapes = tuple(found.shape), tuple(rewards.shape)
+    except ConfigError:
+        raise
+    except Exception as error:  # it may be anyone's code
+        raise ConfigError(f"{_what(loss)} fails on a pair: {type(error).__name__}: {error}") from error
+    if shapes != (shape[:1], shape):
+        raise ConfigError(
+            f"{_what(loss)} must return a loss {shape[:1]} and rewards {shape} for log-probs {shape}, but they are {shapes[0]} and "
+            f"{shapes[1]}; the mean is taken later"
+        )
 
 
 def takes_pairs(loss: PreferenceLoss) -> bool:

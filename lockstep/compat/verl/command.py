@@ -17,8 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.compat.verl.keys import Verdict, judge_all, overrides, table
-from lockstep.config.load import check_key
+from lockstep.compat.verl.keys import is_ours, judge_all, overrides, table
 from lockstep.errors import ConfigError, LockstepError
 
 _USAGE = "usage: lockstep verl-keys SCRIPT.sh|CONFIG.yaml [key=value ...]"
@@ -73,7 +72,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         given = read_arguments(arguments)
     except ConfigError:
         return  # whoever reads them next says what is wrong
-    strange = {key: value for key, value in given.items() if not _is_ours(key)}
+    strange = {key: value for key, value in given.items() if not is_ours(key)}
     verdicts = [verdict for verdict in judge_all(strange) if verdict.kind != "default"]
     if any(verdict.kind != "unknown" for verdict in verdicts):
         raise ConfigError(
@@ -154,14 +153,3 @@ def _read_override(text: str) -> tuple[str, Any]:
         if not equals:
             raise ConfigError(f"cannot read '{text}': expected key=value") from None
         return key.lstrip("+~"), value  # what Hydra cannot read is a string
-
-
-def _is_ours(key: str) -> bool:
-    try:
-        check_key(key)
-    except ConfigError:
-        return False
-    return True
-
-
-__all__ = ["Verdict", "check_arguments", "from_verl", "main", "read_arguments", "read_script", "read_yaml"]

@@ -8,14 +8,12 @@ Thin adapters over `lockstep.algorithms`, which is where the formulas are. What 
   `global_batch_info` with the counts of a larger one.
 - The returns of outcome estimators are their advantages.
 
-docs/algorithms/verl.md lists where the numbers differ from verl's, and why. A policy loss of one's own is registered in Lockstep's
-form, which returns the loss per token: an aggregated loss could not be independent of the micro-batches.
+docs/algorithms/verl.md lists where the numbers differ from verl's, and why.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -29,26 +27,13 @@ from lockstep.algorithms import advantages as estimators
 from lockstep.algorithms import aggregation, kl, masked, policy_losses
 from lockstep.algorithms.advantages import token_baseline
 from lockstep.algorithms.bound import PER_ROW
-from lockstep.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from lockstep.algorithms.kl import KLController
+from lockstep.algorithms.policy_losses import aggregated
+from lockstep.algorithms.registry import registering
 from lockstep.algorithms.rows import Rows
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
-
-__all__ = [
-    "AdaptiveKLController", "AdvantageEstimator", "FixedKLController", "agg_loss", "compute_entropy_loss",
-    "compute_gae_advantage_return", "compute_gdpo_outcome_advantage", "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage", "compute_grpo_passk_outcome_advantage", "compute_grpo_vectorized_outcome_advantage",
-    "compute_multi_turn_optimal_token_baseline_advantage", "compute_opo_outcome_advantage",
-    "compute_optimal_token_baseline_advantage", "compute_policy_loss", "compute_policy_loss_cispo", "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dppo_kl", "compute_policy_loss_dppo_tv", "compute_policy_loss_dro", "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg", "compute_policy_loss_gspo", "compute_policy_loss_kl_cov", "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla", "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage", "compute_remax_outcome_advantage", "compute_rewards",
-    "compute_rloo_outcome_advantage", "compute_rloo_vectorized_outcome_advantage", "compute_value_loss", "get_adv_estimator_fn",
-    "get_kl_controller", "get_policy_loss_fn", "kl_penalty", "kl_penalty_forward", "masked_mean", "masked_whiten",
-    "register_adv_est", "register_policy_loss",
-]  # fmt: skip
 
 Advantages = tuple[Tensor, Tensor]
 EstimatorFn = Callable[..., Advantages]
@@ -60,36 +45,14 @@ _ROW_MEAN = "seq-mean-token-mean"
 class AdvantageEstimator(StrEnum):
     """verl's names of the estimators."""
 
-    GAE = "gae"
-    GRPO = "grpo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    OPO = "opo"
-    GRPO_PASSK = "grpo_passk"
-    GPG = "gpg"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
-    GDPO = "gdpo"
+    GAE, GRPO, GRPO_VECTORIZED, GRPO_PASSK, GDPO = "gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo"
+    RLOO, RLOO_VECTORIZED, REMAX, OPO, GPG = "rloo", "rloo_vectorized", "remax", "opo", "gpg"
+    REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    OPTIMAL_TOKEN_BASELINE, TIR_OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline", "tir_optimal_token_baseline"
 
 
-register_policy_loss = policy_losses.register_policy_loss
-
-
-def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean over the mask along `axis`; 0 where nothing is selected."""
-    return masked.masked_mean(values, mask, axis)
-
-
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(values - mean) / sqrt(var + 1e-8) over the mask, 0 outside."""
-    return masked.masked_whiten(values, mask, shift_mean)
-
-
-# -- advantages ------------------------------------------------------------------------------------------------------------
+masked_mean, masked_whiten = masked.masked_mean, masked.masked_whiten
+AdaptiveKLController, FixedKLController = kl.AdaptiveKLController, kl.FixedKLController
 
 
 def _same_position(
@@ -115,8 +78,8 @@ _GROUPS = _BLOCKS + "index epsilon=1e-6 "
 _NORMALISED = _GROUPS + "norm_adv_by_std_in_grpo=True config=None "
 _BASELINE = _BLOCKS + "index old_log_probs sum_pi_squared rollout_is_weights=None handle_zero_tail=True epsilon=1e-8 **kwargs"
 
-_ADVANTAGES: dict[str, EstimatorFn] = {}
-"""verl's name -> the function below."""
+ADV_ESTIMATOR_REGISTRY: dict[str, EstimatorFn] = {}
+"""verl's name -> the function below, or one that was registered."""
 
 
 def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns: bool = False) -> EstimatorFn:
@@ -134,7 +97,7 @@ def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns:
     compute.__name__ = compute.__qualname__ = f"compute_{key}"
     compute.__doc__ = f"The estimator {key!r} on padded blocks. Of its arguments it reads those that {estimator.__name__} has."
     compute.__signature__ = signature  # type: ignore[attr-defined]
-    return _ADVANTAGES.setdefault(key, compute)
+    return ADV_ESTIMATOR_REGISTRY.setdefault(key, compute)
 
 
 def _signature(arguments: str) -> inspect.Signature:
@@ -213,40 +176,25 @@ compute_multi_turn_optimal_token_baseline_advantage = _estimator_fn(
 )
 
 
-def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[EstimatorFn], EstimatorFn]:
+def register_adv_est(name_or_enum: Any) -> Callable[[EstimatorFn], EstimatorFn]:
     """Make the decorated function an estimator of `algorithm.adv_estimator`; written for verl or for Lockstep.
 
     Arguments are matched by name with Lockstep's vocabulary (`lockstep.algorithms.advantages`), which has verl's `index` and `config`.
-    Raises ConfigError when the name is taken.
+    Raises ConfigError when the name is another function's.
     """
+    name = getattr(name_or_enum, "value", name_or_enum)
 
     def decorate(function: EstimatorFn) -> EstimatorFn:
-        estimators.register_adv_est(str(name_or_enum))(_by_keyword(function))
-        return function
+        registering("advantage estimator", ADV_ESTIMATOR_REGISTRY, name)(function)
+        return estimators.register_adv_est(name)(function)
 
     return decorate
 
 
-def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
+def get_adv_estimator_fn(name_or_enum: Any) -> EstimatorFn:
     """The function above of that name, or the estimator that was registered; ConfigError when there is none."""
-    name = str(name_or_enum)
-    return _ADVANTAGES[name] if name in _ADVANTAGES else estimators.get_adv_estimator(name)
-
-
-def _by_keyword(function: EstimatorFn) -> EstimatorFn:
-    """The function with the same arguments, keyword-only; **kwargs, which verl asks for, has nothing to take."""
-
-    @functools.wraps(function)
-    def call(**inputs: Any) -> Advantages:
-        return function(**inputs)
-
-    parameters = inspect.signature(function).parameters.values()
-    named = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    call.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    return call
-
-
-# -- rewards and KL --------------------------------------------------------------------------------------------------------
+    name = getattr(name_or_enum, "value", name_or_enum)
+    return ADV_ESTIMATOR_REGISTRY[name] if name in ADV_ESTIMATOR_REGISTRY else estimators.get_adv_estimator(name)
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
@@ -260,7 +208,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """The same without the straight-through gradient of a final +."""
+    """`kl_penalty` without the straight-through gradient of a final +."""
     return kl.kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
@@ -268,9 +216,6 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
     """The controller that a section like `algorithm.kl_ctrl` describes."""
     kind, kl_coef, target_kl, horizon = (_value(kl_ctrl, name) for name in ("type", "kl_coef", "target_kl", "horizon"))
     return kl.make_kl_controller(kind, kl_coef, target_kl or 0.0, horizon or 0)
-
-
-# -- losses ----------------------------------------------------------------------------------------------------------------
 
 
 def agg_loss(
@@ -286,6 +231,8 @@ def agg_loss(
 
     seq-mean-token-sum-norm divides by the width of the mask unless `loss_scale_factor` is given.
     """
+    if (stood_in := aggregated.stand_in(loss_mat)) is not None:
+        return stood_in
     loss, mask, rows = loss_mat.flatten(), loss_mask.flatten(), Rows.of_padded(loss_mask)
     here = aggregation.Denominators.of(mask, rows)
     denominators = aggregation.Denominators(
@@ -319,8 +266,7 @@ def compute_policy_loss(
 def _policy_loss(name: str, numbers: Mapping[str, Any], blocks: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss per token, a block, and the means of its metrics. The blocks are old_log_prob, log_prob, advantages and the mask."""
     rows = Rows.of_padded(blocks[-1])
-    names = ("old_log_prob", "log_prob", "advantages", "response_mask")
-    columns = {key: block.flatten() for key, block in zip(names, blocks, strict=True)}
+    columns = {key: block.flatten() for key, block in zip(aggregated.BLOCKS, blocks, strict=True)}
     loss_fn = policy_losses.get_policy_loss(name)
     if name in ("clip_cov", "kl_cov"):
         # As verl chooses: from the current log-probs, and never a token that the clip already holds.
@@ -361,25 +307,39 @@ def _policy_loss_fn(name: str) -> PolicyLossFn:
     return compute
 
 
-_LOSSES = {name: _policy_loss_fn(name) for name in policy_losses.POLICY_LOSSES}
+POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {name: _policy_loss_fn(name) for name in policy_losses.POLICY_LOSSES}
+"""verl's name -> the policy loss as (loss, metrics) of a batch; `compute_policy_loss_{name}` is the same."""
+globals().update({function.__name__: function for function in POLICY_LOSS_REGISTRY.values()})
 
-compute_policy_loss_vanilla = _LOSSES["vanilla"]
-compute_policy_loss_dppo_tv = _LOSSES["dppo_tv"]
-compute_policy_loss_dppo_kl = _LOSSES["dppo_kl"]
-compute_policy_loss_gspo = _LOSSES["gspo"]
-compute_policy_loss_sapo = _LOSSES["sapo"]
-compute_policy_loss_gpg = _LOSSES["gpg"]
-compute_policy_loss_clip_cov = _LOSSES["clip_cov"]
-compute_policy_loss_kl_cov = _LOSSES["kl_cov"]
-compute_policy_loss_geo_mean = _LOSSES["geo_mean"]
-compute_policy_loss_dro = _LOSSES["dro"]
-compute_policy_loss_cispo = _LOSSES["cispo"]
+
+def register_policy_loss(name: str, prepare: policy_losses.Prepare | None = None) -> Callable[[Any], Any]:
+    """Make the decorated function the policy loss `name`; written for Lockstep, or for verl: (old_log_prob, log_prob, advantages,
+    response_mask, loss_agg_mode, config, rollout_is_weights) -> (what `agg_loss` gave, metrics).
+
+    Of the latter the losses per token that it gives to `agg_loss` are taken, so that they do not depend on micro-batches.
+    Raises ConfigError when the name is another function's, or, of a function written for verl, when it does not end in `agg_loss`.
+    """
+
+    def decorate(function: Any) -> Any:
+        ours, numbers = function, ActorConfig().loss_parameters
+        if "loss_agg_mode" in inspect.signature(function).parameters:
+            ours = aggregated.per_token(name, function, list(numbers))
+            ours(**dict(zip(aggregated.BLOCKS, -torch.rand(4, 2, 3), strict=True)), **numbers)  # refused now, not in a step
+        if name not in POLICY_LOSS_REGISTRY:
+            policy_losses.register_policy_loss(name, prepare)(ours)
+        registering("policy loss", POLICY_LOSS_REGISTRY, name)(function)
+        return function
+
+    return decorate
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
     """The function above of that name, or one like it for a loss that was registered; ConfigError when there is none."""
+    found = POLICY_LOSS_REGISTRY.get(name)
+    if found is not None and "loss_agg_mode" in inspect.signature(found).parameters:
+        return found
     policy_losses.get_policy_loss(name)
-    return _LOSSES[name] if name in _LOSSES else _policy_loss_fn(name)
+    return _policy_loss_fn(name)
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
@@ -396,12 +356,14 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
+    **counts: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`value_losses.clipped_value_loss`, aggregated, and the share of clipped tokens."""
+    """`value_losses.clipped_value_loss`, aggregated with `agg_loss` and its `counts` (dp_size, batch_num_tokens, global_batch_size,
+    loss_scale_factor), and the share of clipped tokens."""
     loss, metrics = clipped_value_loss(
         vpreds=vpreds, values=values, returns=returns, response_mask=response_mask, cliprange_value=cliprange_value
     )
-    return agg_loss(loss, response_mask, loss_agg_mode), masked.masked_mean(metrics["vf_clipfrac"], response_mask)
+    return agg_loss(loss, response_mask, loss_agg_mode, **counts), masked.masked_mean(metrics["vf_clipfrac"], response_mask)
 
 
 def _value(config: Any, name: str, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What becomes of a key of verl's: accepted, translated, ignored with a reason, or refused with a reason. The rows are in `table`."""
+"""What becomes of a key of verl's: accepted, translated, ignored with a reason, or refused with a reason. The rows are in keys.txt."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lockstep.compat.verl.table import ROWS
+from lockstep.compat.verl.names import read_rows
 from lockstep.config.load import check_key
 from lockstep.errors import ConfigError
 
 Kind = Literal["accepted", "translated", "ignored", "refused", "unknown", "default"]
 
-OFF = (None, False, 0, "", [], {})
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values that switch a thing off, which needs no refusal."""
 
 DEFAULTS: dict[str, Any] = {
@@ -105,7 +105,7 @@ def _reason(verdict: Verdict) -> str:
 def _rows() -> list[tuple[re.Pattern[str], str, list[str], str]]:
     """(pattern, target, the values that need no refusal, why) of each row."""
     rows = []
-    for line in filter(None, ROWS.splitlines()):
+    for line in read_rows("keys.txt"):
         key, verdict, why = (part.strip() for part in line.split("|"))
         regex = re.escape(key)
         for mark, meaning in ((r"\*", "(.*)"), (r"\{", "("), (r"\}", ")"), (",", "|")):
@@ -129,18 +129,23 @@ def _text(value: Any) -> str:
     return text if plain else "'" + text.replace("'", r"\'") + "'"
 
 
-# -- converters: (verl's key, ours, value, why) -> verdict -----------------------------------------------------------------
+def is_ours(key: str) -> bool:
+    """Whether Lockstep has the key."""
+    try:
+        check_key(key)
+    except ConfigError:
+        return False
+    return True
 
 
 def _same(key: str, new_key: str, value: Any, why: str = "") -> Verdict:
     """The same value under `new_key`."""
-    try:
-        check_key(new_key)
-    except ConfigError as error:
-        if key != new_key:
-            return Verdict(key, "refused", f"{new_key} would be its key, which Lockstep does not have")
-        return Verdict(key, "unknown", str(error))
-    return Verdict(key, "accepted" if key == new_key else "translated", why if key != new_key else "", ((new_key, value),))
+    if not is_ours(new_key):
+        known = key != new_key
+        return Verdict(
+            key, "refused" if known else "unknown", f"{new_key} is no key of Lockstep's (lockstep ppo --help lists them)"
+        )
+    return Verdict(key, "accepted", "", ((key, value),)) if key == new_key else Verdict(key, "translated", why, ((new_key, value),))
 
 
 def _mapped(names: Mapping[Any, Any]) -> Callable[[str, str, Any, str], Verdict]:
@@ -187,11 +192,12 @@ def _optim(key: str, new_key: str, value: Any, why: str) -> Verdict:
     if name in ("warmup_style", "lr_decay_style", "lr_scheduler_type"):
         if value is None:
             return Verdict(key, "ignored", "null is what happens here")
-        if value in ("constant", "cosine"):
+        if value in ("constant", "cosine", "linear"):
             return _same(key, f"{section}lr_scheduler_type", value, "the shape of the learning rate")
-        return Verdict(key, "refused", f"the learning rate is constant or cosine, not {value}")
-    if name in ("lr", "weight_decay", "betas", "clip_grad", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"):
-        return Verdict(key, "ignored", "null is what happens here") if value is None else _same(key, new_key, value)
+        return Verdict(key, "refused", f"the learning rate is constant, cosine or linear, not {value}")
+    same = _same(key, new_key, value)
+    if same.kind == "accepted":
+        return Verdict(key, "ignored", "null is what happens here") if value is None else same
     if name in ("total_training_steps", "zero_indexed_step", "lr_decay_steps") or name.startswith(("muon_", "lr_wsd_", "use_")):
         return Verdict(key, "ignored", "the steps of the run are known" if "steps" in name else "of Megatron's or other optimizers")
     usual = {"optimizer": ("adamw", "adam"), "name": ("adamw",), "optimizer_impl": ("torch.optim",), "num_cycles": (0.5,), "eps": (1e-8,),

@@ -6,12 +6,13 @@ your own in `reward.rules`.
 """
 
 import difflib
+import fnmatch
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.errors import MissingReward
-from lockstep.rewards.graders import code, exact_match, gsm8k, math, multiple_choice
+from lockstep.rewards.graders import code, competition, exact_match, geometry, gsm8k, math, multiple_choice, question
 
 Rule = Callable[..., Any]
 """(solution_str=, ground_truth=, ...) -> a number, or a dict with "score"; sync or async."""
@@ -25,11 +26,18 @@ _CODE = (
 _RULES: dict[str, Rule] = {
     "openai/gsm8k": gsm8k.compute_score,
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math.compute_score),
+    **dict.fromkeys(("numina_*", "deepscaler*", "math-ai/*", "MATH-500"), math.compute_score),
+    **dict.fromkeys(("math", "math_dapo*", "aime*"), competition.compute_score),
+    "searchR1_*": question.compute_score,
+    "hiyouga/geometry3k": geometry.compute_score,
     "Rowan/hellaswag": multiple_choice.compute_score,
     "lockstep/reverse": exact_match.compute_score,
     **dict.fromkeys(_CODE, code.compute_score),
 }
-_CHECKS: dict[Rule, Callable[[], None]] = {math.compute_score: math.check}
+"""data_source -> rule; one that ends in * stands for all that begin so."""
+_CHECKS: dict[Rule, Callable[[], None]] = dict.fromkeys(
+    (math.compute_score, competition.compute_score, geometry.compute_score), math.check
+)
 """Rule -> what raises when the rule cannot work on this machine."""
 
 
@@ -48,14 +56,19 @@ def _select_rm_score_fn(data_source: str) -> Rule:
 
     Raises MissingReward (a NotImplementedError) when there is none, and MissingExtra when it needs a package that is not installed.
     """
-    if data_source not in _RULES:
+    known = (
+        data_source
+        if data_source in _RULES
+        else next((name for name in _RULES if fnmatch.fnmatchcase(str(data_source), name)), None)
+    )
+    if known is None:
         near = difflib.get_close_matches(str(data_source), _RULES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise MissingReward(
             f"no reward function for data_source {data_source!r}{hint}; known: {sorted(_RULES)}. Name one for it in reward.rules as "
             "file.py:function, or one for all rows in reward.custom_reward_function.path, or use register_score"
         )
-    rule = _RULES[data_source]
+    rule = _RULES[known]
     if rule in _CHECKS:
         _CHECKS[rule]()
     return rule

@@ -5,7 +5,7 @@ fresh interpreter (not a fork, which would copy locks and GPU handles), loaded o
 
 ```text
 parent: KillableWorker.call -> frame (function, arguments) -> child: load the function, call it -> frame (value or traceback) -> parent
-deadline passed -> SIGKILL to the child's process group; the next call starts a new child
+deadline passed -> the child's guard kills it and all that it started; the next call starts a new child
 ```
 """
 
@@ -31,7 +31,11 @@ from lockstep.errors import RewardError
 from lockstep.rewards.killable.child import HEADER, MARK, FunctionReference
 
 _START_S = 120.0
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from lockstep.rewards.killable.child import serve; serve()"
+_END_S = 10.0
+_PROGRAM = (
+    "import json, sys; sys.path[:], limit = json.loads(sys.argv.pop())\n"
+    "from lockstep.rewards.killable.child import serve; serve(limit)"
+)
 
 
 class CallError(RewardError):
@@ -68,10 +72,13 @@ def is_portable(function: Callable[..., Any]) -> bool:
 
 
 class KillableWorker:
-    """One child process. Calls are made one at a time, in any thread. It is started by the first call and again after it was killed."""
+    """One child process. Calls are made one at a time, in any thread. It is started by the first call and again after it was killed.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    The child, and each process that it starts, may have `max_memory_mb` of memory of its own; None sets no limit.
+    """
+
+    def __init__(self, max_memory_mb: int | None = None) -> None:
+        self._lock, self._max_memory_mb = threading.Lock(), max_memory_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._loaded: set[FunctionReference] = set()
@@ -108,7 +115,7 @@ class KillableWorker:
     def _load(self, reference: FunctionReference, function: Callable[..., Any]) -> None:
         # A forked copy of this object must not talk to the other process's child.
         if self._process is None or self._owner != os.getpid():
-            self._process, self._owner = _spawn(), os.getpid()
+            self._process, self._owner = _spawn(self._max_memory_mb), os.getpid()
             self._loaded.clear()
         if reference not in self._loaded:
             self._exchange(reference, None, _START_S, f"importing {_name(function)}")
@@ -124,7 +131,8 @@ class KillableWorker:
         except (EOFError, OSError) as error:
             time.sleep(0.05)  # its pipes close a moment before it has an exit code
             code = self._kill()
-            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            number = -code if code and code < 0 else code - 128 if code and code > 128 else 0
+            how = f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
             raise CallCrashed(f"the process of {what} ended during the call ({how})") from error
         except BaseException:
             self._kill()  # an answer that was not read would be taken for the next one
@@ -138,8 +146,7 @@ class KillableWorker:
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return None
-        _end(process)
-        code = process.wait()
+        code = _end(process)
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
@@ -177,12 +184,12 @@ def _spawner(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "killable-spawner")
 
 
-def _spawn() -> subprocess.Popen[bytes]:
+def _spawn(max_memory_mb: int | None) -> subprocess.Popen[bytes]:
     with _spawner_lock:
         spawner = _spawner(os.getpid())
     process = spawner.submit(
         subprocess.Popen,
-        [sys.executable, "-c", _PROGRAM, json.dumps([path for path in sys.path if path])],
+        [sys.executable, "-c", _PROGRAM, json.dumps([[path for path in sys.path if path], max_memory_mb])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {MARK: str(os.getpid())},
@@ -192,13 +199,17 @@ def _spawn() -> subprocess.Popen[bytes]:
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a child and what it started. One that has already ended keeps its exit code, and its number until it is waited for."""
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Have a child's guard end it and what it started; its exit code. One that has already ended keeps its own."""
     with contextlib.suppress(OSError):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_END_S)
         if MARK in os.environ:
-            process.kill()  # our group is that of the caller, which kills it as a whole
+            process.kill()  # our group is that of the caller, which ends it as a whole
         else:
             os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 @atexit.register

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import pickle
-import signal
+import resource
 import struct
 import sys
 import traceback
@@ -21,7 +21,6 @@ HEADER = struct.Struct("!Q")
 """Stands before every answer and says how long it is."""
 MARK = "LOCKSTEP_KILLABLE_CHILD"
 """The environment variable that a child has: the process id of its parent."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,14 @@ class FunctionReference:
     """Name and file of the modules that define it: the name may mean nothing to another process."""
 
 
-def serve() -> None:
+def serve(max_memory_mb: int | None) -> None:
     """The child's program: read a function with its arguments (None: only import it), answer ("ok", value) or ("raised", traceback).
 
-    Ends when the parent closes the pipe.
+    Ends when the parent closes the pipe. It, and each process that it starts, may have `max_memory_mb` of memory of its own.
     """
     _die_with_parent()
+    if max_memory_mb is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (max_memory_mb << 20,) * 2)
     # The function may print: what it writes to stdout goes to stderr, so that answers stay whole.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -86,10 +87,11 @@ def _load(reference: FunctionReference) -> Callable[..., Any]:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent ends (Linux). Elsewhere a child that is idle ends with its pipe."""
+    """Under a guard (Linux) this process and its descendants end with the parent. Elsewhere one that is idle ends with its pipe."""
+    parent = int(os.environ[MARK])
     if sys.platform == "linux":
-        import ctypes
+        from lockstep.rewards.killable.guard import split
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if str(os.getppid()) != os.environ[MARK]:
+        split(parent)
+    elif os.getppid() != parent:
         os._exit(1)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from lockstep.errors import ResourceError
 from lockstep.rewards.sandbox.base import Limits
+from lockstep.rewards.sandbox.cgroup import Group
 from lockstep.rewards.sandbox.seccomp import machines
 
 NOBODY = 65534
@@ -36,7 +37,7 @@ _LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 BOOT = """
 import builtins, marshal, os, resource, sys
 ready, source, is_code, *limits = map(int, sys.argv[1:])
-for name, limit in zip(("AS", "CPU", "FSIZE", "NOFILE", "CORE", "NPROC"), limits):
+for name, limit in zip(("AS", "CPU", "FSIZE", "NOFILE", "CORE", "MEMLOCK", "NPROC"), limits):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
 with open(source, "rb") as file:
     program = marshal.load(file) if is_code else file.read()
@@ -68,11 +69,14 @@ class Isolation:
         """Whether nothing but limits and a process group holds the program."""
         return self.bwrap is None
 
-    def command(self, limits: Limits, wall_s: float, ready: int, source: int, info: int, seccomp: int, is_code: bool) -> list[str]:
+    def command(
+        self, limits: Limits, wall_s: float, ready: int, source: int, info: int, seccomp: int, is_code: bool, group: Group | None
+    ) -> list[str]:
         """The command for one program. `ready`, `source`, `info`, `seccomp` are the descriptors for the mark that the program starts,
-        for its text (its marshalled code if `is_code`), for bubblewrap's report of the process id, for the filter of system calls.
+        for its text (its marshalled code if `is_code`), for bubblewrap's report of the process id, for the filter of system calls. It
+        runs in the control `group`, where there is one.
         """
-        rlimits = [limits.memory_mb << 20, math.ceil(wall_s), limits.scratch_mb << 20, limits.num_open_files, 0]
+        rlimits = [limits.memory_mb << 20, math.ceil(wall_s), limits.scratch_mb << 20, limits.num_open_files, 0, 0]
         if not self.is_weak:  # outside a user namespace it would count all processes of the user
             rlimits.append(limits.num_processes)
         numbers = map(str, (ready, source, int(is_code), *rlimits))
@@ -85,9 +89,10 @@ class Isolation:
         around = _around(self.prefix) if is_hidden and self.prefix else []
         report = ["--info-fd", str(info), "--seccomp", str(seccomp)]
         return [
+            *(group.entering() if group is not None else []),
             *around,
             *become_nobody,
-            *_inside(self.bwrap, self.prefix, bound_at, limits.scratch_mb << 20),
+            *_inside(self.bwrap, self.prefix, bound_at, limits.scratch_mb << 20, has_group=group is not None),
             *report,
             "--",
             *python,
@@ -131,7 +136,7 @@ def _find_bwrap() -> tuple[str | None, str | None]:
     return None, bwrap
 
 
-def _inside(bwrap: str, prefix: str | None, bound_at: str | None, scratch_bytes: int) -> list[str]:
+def _inside(bwrap: str, prefix: str | None, bound_at: str | None, scratch_bytes: int, has_group: bool) -> list[str]:
     """bubblewrap with the sandbox's mounts and namespaces; the interpreter's `prefix` lies at `bound_at` where this is run."""
     words = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"]
     words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--hostname", "sandbox"]
@@ -140,7 +145,10 @@ def _inside(bwrap: str, prefix: str | None, bound_at: str | None, scratch_bytes:
     if prefix is not None and bound_at is not None:
         words += ["--ro-bind", bound_at, prefix]
     # /dev is a file system in memory too, and without a bound: nothing may be written there.
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    if not has_group:  # mapped, it is shared memory without a file: see seccomp.py
+        words += ["--dev-bind", "/dev/null", "/dev/zero"]
+    words += ["--remount-ro", "/dev"]
     return [*words, "--size", str(scratch_bytes), "--tmpfs", SCRATCH, "--chdir", SCRATCH, "--remount-ro", "/"]
 
 

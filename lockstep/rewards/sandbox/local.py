@@ -19,6 +19,7 @@ from typing import IO
 
 from lockstep.errors import ResourceError
 from lockstep.rewards.sandbox.base import Limits, Result, Sandbox, Status, exit_status, judge_program
+from lockstep.rewards.sandbox.cgroup import KERNEL_MB, Group, find_groups
 from lockstep.rewards.sandbox.isolation import find_isolation
 from lockstep.rewards.sandbox.seccomp import filter_program
 from lockstep.rewards.sandbox.watch import GroupTree, NamespaceTree, Tree
@@ -51,6 +52,7 @@ class LocalSandbox(Sandbox):
         queue_s: float = 300.0,
     ) -> None:
         self.isolation = find_isolation(accept_weak_isolation)
+        self.groups = None if self.isolation.is_weak else find_groups()
         super().__init__(len(os.sched_getaffinity(0)) if max_concurrent is None else max_concurrent, limits or Limits(), queue_s)
         self._running: set[_Run] = set()
         self._lock = threading.Lock()
@@ -117,7 +119,10 @@ class _Run:
 
     def _start(self, sandbox: LocalSandbox, program: str | None) -> subprocess.Popen[bytes]:
         source = self._file(_compiled_judge() if program is None else program.encode("utf-8", "surrogatepass"))
-        seccomp = self._file(b"" if self._is_weak else filter_program(platform.machine()))
+        self._group = self._make_group(sandbox)
+        seccomp = self._file(
+            b"" if self._is_weak else filter_program(platform.machine(), allow_shared_memory=self._group is not None)
+        )
         scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-sandbox-")) if self._is_weak else None
         report, ready = os.pipe()
         self._own(report)
@@ -125,7 +130,9 @@ class _Run:
         info = os.dup(ready)
         try:
             process = subprocess.Popen(
-                sandbox.isolation.command(self._limits, self._wall_s, ready, source, info, seccomp, is_code=program is None),
+                sandbox.isolation.command(
+                    self._limits, self._wall_s, ready, source, info, seccomp, is_code=program is None, group=self._group
+                ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -144,6 +151,17 @@ class _Run:
         stdout, stderr = self._nonblocking(process.stdout), self._nonblocking(process.stderr)
         self._open = {"stdout": stdout.fileno(), "stderr": stderr.fileno(), "report": report}
         return process
+
+    def _make_group(self, sandbox: LocalSandbox) -> Group | None:
+        """The program's control group; None where there are none."""
+        if sandbox.groups is None:
+            return None
+        try:
+            group = sandbox.groups.make((self._limits.memory_mb + self._limits.scratch_mb + KERNEL_MB) << 20)
+        except OSError as error:
+            raise ResourceError(f"no control group can be made in {sandbox.groups.folder}: {error}") from error
+        self._stack.callback(group.close)
+        return group
 
     def _file(self, content: bytes) -> int:
         """A file without a name, open at its start."""
@@ -175,7 +193,10 @@ class _Run:
                     "ordinary users (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container also "
                     "its seccomp profile); without them, set reward.sandbox.url to a SandboxFusion server"
                 )
-        self._tree = GroupTree(self._process.pid) if self._is_weak else NamespaceTree(self._child_pid())
+        if self._is_weak:
+            self._tree = GroupTree(self._process.pid)
+        else:
+            self._tree = NamespaceTree(self._child_pid(), counts_sockets=self._group is None)
 
     def _child_pid(self) -> int:
         found = re.search(rb'"child-pid": (\d+)', self._output["report"])
@@ -195,6 +216,8 @@ class _Run:
                 return "timeout"
             if over := self._tree.over(self._limits):
                 return over
+            if self._group is not None and self._group.is_over():
+                return "memory"
         return None
 
     def _step(self, deadline: float) -> bool:
@@ -264,6 +287,8 @@ class _Run:
         stdout, stderr = (self._text(self._output[name]) for name in ("stdout", "stderr"))
         if status is None and self._prints_too_much():
             status = "output"
+        if status is None and self._group is not None and self._group.is_over():
+            status = "memory"
         if status is not None:
             return Result(status=status, exit_code=None, stdout=stdout, stderr=stderr, seconds=seconds)
         code = self._process.returncode

@@ -7,6 +7,8 @@ import re
 import select
 import signal
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -35,11 +37,12 @@ class Tree(Protocol):
 class NamespaceTree:
     """A tree that is a process namespace: `first` is its process 1, with which all others die.
 
-    Looks through the namespace's own /proc, so it sees every process in there, whoever its parent is, and no other. Raises
-    ResourceError when it cannot look.
+    Looks through the namespace's own /proc, so it sees every process in there, whoever its parent is, and no other. Where nobody else
+    does (no control group), it `counts_sockets` as full. Raises ResourceError when it cannot look.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, counts_sockets: bool) -> None:
+        self._counts_sockets = counts_sockets
         self._first = self._proc = self._scratch = -1
         try:
             self._first = os.pidfd_open(first)
@@ -64,9 +67,9 @@ class NamespaceTree:
             return "processes"
         if used.f_files - used.f_ffree > limits.num_files:
             return "files"
-        # Resident memory counts a shared page once a process, which is quick and never too little; the share is right but slow.
-        most = limits.memory_mb << 20
-        is_over = sum(map(self._resident, pids)) > most and sum(map(self._share, pids)) > most
+        # Address space is quick to read and never too little; the share is right but slow.
+        most = (limits.memory_mb << 20) - (self._socket_buffers() if self._counts_sockets else 0)
+        is_over = sum(map(self._address_space, pids)) > most and sum(map(self._share, pids)) > most
         return "memory" if is_over else None
 
     def kill(self) -> None:
@@ -79,14 +82,22 @@ class NamespaceTree:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _resident(self, pid: str) -> int:
+    def _address_space(self, pid: str, field: int = 0) -> int:
         fields = self._look(f"{pid}/statm").split()
-        return int(fields[1]) * _PAGE if fields else 0
+        return int(fields[field]) * _PAGE if fields else 0
 
     def _share(self, pid: str) -> int:
-        """Resident memory where a page that n processes share counts 1/n for each."""
-        found = re.search(rb"^Pss:\s*(\d+) kB", self._look(f"{pid}/smaps_rollup"), re.MULTILINE)
-        return int(found[1]) << 10 if found else self._resident(pid)
+        """Memory, in swap too, where a page that n processes share counts 1/n for each; all that is resident where that is not told."""
+        found = re.findall(rb"^(?:Swap)?Pss:\s*(\d+) kB", self._look(f"{pid}/smaps_rollup"), re.MULTILINE)
+        return sum(map(int, found)) << 10 if found else self._address_space(pid, field=1)
+
+    def _socket_buffers(self) -> int:
+        """The most that the kernel may hold for the sockets of the namespace: nobody says how full they are."""
+        told = self._look("1/net/sockstat")
+        used, tcp = (
+            int(found[1]) if (found := re.search(name, told)) else 0 for name in (rb"sockets: used (\d+)", rb"TCP: inuse (\d+)")
+        )
+        return (used - tcp) * _buffer_sizes()[0] + tcp * _buffer_sizes()[1] if used else 0
 
     def _look(self, path: str) -> bytes:
         """A file of the namespace's /proc; empty when the process is gone."""
@@ -100,6 +111,21 @@ class NamespaceTree:
             return b""
         finally:
             os.close(file)
+
+
+@cache
+def _buffer_sizes() -> tuple[int, int]:
+    """The largest buffers of a socket, and of one of TCP."""
+    plain = 2 * max(_sysctl("net/core/wmem_max"), _sysctl("net/core/rmem_max"))
+    return plain, max(plain, _sysctl("net/ipv4/tcp_wmem") + _sysctl("net/ipv4/tcp_rmem"))
+
+
+def _sysctl(name: str) -> int:
+    """The last number of a setting; the kernel's default for a buffer where it cannot be read."""
+    try:
+        return int(Path("/proc/sys", name).read_text().split()[-1])
+    except OSError:
+        return 212992
 
 
 class GroupTree:

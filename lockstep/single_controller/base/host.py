@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.errors import LockstepError, ResourceError, WorkerError
 from lockstep.protocol import DataProto
-from lockstep.single_controller.base.dispatch import Call
+from lockstep.single_controller.base.dispatch import Call, awaited
 from lockstep.single_controller.base.worker import ClassWithInitArgs, WorkerEnvironment, worker_environment
 
 Rendezvous = tuple[str, int]
@@ -86,7 +86,7 @@ class WorkerHost:
         args, kwargs = call
         try:
             with _stacks_after(dump_stacks_after_s):
-                result = getattr(self.workers[name], method)(*args, **kwargs)
+                result = awaited(getattr(self.workers[name], method)(*args, **kwargs))
             return result.to("cpu") if isinstance(result, DataProto) else result
         except Exception as error:
             raise WorkerError(self.label(name), _describe(error)) from None

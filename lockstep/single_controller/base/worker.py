@@ -69,10 +69,15 @@ class Worker:
 
 
 class ClassWithInitArgs:
-    """A class and its constructor's arguments, to be built later in another process by calling this object."""
+    """A class and its constructor's arguments, to be built later in another process by calling this object.
 
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        self.cls, self.args, self.kwargs = cls, args, kwargs
+    Of a class that `ray.remote` has wrapped, the class itself.
+    """
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped = getattr(getattr(cls, "__ray_metadata__", None), "modified_class", cls)
+        self.cls: type = getattr(wrapped, "__ray_actor_class__", wrapped)
+        self.args, self.kwargs = args, kwargs
 
     def __call__(self) -> Any:
         """Build it."""

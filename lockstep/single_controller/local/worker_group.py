@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.single_controller.base.decorator import Registration
-from lockstep.single_controller.base.dispatch import find_mode
+from lockstep.single_controller.base.dispatch import awaited, find_mode
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.resource_pool import NodeResources
 from lockstep.single_controller.base.worker import WorkerEnvironment
@@ -62,7 +62,7 @@ class LocalWorkerGroup(WorkerGroup):
             if self._closed:
                 self.check_usable()
             ((args, kwargs),), collect = plan(args, kwargs, 1)
-            value = collect([getattr(workers[role], method)(*args, **kwargs)])
+            value = collect([awaited(getattr(workers[role], method)(*args, **kwargs))])
             return value if registration.blocking else _Completed(value)
 
         return call

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import ConfigError, MissingExtra, ResourceError
+from lockstep.single_controller.ray import leftovers
 
 _PORT_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 60.0  # connecting takes a few seconds, on a loaded machine many more
@@ -39,7 +40,8 @@ def connect(**ray_init_kwargs: Any) -> bool:
     if not address and _is_left_over(_last_cluster()):
         ray_init_kwargs = ray_init_kwargs | {"address": "local"}
     try:
-        ray.init(**{"include_dashboard": False, "log_to_driver": True} | ray_init_kwargs)
+        with leftovers.watched():
+            ray.init(**{"include_dashboard": False, "log_to_driver": True} | ray_init_kwargs)
     except (OSError, TimeoutError, ray.exceptions.RayError) as error:
         raise ResourceError(f"no Ray cluster was reached: {error}\nSee ray_kwargs.ray_init.address (now {address!r})") from None
     except (ValueError, TypeError, RuntimeError) as error:

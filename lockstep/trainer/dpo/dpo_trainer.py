@@ -16,8 +16,10 @@ from lockstep.algorithms.preference_losses import (
     needs_reference,
     preference_inputs,
     takes_pairs,
+    try_preference_loss,
 )
 from lockstep.config.dpo import DPOConfig, PreferenceLossConfig
+from lockstep.config.engine import ModelConfig
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.data.pairs import PairDataset
 from lockstep.errors import ConfigError, DataError
@@ -31,6 +33,7 @@ from lockstep.trainer.launch import FROZEN, RoleSpec
 from lockstep.trainer.role import Role
 from lockstep.trainer.stage_run import StageRun
 from lockstep.utils.files import load_reference
+from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_size import count_parameters
 
 WHY_CHOSEN_FALLS = (
@@ -91,6 +94,8 @@ class DPOTrainer(StageRun):
             raise DataError(
                 f"loss.loss_mode={config.loss.loss_mode} learns from pairs, but there are rows with one answer and a label; use kto"
             )
+        if self.reference_mode == "model" and config.reference.path is not None:
+            _check_vocabulary(config.model, config.reference.path)
         self.role = AdapterRole.ActorRef if self.reference_mode == "adapter" else Role.Actor
         self.more_roles = (Role.RefPolicy,) if self.reference_mode == "model" else ()
         self.rows_per_example = 2 if train.is_paired else 1
@@ -169,8 +174,8 @@ class DPOTrainer(StageRun):
 
 
 def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:
-    """The loss that is asked for. Raises ConfigError unless it exists, every number that it requires is given, and every number that is
-    given is an argument of it."""
+    """The loss that is asked for. Raises ConfigError unless it exists, every number that it requires is given, every number that is
+    given is an argument of it, and it can be called."""
     loss: PreferenceLoss = load_reference(config.loss_mode) or get_preference_loss(config.loss_mode)
     names = preference_inputs(loss)
     for key, value in config.parameters.items():
@@ -180,4 +185,14 @@ def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     missing = missing_numbers(loss, config.loss_kwargs)
     if missing:
         raise ConfigError(f"the loss {config.loss_mode} needs {', '.join(missing)}; set loss.loss_kwargs.{missing[0]}")
+    try_preference_loss(loss, config.parameters)
     return loss
+
+
+def _check_vocabulary(model: ModelConfig, reference: str) -> None:
+    """The reference reads the model's tokens."""
+    sizes = {
+        path: read_model_config(path, model.trust_remote_code).get_text_config().vocab_size for path in (str(model.path), reference)
+    }
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"reference.path must have the vocabulary of model.path, but their sizes are {sizes}")

@@ -30,7 +30,8 @@ class Referenced:
     """Rows with ref_response_log_prob beside them. `log_probs` and `lengths` are [positions, rows per position]."""
 
     def __init__(self, rows: PairDataset, log_probs: np.ndarray, lengths: np.ndarray, path: Path) -> None:
-        self._rows, self._log_probs, self._lengths, self._path = rows, log_probs, lengths, path
+        self.log_probs, self.lengths = log_probs, lengths
+        self._rows, self._path = rows, path
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -38,9 +39,9 @@ class Referenced:
     def batch(self, positions: Sequence[int]) -> DataProto:
         """As the rows' own. Raises DataError where they are not those of the file."""
         batch, chosen = self._rows.batch(positions), list(positions)
-        if num_trained(batch).tolist() != self._lengths[chosen].flatten().tolist():
+        if num_trained(batch).tolist() != self.lengths[chosen].flatten().tolist():
             raise DataError(f"{self._path} was made of other rows than those of the data files; delete it")
-        batch.set("ref_response_log_prob", torch.from_numpy(self._log_probs[chosen].flatten()))
+        batch.set("ref_response_log_prob", torch.from_numpy(self.log_probs[chosen].flatten()))
         return batch
 
 
@@ -77,8 +78,8 @@ def with_reference(rows: PairDataset, path: Path, actor: Any, batch_size: int) -
     """
     if path.is_file():
         try:
-            with np.load(path) as found:
-                return Referenced(rows, found["log_probs"], found["lengths"], path)
+            with np.load(path) as kept:
+                return Referenced(rows, kept["log_probs"], kept["lengths"], path)
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path} cannot be read ({error}); delete it, and it is made again") from error
     log_probs, lengths = [], []
@@ -86,18 +87,18 @@ def with_reference(rows: PairDataset, path: Path, actor: Any, batch_size: int) -
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
         log_probs.append(actor_log_prob(actor, batch).numpy())
         lengths.append(num_trained(batch))
-    columns = {"log_probs": np.concatenate(log_probs), "lengths": np.concatenate(lengths)}
-    columns = {name: column.reshape(len(rows), -1) for name, column in columns.items()}
-    _publish(path, columns)
-    return Referenced(rows, columns["log_probs"], columns["lengths"], path)
+    tables = [np.concatenate(part).reshape(len(rows), -1) for part in (log_probs, lengths)]
+    found = Referenced(rows, tables[0], tables[1], path)
+    _publish(path, found)
+    return found
 
 
-def _publish(path: Path, columns: Mapping[str, np.ndarray]) -> None:
+def _publish(path: Path, found: Referenced) -> None:
     """Write the file under another name first: what has the name is whole."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            np.savez(file, **columns)
+            np.savez(file, log_probs=found.log_probs, lengths=found.lengths)
             file.flush()
             os.fsync(file.fileno())
         os.replace(file.name, path)

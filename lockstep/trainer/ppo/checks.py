@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
+import torch
+
 from lockstep.algorithms.advantages import get_adv_estimator, required_inputs
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.kl import KL_KINDS
 from lockstep.algorithms.policy_losses import check_numbers, get_policy_loss, loss_inputs, missing_numbers
+from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
 from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, MissingReward
-from lockstep.trainer.ppo.resolved import read_correction, reads_rewards
+from lockstep.trainer.ppo.resolved import Estimation, read_correction, reads_rewards
 from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
@@ -69,6 +73,27 @@ def check_algorithm(config: PPOConfig) -> None:
     if "values" in required and not config.use_critic:
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} needs values, but the run has no critic; set critic.enable=true"
+        )
+    _try_estimator(algorithm)
+
+
+def _try_estimator(algorithm: AlgorithmConfig) -> None:
+    """Ask the estimator about two prompts of two responses: an estimator that fails, or returns other shapes, does so before a model is
+    loaded."""
+    rows, per_token = Rows(torch.tensor([2, 3, 2, 3])), torch.linspace(0.1, 1.0, 10)
+    columns: dict[str, Any] = dict.fromkeys(("token_level_rewards", "values", "sum_pi_squared", "rollout_is_weights"), per_token)
+    columns |= {"response_mask": torch.ones(10), "old_log_probs": -per_token, "group": torch.tensor([0, 0, 1, 1])}
+    columns |= {"index": np.array(["a", "a", "b", "b"], dtype=object), "reward_baselines": torch.zeros(4)}
+    columns["reward_parts"] = torch.rand(4, len(algorithm.gdpo_reward_keys or ["reward"]))
+    try:
+        result = Estimation.of(algorithm).estimator(columns, rows)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"algorithm.adv_estimator={algorithm.adv_estimator} failed on a batch of four rows: {error!r}") from error
+    if not isinstance(result, tuple) or [getattr(x, "shape", None) for x in result] != [per_token.shape] * 2:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} must return (advantages, returns), a number for each token"
         )
 
 

@@ -1,3 +1,7 @@
-"""verl's path to `lockstep.compat.verl.core_algos`."""
+"""verl's path to `lockstep.compat.verl.core_algos`: the same module, so that its registries are one."""
 
-from lockstep.compat.verl.core_algos import *  # noqa: F403
+import sys
+
+from lockstep.compat.verl import core_algos
+
+sys.modules[__name__] = core_algos

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import RLHFDataset
-from lockstep.data.schedule import PromptSchedule
+from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.stages import make_prompts
 from lockstep.utils.files import load_object
@@ -25,8 +26,10 @@ def open_dataset(config: PPOConfig, tokenizer: Any, files: Any, max_samples: int
 class Prompts:
     """Batches of training prompts in the order of the schedule, each prompt `n` times."""
 
-    def __init__(self, dataset: Any, schedule: PromptSchedule, n: int, pad_token_id: int) -> None:
+    def __init__(self, dataset: Any, schedule: PromptSchedule, n: int, pad_token_id: int, left_out: Sequence[int]) -> None:
+        """`left_out` is Run's: the numbers of batches that are not taken, which may grow."""
         self._dataset, self._schedule, self._n, self._pad_token_id = dataset, schedule, n, pad_token_id
+        self._left_out = left_out
         self.num_taken = 0
         """Batches taken so far: one per step, more with algorithm.filter_groups. All there is to save for a resume."""
 
@@ -36,12 +39,17 @@ class Prompts:
         In the sampling key the number stands for the step: a prompt may come twice in a step, but never in a batch.
         """
         self.num_taken += 1
-        positions = self._schedule.batch(self.num_taken - 1)
-        batch = make_prompts(self._dataset, positions, self._n, self._pad_token_id)
-        batch.non_tensor_batch["uid"] = np.array([f"{self.num_taken}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
-        return batch, self.num_taken
+        number = self.number
+        batch = make_prompts(self._dataset, self._schedule.batch(number - 1), self._n, self._pad_token_id)
+        batch.non_tensor_batch["uid"] = np.array([f"{number}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
+        return batch, number
+
+    @property
+    def number(self) -> int:
+        """The number of the last batch, from 1."""
+        return batch_at(self.num_taken - 1, self._left_out) + 1
 
     @property
     def epoch(self) -> int:
         """The epoch of the last batch."""
-        return self._schedule.epoch(self.num_taken - 1)
+        return self._schedule.epoch(self.number - 1)

@@ -93,7 +93,7 @@ class RayPPOTrainer(Run):
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)
 
-        self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id)
+        self.prompts = Prompts(train_dataset, schedule, config.actor_rollout_ref.rollout.n, tokenizer.pad_token_id, self.left_out)
         self.new_groups = partial(
             Groups, algorithm.filter_groups, data.train_batch_size, config.actor_rollout_ref.rollout.n, schedule.steps_per_epoch
         )
@@ -108,6 +108,7 @@ class RayPPOTrainer(Run):
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
         self.workers = Workers(config.trainer, resource_pool_manager, ray_worker_group_cls, self.display.message)
         self.worker_groups = self.workers.by_role
+        self._initial = self._state()
 
     def init_workers(self) -> None:
         """Take the run's folder, check the resources, start a process per slot of the pools, load every role's model. No process is left
@@ -147,11 +148,11 @@ class RayPPOTrainer(Run):
                 with timer.stage("gen"):
                     stages.generate(self.rollout_wg, batch, self.sampling, number, getattr(scoring, "add", None))
                 with timer.stage("reward"):
-                    scored, metrics = self.scorer.score(batch, number, scoring)
+                    scored, found = self.scorer.score(batch, number, scoring)
                 if self.needs_baseline:
                     with timer.stage("gen_max"):
-                        metrics |= self.greedy_baseline(batch, number)
-                groups.add(batch, scored, metrics)
+                        found |= self.greedy_baseline(batch, number)
+                groups.add(batch, scored, found)
             batch, scored, metrics = groups.join(self.display.message)
 
             updates = self._mini_batches(step, batch, self.actor_prompts, actor.ppo_epochs)
@@ -187,7 +188,8 @@ class RayPPOTrainer(Run):
                     self.drift.heed(source, difference)
                 with timer.stage("update_weights"):
                     stages.sync_weights(self.weight_exchange)
-        metrics |= silent_peaks((self.rollout_wg, self.ref_policy_wg, self.rm_wg))
+        told = (self.actor_wg,) if step > config.trainer.critic_warmup else ()
+        metrics |= silent_peaks(group for group in (self.rollout_wg, self.ref_policy_wg, self.rm_wg) if group not in told)
         return metrics | peak_metrics(metrics) | self._record(step, batch, scored)
 
     def _mini_batches(self, step: int, batch: DataProto, num_prompts: int, epochs: int) -> list[Tensor]:
@@ -214,7 +216,7 @@ class RayPPOTrainer(Run):
         """Save the batch for `lockstep compare`. The run's own stays as it is."""
         recorded = batch.select()
         if "reward_baselines" not in recorded:
-            self.greedy_baseline(recorded, self.prompts.num_taken)
+            self.greedy_baseline(recorded, self.prompts.number)
         folder = recording.record(recorded, scored, self.config, step, self.kl_control.value, self.actor_wg, self.tokenizer)
         self.display.message(f"the batch of step {step} is in {folder}")
 
@@ -229,6 +231,9 @@ class RayPPOTrainer(Run):
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
         options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir}
         return validate(self.val_dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
+
+    def _position(self) -> int:
+        return self.prompts.num_taken
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -259,6 +264,14 @@ class RayPPOTrainer(Run):
         self.actor_wg.load_checkpoint(str(folder / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
+        self._restore(state)
+        stages.sync_weights(self.weight_exchange)
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self.prompts.num_taken, self.drift.largest = state["num_prompt_batches"], state["sampler_drift"]
         self.kl_control.load_state_dict(state["kl_control"])
-        stages.sync_weights(self.weight_exchange)
+
+    def _restart(self) -> None:
+        self.workers.close()
+        self._restore(self._initial)
+        self.init_workers()

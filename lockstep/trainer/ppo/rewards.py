@@ -144,7 +144,7 @@ def reward_metrics(scored: Scored) -> dict[str, Metric]:
     for judge, values in scored.parts.items():
         known = [value for value in values if value is not None]
         if known:
-            summary = {"mean": Mean(sum(known), len(known)), "max": Max(max(known)), "min": Min(min(known))}
+            summary: dict[str, Metric] = {"mean": Mean(sum(known), len(known)), "max": Max(max(known)), "min": Min(min(known))}
             metrics |= {f"reward/{judge}/{name}": value for name, value in summary.items()}
     kinds = Counter(failure.kind for failure in scored.failures if failure is not None)
     metrics["reward/missing_ratio"] = Mean(kinds.total(), len(scored.failures))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
-from lockstep.algorithms.advantages import read_estimate
 from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.bound import read_estimate
 from lockstep.algorithms.kl import KLController, kl_penalty
 from lockstep.algorithms.masked import masked_mean
 from lockstep.algorithms.rows import Rows

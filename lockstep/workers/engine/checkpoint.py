@@ -152,11 +152,11 @@ def write_progress(path: Path, progress: Progress) -> None:
     (path / PROGRESS).write_text(json.dumps({"updates": progress.updates, "steps": dict(progress.steps)}))
 
 
-def read_progress(path: Path) -> Progress:
-    """Read it. Raises DataError where it is not there or not one."""
+def read_progress(path: Path, specs: Specs) -> Progress:
+    """Read that of these weights. Raises DataError where it is not there or not one."""
     try:
         found = json.loads((path / PROGRESS).read_text())
-        return Progress(int(found["updates"]), {name: int(steps) for name, steps in found["steps"].items()})
+        return Progress(int(found["updates"]), {name: int(found["steps"][name]) for name in specs})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path / PROGRESS} cannot be read: {error!r}") from error
 

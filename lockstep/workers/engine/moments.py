@@ -36,5 +36,5 @@ def steps_of(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, i
 def set_steps(optimizer: torch.optim.Optimizer, parameters: Named, steps: Mapping[str, int]) -> None:
     """Replace the updates of each parameter, where fused AdamW keeps them."""
     for name, parameter in parameters.items():
-        step = torch.tensor(float(steps.get(name, 0)), dtype=torch.float32, device=parameter.device)
+        step = torch.tensor(float(steps[name]), dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter]["step"] = step

@@ -121,7 +121,7 @@ class SavedEngine(ABC):
         weights = self.folder.open(path)
         self._check(path)
         moments = {kind: open_moments(path, kind, self.moment_specs) for kind in MOMENTS} if self._is_trained else {}
-        progress = read_progress(path) if self._is_trained else None
+        progress = read_progress(path, self.moment_specs) if self._is_trained else None
         with self.on_device():
             self._read_weights(path, weights)
             for kind, files in moments.items():

@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.folders import sync
@@ -20,8 +21,8 @@ from lockstep.models.weight_file import Tensors, write_weights
 from lockstep.utils.memory import available_ram
 from lockstep.workers.engine.checkpoint import Specs, num_bytes
 
-_SHARE_OF_RAM = 0.5
-"""A share that would take more of the free host memory than this is written at once."""
+_SHARE_OF_RAM = 0.2
+"""Weights, or one of two moments, that would take more of the free host memory on all ranks together than this are written at once."""
 
 
 class ShareWriter:
@@ -43,7 +44,8 @@ class ShareWriter:
         """Write a file, or keep what is to be in it. Takes all of `tensors`, whatever happens."""
         key = f"{file.parent.name}/{file.name}"
         missing = sum(num_bytes(spec) for name, spec in specs.items() if (key, name) not in self._memory)
-        if self.in_background and missing <= _SHARE_OF_RAM * available_ram():
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if self.in_background and missing * ranks <= _SHARE_OF_RAM * available_ram():
             self._kept.append((file, specs, {name: self._copy(key, name, tensor) for name, tensor in tensors}))
             return
         tensors = iter(tensors)

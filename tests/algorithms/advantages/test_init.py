@@ -42,10 +42,17 @@ def test_a_missing_input_is_named_with_its_estimator(available):
 
 
 @pytest.mark.usefixtures("scratch_registry")
-def test_an_estimator_with_positional_arguments_is_refused_when_registered():
-    with pytest.raises(ConfigError, match=r"'rewards'.*keyword-only"):
-        module.register_adv_est("positional")(lambda rewards: (rewards, rewards))
-    assert "positional" not in module.ADV_ESTIMATORS
+def test_arguments_are_matched_by_name_also_where_they_could_be_given_by_position():
+    @module.register_adv_est("positional")
+    def estimator(token_level_rewards, response_mask, **kwargs):
+        return token_level_rewards * response_mask, token_level_rewards
+
+    columns = {"response_mask": torch.tensor([1.0, 0.0]), "token_level_rewards": torch.tensor([3.0, 4.0])}
+    advantages, _ = bind_estimator("positional", {})(columns, Rows(torch.tensor([2])))
+    assert advantages.tolist() == [3.0, 0.0]
+    with pytest.raises(ConfigError, match=r"'\*rewards'.*given by name"):
+        module.register_adv_est("nameless")(lambda *rewards: rewards)
+    assert "nameless" not in module.ADV_ESTIMATORS
 
 
 # -- the special cases, the same in every estimator -------------------------------------------------------------------------

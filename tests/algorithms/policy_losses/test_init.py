@@ -146,10 +146,10 @@ def test_a_registered_loss_and_its_prepare_get_the_inputs_they_name_and_no_other
 
 
 @pytest.mark.usefixtures("scratch_registry")
-def test_a_loss_with_positional_arguments_is_refused_when_registered():
-    with pytest.raises(ConfigError, match=r"'log_prob'.*keyword-only"):
-        module.register_policy_loss("positional")(lambda log_prob: (log_prob, {}))
-    assert "positional" not in module.POLICY_LOSSES
+def test_a_loss_whose_arguments_have_no_names_is_refused_when_registered():
+    with pytest.raises(ConfigError, match=r"'\*blocks'.*given by name"):
+        module.register_policy_loss("nameless")(lambda *blocks: (blocks[0], {}))
+    assert "nameless" not in module.POLICY_LOSSES
     assert bind_prepare(vanilla, {}) is None
 
 

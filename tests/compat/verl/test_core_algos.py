@@ -7,6 +7,7 @@ comparisons here leave these out, the tests of `lockstep.algorithms` have them.
 import inspect
 import math
 import statistics
+from enum import Enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -369,17 +370,28 @@ def test_arguments_are_in_verls_order(name):
     assert list(inspect.signature(getattr(core_algos, name)).parameters)[: len(expected)] == expected
 
 
-def test_every_estimator_of_the_enum_has_its_function_and_every_public_name_exists():
+def test_every_estimator_of_the_enum_has_its_function():
     for member in AdvantageEstimator:
         assert core_algos.get_adv_estimator_fn(member) is core_algos.get_adv_estimator_fn(member.value)
-    assert all(hasattr(core_algos, name) for name in core_algos.__all__)
+    from lockstep.trainer.ppo import core_algos as at_verls_path
+
+    assert at_verls_path is core_algos
     assert core_algos.compute_policy_loss_vanilla.__name__ == "compute_policy_loss_vanilla"
 
 
-def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(monkeypatch):
-    from lockstep.algorithms import advantages
+@pytest.fixture
+def scratch(monkeypatch):
+    """Registries that forget."""
+    from lockstep.algorithms import advantages, policy_losses
 
-    monkeypatch.setattr(advantages, "ADV_ESTIMATORS", dict(advantages.ADV_ESTIMATORS))
+    for module, name in ((advantages, "ADV_ESTIMATORS"), (policy_losses, "POLICY_LOSSES"), (core_algos, "ADV_ESTIMATOR_REGISTRY"),
+                         (core_algos, "POLICY_LOSS_REGISTRY")):  # fmt: skip
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+
+
+@pytest.mark.usefixtures("scratch")
+def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config():
+    from lockstep.algorithms import advantages
 
     @core_algos.register_adv_est("recipe")
     def recipe(token_level_rewards, response_mask, index, config=None, **kwargs):
@@ -397,10 +409,8 @@ def test_an_estimator_written_for_verl_is_registered_and_gets_index_and_config(m
         core_algos.get_adv_estimator_fn("grpoo")
 
 
-def test_a_loss_that_was_registered_is_aggregated_like_the_others(monkeypatch):
-    from lockstep.algorithms import policy_losses
-
-    monkeypatch.setattr(policy_losses, "POLICY_LOSSES", dict(policy_losses.POLICY_LOSSES))
+@pytest.mark.usefixtures("scratch")
+def test_a_loss_that_was_registered_is_aggregated_like_the_others():
 
     @core_algos.register_policy_loss("plain")
     def plain(*, log_prob, advantages):
@@ -409,3 +419,80 @@ def test_a_loss_that_was_registered_is_aggregated_like_the_others(monkeypatch):
     one = torch.ones(2, 3, dtype=torch.float64)
     loss, metrics = core_algos.get_policy_loss_fn("plain")(one, 2 * one, one, one, "seq-mean-token-sum")
     assert (loss.item(), metrics) == (-6.0, {})
+
+
+@pytest.mark.usefixtures("scratch")
+def test_a_member_of_an_enum_registers_its_value_and_the_same_function_may_come_again():
+    class Mine(Enum):
+        NAME = "mine"
+
+    def estimator(token_level_rewards, response_mask, **kwargs):
+        return token_level_rewards, token_level_rewards
+
+    for _ in range(2):
+        assert core_algos.register_adv_est(Mine.NAME)(estimator) is estimator
+    assert core_algos.ADV_ESTIMATOR_REGISTRY["mine"] is core_algos.get_adv_estimator_fn(Mine.NAME) is estimator
+    with pytest.raises(ConfigError, match="already registered"):
+        core_algos.register_adv_est("mine")(lambda **kwargs: None)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_a_policy_loss_written_for_verl_gives_its_losses_per_token():
+    @core_algos.register_policy_loss("theirs")
+    def theirs(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None):
+        ratio = (log_prob - old_log_prob).exp()
+        clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.policy_loss.clip_ratio_high)
+        loss = core_algos.agg_loss(-advantages * clipped, response_mask, loss_agg_mode, **config.global_batch_info)
+        bonus = core_algos.agg_loss(loss_mat=log_prob, loss_mask=response_mask, loss_agg_mode=loss_agg_mode)
+        return loss - 0.5 * bonus, {"actor/ratio": ratio.mean().item()}
+
+    from lockstep.algorithms import policy_losses
+
+    rows, generator = Rows(torch.tensor([3, 2])), torch.Generator().manual_seed(0)
+    old, new, advantages = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(3))
+    new.requires_grad_()
+    columns = {"old_log_prob": old, "log_prob": new, "advantages": advantages, "response_mask": torch.tensor([1, 1, 0, 1, 1])}
+    bound = policy_losses.bind_policy_loss(policy_losses.get_policy_loss("theirs"), ActorConfig().loss_parameters)
+    loss, metrics = bound(columns, rows)
+    expected = (-advantages * (new - old).exp().clamp(0.8, 1.2) - 0.5 * new) * columns["response_mask"]
+    close(loss, expected)
+    close(*(torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (loss, expected)))
+    assert set(metrics) == {"ratio"}
+    block = torch.ones(2, 3)
+    aggregated, _ = core_algos.get_policy_loss_fn("theirs")(block, block, block, block, config=OmegaConf.create(
+        {"clip_ratio_low": 0.2, "policy_loss": {"clip_ratio_high": 0.2}, "global_batch_info": {}}))  # fmt: skip
+    assert aggregated.item() == pytest.approx(-1.5)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_a_policy_loss_that_does_not_end_in_agg_loss_is_refused_when_it_is_registered():
+    with pytest.raises(ConfigError, match="'means' must return what agg_loss gives"):
+
+        @core_algos.register_policy_loss("means")
+        def means(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None
+        ):
+            return -(log_prob * advantages).mean(), {}
+
+
+def test_the_value_loss_of_parts_adds_up_to_that_of_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    vpreds, returns, values = (torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(4, 3)
+    whole, _ = core_algos.compute_value_loss(vpreds, returns, values, mask, 0.5)
+    counts = {"batch_num_tokens": 12, "global_batch_size": 4, "dp_size": 2}
+    parts = [core_algos.compute_value_loss(vpreds[i : i + 2], returns[i : i + 2], values[i : i + 2], mask[i : i + 2], 0.5, **counts)[0]
+             for i in (0, 2)]  # fmt: skip
+    close(sum(parts) / 2, whole)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_the_recipe_of_the_docs_is_registered():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[3] / "docs/from_verl.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    block = torch.ones(2, 3)
+    advantages, _ = core_algos.get_adv_estimator_fn("centred")(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1), None)
+    assert advantages.flatten().tolist() == [-1.0, 1.0]
+    assert core_algos.get_policy_loss_fn("plain")(block, block, block, block)[0].item() == -1.0

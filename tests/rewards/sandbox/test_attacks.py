@@ -6,14 +6,17 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lockstep.rewards.sandbox import Limits, LocalSandbox
+from lockstep.rewards.sandbox.cgroup import KERNEL_MB
 
 MARK = "86399.731"
 
@@ -70,7 +73,98 @@ def test_memory_of_one_process_is_limited(sandbox, program):
     assert sandbox.run(program).status in ("memory", "error")  # mmap says OSError
 
 
-@pytest.mark.parametrize("kind", ["bytearray(60 * 10**6)", "mmap.mmap(-1, 60 * 10**6)"])
+UNSEEN = """
+import ctypes, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+for i in range(60):
+    place = libc.mmap(None, 32 << 20, 3, 0x21, -1, 0)
+    if place == 2**64 - 1: raise MemoryError
+    ctypes.memset(place, 1, 32 << 20)
+    libc.munmap(place + 4096, (32 << 20) - 4096)  # the pages stay: the first one is still mapped
+time.sleep(60)
+"""
+DEVICE = """
+import mmap, os, time
+zero = os.open('/dev/zero', os.O_RDWR)
+for i in range(20):
+    if os.fork() == 0:
+        hold = []
+        for j in range(20):
+            try: hold.append(mmap.mmap(zero, 8 << 20))
+            except OSError: raise MemoryError
+            hold[-1].write(bytes(8 << 20))
+            hold[-1].madvise(mmap.MADV_DONTNEED)
+        time.sleep(60)
+    elif os.waitpid(-1, os.WNOHANG)[0]: raise MemoryError
+time.sleep(1)
+if os.waitpid(-1, os.WNOHANG)[0]: raise MemoryError
+time.sleep(60)
+"""
+SOCKETS = """
+import os, socket, time
+for i in range(20):
+    if os.fork() == 0:
+        hold = []
+        for j in range(25):
+            hold += socket.socketpair()
+            hold[-1].setblocking(False)
+            hold[-1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 23)
+            try:
+                while True: hold[-1].send(bytes(65536))
+            except OSError: pass
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(params=["control group", "watched"])
+def bounded(request, sandbox):
+    """The sandbox as the machine lets it be, and as it is without control groups."""
+    if request.param == "control group":
+        yield sandbox
+        return
+    with LocalSandbox(limits=sandbox.limits) as made:
+        made.groups = None
+        yield made
+
+
+@pytest.mark.parametrize("program", [UNSEEN, DEVICE, SOCKETS], ids=["unmapped pages", "device", "sockets"])
+def test_memory_that_no_process_shows_is_limited(bounded, program):
+    before = psutil.virtual_memory()
+    result = bounded.run(program, wall_s=20)
+    assert result.status == "memory", result
+    assert before.available - psutil.virtual_memory().available < 1 << 30  # nothing stays
+
+
+def test_a_control_group_bounds_the_whole_tree_and_is_gone_afterwards(sandbox):
+    if sandbox.groups is None:
+        pytest.skip("this machine lets us make no control groups")
+    seen, done = [0], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            for folder in sandbox.groups.folder.glob(f"lockstep-sandbox-{os.getpid()}-*"):
+                for name in ("memory.usage_in_bytes", "memory.current"):
+                    with suppress(OSError, ValueError):
+                        seen.append(int((folder / name).read_text()))
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert sandbox.run(UNSEEN, wall_s=20).status == "memory"
+    finally:
+        done.set()
+        watcher.join()
+    limits = sandbox.limits
+    assert 200 << 20 < max(seen) <= (limits.memory_mb + limits.scratch_mb + KERNEL_MB) << 20
+    assert not list(sandbox.groups.folder.glob(f"lockstep-sandbox-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("kind", ["bytearray(60 * 10**6)", "mmap.mmap(-1, 60 * 10**6, flags=mmap.MAP_PRIVATE)"])
 def test_memory_of_many_small_processes_is_limited(sandbox, kind):
     program = (
         f"import mmap, os, time\nfor i in range(20):\n    if os.fork() == 0:\n        x = {kind}\n"

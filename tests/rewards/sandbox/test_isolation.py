@@ -13,7 +13,7 @@ from lockstep.rewards.sandbox import Limits, isolation
 from lockstep.rewards.sandbox.isolation import Isolation, find_isolation
 
 ROOT = Path(__file__).parents[3]
-NUMBERS = {"ready": 5, "source": 6, "info": 7, "seccomp": 8, "is_code": False}
+NUMBERS = {"ready": 5, "source": 6, "info": 7, "seccomp": 8, "is_code": False, "group": None}
 
 
 def test_without_bubblewrap_it_refuses_and_names_the_package_and_the_keys(monkeypatch):

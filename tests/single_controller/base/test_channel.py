@@ -1,8 +1,12 @@
+import contextlib
 import pickle
+import socket
 import threading
+import time
 
 import pytest
 
+from lockstep.single_controller.base import channel
 from lockstep.single_controller.base.channel import inbox
 
 
@@ -36,3 +40,52 @@ def test_a_message_that_cannot_be_handled_ends_neither_the_driver_nor_the_sender
 def test_the_block_ends_when_its_body_raises():
     with pytest.raises(KeyError), inbox("127.0.0.1", print):
         raise KeyError
+
+
+def test_strangers_hold_up_nobody_and_are_dropped(monkeypatch):
+    """A silent connection, one that says the wrong thing, and more of them than are kept."""
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.5)
+    received, arrived = [], threading.Event()
+
+    def handle(message):
+        received.append(message)
+        arrived.set()
+
+    with inbox("127.0.0.1", handle) as send:
+        strangers = [socket.create_connection(send._address) for _ in range(channel._MAX_STRANGERS + 3)]
+        strangers[-1].sendall(bytes(100))
+        began = time.monotonic()
+        send("news")
+        assert arrived.wait(10)
+        assert time.monotonic() - began < 0.4  # not one handshake was waited for
+        for stranger in strangers:
+            stranger.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                while stranger.recv(1000):
+                    pass
+        assert received == ["news"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "inbox-accept"]
+
+
+def test_a_message_that_is_too_long_ends_its_connection_and_no_other(monkeypatch):
+    monkeypatch.setattr(channel, "_MAX_BYTES", 1000)
+    received, arrived = [], threading.Event()
+
+    def handle(message):
+        received.append(message)
+        arrived.set()
+
+    with inbox("127.0.0.1", handle) as send:
+        other = pickle.loads(pickle.dumps(send))
+        other("x" * 2000)
+        send("news")
+        assert arrived.wait(10)
+        other._connection.settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            assert other._connection.recv(1) == b""
+    assert received == ["news"]
+
+
+def test_only_the_address_that_is_needed_listens():
+    with inbox("127.0.0.1", print) as send, socket.socket() as other:
+        other.bind(("127.0.0.2", send._address[1]))  # would be taken by a socket that listens everywhere

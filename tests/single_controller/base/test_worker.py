@@ -26,3 +26,13 @@ def test_deferred_construction() -> None:
     later = ClassWithInitArgs(Plain, 10, offset=2)
     with worker_environment(WorkerEnvironment(rank=1, world_size=2)):
         assert later().seen[0] == 12
+
+
+def test_a_class_that_ray_has_wrapped_is_unwrapped():
+    ray = pytest.importorskip("ray")
+
+    class Plain(Worker):
+        pass
+
+    assert ClassWithInitArgs(ray.remote(Plain)).cls is Plain
+    assert ClassWithInitArgs(Plain).cls is Plain

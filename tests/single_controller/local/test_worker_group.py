@@ -1,3 +1,4 @@
+import asyncio
 import sys
 import threading
 import traceback
@@ -30,6 +31,11 @@ class Actor(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def saved(self, path: str) -> str:
         return f"{path}/{self.rank}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def waiting(self, value: Any) -> Any:
+        await asyncio.sleep(0)
+        return value
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def later(self) -> int:
@@ -74,6 +80,10 @@ def test_arguments_are_passed_by_reference_and_calls_stay_in_this_thread(group: 
 
 def test_between_the_caller_and_the_workers_method_is_one_frame(group: LocalWorkerGroup) -> None:
     assert group.callers(2)[1] == "test_between_the_caller_and_the_workers_method_is_one_frame"
+
+
+def test_an_async_method_is_awaited(group: LocalWorkerGroup) -> None:
+    assert group.waiting(3) == [3]
 
 
 def test_a_call_that_does_not_block_gives_a_future(group: LocalWorkerGroup) -> None:

@@ -67,6 +67,9 @@ def test_a_reference_may_be_another_model(folder: Path, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", seed=1)
     steps = train(dpo_config(folder, *fresh(tmp_path, f"reference.path={other}", "trainer.total_training_steps=1")))
     assert abs(losses(steps)[0] - math.log(2)) > 1e-3
+    other = save_tiny_model(tmp_path / "other tokens", vocab_size=40)
+    with pytest.raises(ConfigError, match="reference.path must have the vocabulary of model.path"):
+        make_trainer(dpo_config(folder, f"reference.path='{other}'"))
 
 
 def test_answers_with_a_label_are_learned_by_kto_alone(folder: Path, tmp_path: Path) -> None:
@@ -188,13 +191,42 @@ def test_two_processes_have_the_losses_of_one(folder: Path, tmp_path: Path, ray_
         (["engine.max_token_len_per_gpu=63"], r"2 \* data.max_length=64 tokens; raise engine.max_token_len_per_gpu to at least 64"),
         (["reference.mode=adapter"], "there are none; set model.lora_rank"),
         (["reference.mode=file", "reference.path=x"], "reference.path is set, but with reference.mode=file"),
-        (["loss.beta=-1"], "loss.beta=-1"),
+        (["loss.beta=0"], "loss.beta=0.0 must be above 0"),
+        (
+            ["loss.loss_mode=robust", "loss.loss_kwargs={label_smoothing: 0.5}"],
+            "needs a label_smoothing of at least 0 and below 0.5",
+        ),
         (["data.train_files="], "data.train_files is empty"),
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_trainer(dpo_config(folder, *overrides))
+
+
+def test_a_loss_of_ones_own_is_trained_on_or_refused_before_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def good(*, log_prob, margin, slope):\n    return slope * (log_prob[:, 1] - log_prob[:, 0] + margin[:, 0]), log_prob\n\n\n"
+        "def mean(*, log_prob):\n    return log_prob.mean(), log_prob\n\n\n"
+        "def broken(*, log_prob):\n    return log_prob['chosen'], log_prob\n"
+    )
+    own = (f"loss.loss_mode={file}:good", "trainer.total_training_steps=1")
+    steps = train(dpo_config(folder, *fresh(tmp_path, *own, "loss.loss_kwargs={slope: 2.0}")))
+    gap = steps[0]["train/rejected_log_prob"] - steps[0]["train/chosen_log_prob"]
+    assert losses(steps) == [pytest.approx(2 * gap, rel=1e-6)]
+    for name, message in (
+        ("good", "needs slope"),
+        ("mean", r"they are \(\) and \(1, 2\)"),
+        ("broken", "fails on a pair: IndexError"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_trainer(dpo_config(folder, f"loss.loss_mode={file}:{name}"))
+
+
+def test_the_example_is_a_configuration() -> None:
+    example = Path(__file__).parents[3] / "examples/dpo/hh_rlhf.yaml"
+    assert load_recipe(DPOConfig, ["model.path=m"], example).loss.nll_coef == 0.2
 
 
 def test_a_model_is_asked_for() -> None:

@@ -52,7 +52,7 @@ def read_moments(
     if not isinstance(module, FullyShardedDataParallel):
         moments.read_moments(optimizer, parameters, kind, read)
         return
-    runs, rank = _runs(module, parameters, device), module.process_group.rank()
+    runs, rank = _runs(module, parameters, device), dist.get_rank(module.process_group)
     for name, parameter in parameters.items():
         if runs[name][rank]:
             start = sum(runs[name][:rank])
@@ -63,7 +63,7 @@ def read_moments(
 def _runs(module: FullyShardedDataParallel, parameters: Named, device: torch.device) -> dict[str, list[int]]:
     """How many numbers of each parameter each rank of a copy of the model has, in order."""
     own = torch.tensor([parameter.numel() for parameter in parameters.values()], device=device)
-    found = [torch.empty_like(own) for _ in range(module.process_group.size())]
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(module.process_group))]
     dist.all_gather(found, own, group=module.process_group)
     return dict(zip(parameters, torch.stack(found, dim=1).tolist(), strict=True))
 

@@ -78,7 +78,7 @@ class PagedAttention:
         table = batch.page_table.to(query.device)
         for row, (q, end) in enumerate(zip(query.split(batch.query_lens), ends, strict=True)):
             own = table[row, : -(-end // pages.keys.shape[1])]
-            k, v = (x.index_select(0, own).flatten(0, 1)[:end] for x in (pages.keys, pages.values))
-            out = causal_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), variant=variant)
+            k, v = (x.index_select(0, own).flatten(0, 1)[:end].transpose(0, 1)[None] for x in (pages.keys, pages.values))
+            out = causal_attention(q.transpose(0, 1)[None], k, v, variant)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)

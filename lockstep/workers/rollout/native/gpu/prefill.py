@@ -57,5 +57,5 @@ def packed_prompt_attention(
         longest = max(rows.lengths), max(rows.ends)
         return varlen_attn(query, key, value, rows.bounds, rows.key_bounds, *longest, **options)  # type: ignore[return-value]
     parts = zip(query.split(rows.lengths), key.split(rows.ends), value.split(rows.ends), strict=True)
-    outputs = [causal_attention(*(x.transpose(0, 1)[None] for x in part), variant=variant) for part in parts]
+    outputs = [causal_attention(*(x.transpose(0, 1)[None] for x in part), variant) for part in parts]  # type: ignore[call-arg]
     return torch.cat([out[0].transpose(0, 1) for out in outputs])

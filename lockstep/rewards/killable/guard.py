@@ -1,0 +1,86 @@
+"""The process between us and a child of `lockstep.rewards.killable`: it ends all that the child has started, whatever its session.
+
+It is the "subreaper" of all that comes after it: a process whose parent ended is given to it, so nothing leaves its tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+_END_S = 5.0
+
+
+def split(parent: int) -> None:
+    """Become two processes. This returns in the second; the first, which keeps the process id, ends with the second, at SIGTERM, or when
+    the process `parent` ends, and all that descends from it with it.
+
+    Its exit code is that of the second, or 128 + n when signal n ended that.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+    guard, child = os.getpid(), os.fork()
+    if not child:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if os.getppid() != guard:
+            os._exit(1)
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # the pipes are the child's
+        os.dup2(nothing, descriptor)
+    code = None
+    while code is None and signal.sigwait(_SIGNALS) == signal.SIGCHLD:
+        code = _reap(child)
+    if code is None:
+        code = _reap(child)
+    _end_tree()
+    os._exit(128 + signal.SIGTERM if code is None else code if code >= 0 else 128 - code)
+
+
+def _reap(child: int) -> int | None:
+    """Wait for what has ended; the exit code of `child` when it is among that."""
+    code = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if not pid:
+            return code
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def _end_tree() -> None:
+    """Kill children until there are none: those of a dead one become ours."""
+    deadline = time.monotonic() + _END_S
+    while time.monotonic() < deadline and (children := _children()):
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap(0)
+        time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    mine, found = str(os.getpid()), []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    parent = file.read().rpartition(")")[2].split()[1]
+            except OSError:  # gone
+                continue
+            if parent == mine:
+                found.append(int(name))
+    return found

@@ -1,0 +1,152 @@
+"""`lockstep verify-resume [recipe] key=value ...`: does a killed run of THIS configuration end as one that was never hit?
+
+A short run is done once to its end, and once with `kill -9` at random moments, each followed by the same command again. Then every file
+of the last checkpoints and every metric are compared. Nothing of the user's own run is touched: both are in a folder of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import LockstepError, ResourceError
+
+RECIPES = {
+    "ppo": "lockstep.trainer.main_ppo",
+    "sft": "lockstep.trainer.main_sft",
+    "distill": "lockstep.trainer.main_distill",
+    "dpo": "lockstep.trainer.main_dpo",
+    "reward-model": "lockstep.trainer.main_reward_model",
+}
+
+
+class Moment(NamedTuple):
+    """When to kill a run."""
+
+    seconds: float
+    after_a_step: bool
+    """Counted from the first step that this start did, else from its beginning."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Verify as the command line says; returns 0 where nothing differs."""
+    options, recipe, keys = _read(sys.argv[1:] if arguments is None else arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            return verify(
+                recipe, keys, options.folder or Path(temporary), options.steps, options.kills, random.Random(options.seed)
+            )
+        except LockstepError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+
+def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: int, rng: random.Random) -> int:
+    """Run, kill, compare, and say what came of it; returns the exit status. Raises ResourceError where the run itself fails."""
+    from lockstep.tools.verify_resume.compare import differences  # brings torch
+
+    run_dir, whole, again = folder / "run", folder / "whole", folder / "again"
+    command = [sys.executable, "-m", RECIPES[recipe], *keys, *_short(run_dir, steps)]
+    print(f"a run of {steps} steps to its end ...", flush=True)
+    start_s, steps_s = _run(command, run_dir)
+    run_dir.rename(whole)  # paths in the configuration stay the same for both
+    kills = 0
+    while kills < num_kills:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        while True:
+            moment = None
+            if kills < num_kills:  # most of them in the steps and their saves, which may be short beside the start
+                moment = Moment(rng.uniform(0, start_s), False) if rng.random() < 0.2 else Moment(rng.uniform(0, steps_s), True)
+            if not _killed(command, run_dir, moment):
+                break
+            kills += 1
+            print(f"killed: {_progress(run_dir)}; the same command again ...", flush=True)
+        found = list(differences(whole, run_dir))
+        if found:
+            break
+    if not found:
+        print(f"the run that was killed {kills} times ended as the one that was not: every file and every metric, to the bit")
+        return 0
+    print("\n".join([f"{len(found)} differences after {kills} kills; first:", *(f"  {line}" for line in found[:5])]))
+    print("is it the resume, or the machine? A second run to its end, without a kill ...", flush=True)
+    run_dir.rename(again)
+    _run(command, run_dir)
+    plain = list(differences(whole, run_dir))
+    if plain:
+        print(f"two runs that were not killed differ as well: the computation is not repeatable here. First: {plain[0]}")
+    else:
+        print("two runs that were not killed do not differ: it is the resume. Please report it with the lines above")
+    return 1
+
+
+def _read(arguments: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]:
+    usage = f"lockstep verify-resume [options] [{' | '.join(RECIPES)}] [--config FILE] [key=value ...]"
+    parser = argparse.ArgumentParser(
+        usage=usage, description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=5, help="steps of the run (default 5)")
+    parser.add_argument("--kills", type=int, default=3, help="kills (default 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--folder", type=Path, help="where both runs are kept; without it they are deleted")
+    options, words = parser.parse_known_args(arguments)
+    recipe = words.pop(0) if words and words[0] in RECIPES else "ppo"
+    return options, recipe, words
+
+
+def _short(run_dir: Path, steps: int) -> list[str]:
+    """The keys of a short run in a folder of its own that saves every step."""
+    return [
+        f"trainer.default_local_dir={run_dir}", f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.test_freq=0",
+        "trainer.val_before_train=false", "trainer.max_ckpt_to_keep=2", "trainer.resume_mode=auto", "trainer.resume_from_path=null",
+        "trainer.logger=[console]",
+    ]  # fmt: skip
+
+
+def _run(command: list[str], run_dir: Path) -> tuple[float, float]:
+    """Run to the end; returns the seconds until the first step was done, and those after it."""
+    started, at = time.monotonic(), time.time()
+    _killed(command, run_dir, None)
+    seconds = time.monotonic() - started
+    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])["time"] - at
+    return first, seconds - first
+
+
+def _killed(command: list[str], run_dir: Path, moment: Moment | None) -> bool:
+    """Run it, and kill it at a moment; False where it reached the end before. Raises ResourceError where it failed."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    log_file, metrics, at = run_dir.parent / "log", run_dir / "metrics.jsonl", time.time()
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            if moment is not None:
+                while moment.after_a_step and process.poll() is None and not (metrics.is_file() and metrics.stat().st_mtime > at):
+                    time.sleep(0.02)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=moment.seconds)
+            if moment is not None and process.poll() is None:
+                process.kill()
+            status = process.wait()
+        finally:
+            process.kill()
+    if status not in (0, -signal.SIGKILL):
+        lines = log_file.read_text().strip().splitlines()
+        raise ResourceError(f"the run failed with exit code {status}:\n" + "\n".join(lines[-10:]))
+    return status != 0
+
+
+def _progress(run_dir: Path) -> str:
+    metrics = run_dir / "metrics.jsonl"
+    steps = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+    saving = any(run_dir.glob("global_step_*.incomplete"))
+    return f"{steps} steps done{', a checkpoint half written' if saving else ''}"

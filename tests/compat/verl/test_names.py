@@ -1,0 +1,183 @@
+"""verl's import lines with the package renamed, and what the functions behind them give."""
+
+import importlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.algorithms.kl import FixedKLController
+from lockstep.compat.verl import functions
+from lockstep.compat.verl.names import table
+from lockstep.config import as_config
+from lockstep.protocol import DataProto, Ragged
+
+
+def test_every_name_of_the_table_can_be_imported():
+    for module, (names, _) in table().items():
+        for name in names:
+            if name != "*":
+                assert getattr(importlib.import_module(module), name) is not None, (module, name)
+
+
+IMPORTS = """
+from lockstep import DataProto
+from lockstep.protocol import DataProtoFuture, DataProtoItem, pad_dataproto_to_divisor, fold_batch_dim
+from lockstep.single_controller.base import Worker
+from lockstep.single_controller.base.decorator import Dispatch, Execute, register
+from lockstep.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+from lockstep.single_controller.ray.base import create_colocated_worker_cls
+from lockstep.trainer.main_ppo import create_rl_dataset, create_rl_sampler, run_ppo
+from lockstep.trainer.ppo import core_algos
+from lockstep.trainer.ppo.core_algos import agg_loss, AdvantageEstimator
+from lockstep.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics, reduce_metrics
+from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, apply_kl_penalty, compute_advantage
+from lockstep.trainer.ppo.reward import compute_reward, compute_reward_async, get_custom_reward_fn, load_reward_manager
+from lockstep.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from lockstep.utils import hf_processor, hf_tokenizer
+from lockstep.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from lockstep.utils.fs import copy_to_local
+from lockstep.utils.hdfs_io import copy, exists, makedirs
+from lockstep.utils.profiler import marked_timer
+from lockstep.utils.reward_score import default_compute_score, gsm8k, math, math_reward
+from lockstep.utils.reward_score.math_reward import compute_score, last_boxed_only_string, remove_boxed
+from lockstep.utils.torch_functional import masked_mean, masked_whiten
+from lockstep.utils.tracking import Tracking
+from lockstep.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from lockstep.workers.megatron_workers import ActorRolloutRefWorker, CriticWorker
+from lockstep.workers.reward_manager import DAPORewardManager, NaiveRewardManager, PrimeRewardManager
+from lockstep.workers.reward_manager.abstract import AbstractRewardManager
+"""
+
+
+@pytest.mark.parametrize("line", IMPORTS.strip().splitlines())
+def test_an_import_line_of_a_recipe_works(line):
+    exec(line, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("from lockstep.tools.base_tool import BaseTool", "no multi-turn rollouts"),
+        ("from lockstep.workers.actor.dp_actor import DataParallelPPOActor", "lockstep.workers.engine"),
+        ("from lockstep.protocol import serialize_tensordict", "its own serialiser"),
+        ("from lockstep.utils.metric.utils import Metric", "lockstep.observability.metrics"),
+    ],
+)
+def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
+    with pytest.raises(ImportError, match=said):
+        exec(line, {})
+
+
+def test_what_is_nobodys_is_missing_as_ever():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lockstep.nothing")
+    with pytest.raises(AttributeError):
+        importlib.import_module("lockstep.data").nothing  # noqa: B018
+    assert not hasattr(importlib.import_module("lockstep.protocol"), "__wrapped__")
+
+
+def test_the_names_cost_nothing_at_the_start():
+    code = "import sys, lockstep; assert not {'omegaconf', 'hydra', 'numpy'} & set(sys.modules); import lockstep.data"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def blocks():
+    """Two rows of two prompt and three response tokens, of which the second row lacks one each."""
+    attention = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
+    numbers = {
+        name: torch.arange(6.0).view(2, 3) * attention[:, 2:] for name in ("token_level_scores", "advantages", "returns", "values")
+    }
+    return {"prompts": torch.zeros(2, 2), "responses": torch.zeros(2, 3), "attention_mask": attention, "response_mask": attention[:, 2:],
+            "token_level_rewards": torch.zeros(2, 3), **numbers}  # fmt: skip
+
+
+def test_metrics_of_padded_blocks():
+    batch = SimpleNamespace(batch=blocks(), meta_info={"global_token_num": [5, 3]}, non_tensor_batch={})
+    found = functions.compute_data_metrics(batch)
+    assert (found["critic/score/mean"], found["response_length/mean"], found["prompt_length/min"]) == (5.0, 2.5, 1.0)
+    assert found["response_length/clip_ratio"] == 0.5
+    assert "critic/values/mean" in found
+    assert "critic/values/mean" not in functions.compute_data_metrics(batch, use_critic=False)
+    assert functions.compute_timing_metrics(batch, {"gen": 1.0}) == {"timing_s/gen": 1.0, "timing_per_token_ms/gen": 200.0}
+    assert functions.compute_throughout_metrics(batch, {"step": 2.0}, 2)["perf/throughput"] == 2.0
+    assert functions.reduce_metrics({"a": [1, 3], "a/max": [1, 3], "min": [1, 3]}) == {"a": 2.0, "a/max": 3, "min": 1}
+
+
+def test_validation_metrics_are_nested_by_source_and_variable():
+    found = functions.process_validation_metrics(["s/1", "s/1"], ["a", "a"], {"reward": [1.0, 0.0], "pred": ["x", "y"]})
+    assert found["s/1"]["reward"]["mean@2"] == 0.5
+    assert "maj@2/mean" in found["s/1"]["reward"]
+    assert functions.calc_maj_val([{"p": "a", "v": 1}, {"p": "b", "v": 2}, {"p": "b", "v": 3}], "p", "v") == 2.0
+    mean, largest = functions.bootstrap_metric([1, 2, 3], 3, [np.mean, np.max])
+    assert mean[0] == pytest.approx(2.0, abs=0.1)
+    assert 2.0 < largest[0] < 3.0
+
+
+def test_kl_and_advantages_are_written_into_a_batch():
+    data = DataProto.from_dict(
+        {**blocks(), "old_log_probs": torch.ones(2, 3), "ref_log_prob": torch.zeros(2, 3)}, {"uid": ["p", "p"]}
+    )
+    _, told = functions.apply_kl_penalty(data, FixedKLController(0.5))
+    assert told == {"actor/reward_kl_penalty": 1.0, "actor/reward_kl_penalty_coeff": 0.5}
+    assert data.batch["token_level_rewards"][1].tolist() == [2.5, 3.5, 0.0]
+    functions.compute_advantage(data, "rloo")
+    scores = data.batch["token_level_rewards"].sum(-1)
+    assert data.batch["advantages"][0, 0] == pytest.approx((scores[0] - scores[1]).item())
+    assert functions.compute_response_mask(data).tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_a_correction_of_padded_blocks():
+    old, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]])
+    rollout = torch.tensor([[0.0, -1.0], [0.0, 5.0]])
+    weights, left, told = functions.compute_rollout_correction_and_rejection_mask(
+        old, rollout, mask, rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token_k1", rollout_rs_threshold=2.0
+    )
+    assert weights.batch["rollout_is_weights"].tolist() == [[1.0, 2.0], [1.0, 0.0]]
+    assert left.tolist() == [[1, 0], [1, 0]]
+    assert told["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+    batch = DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask})
+    batch, _ = functions.compute_rollout_correction_and_add_to_batch(batch, {"rollout_is": "token"})
+    assert "rollout_is_weights" in batch
+    with pytest.raises(TypeError, match="not a boolean"):
+        functions.compute_rollout_correction_and_rejection_mask(old, rollout, mask, rollout_is="token", rollout_is_threshold=True)
+
+
+def test_small_helpers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert functions.copy_to_local("a/b") == "a/b"
+    with pytest.raises(ValueError, match="HDFS"):
+        functions.copy_to_local("hdfs://a")
+    rows = functions.collate_fn([{"x": torch.ones(2), "y": [1]}, {"x": torch.zeros(2), "y": [2, 3]}])
+    assert rows["x"].shape == (2, 2)
+    assert list(rows["y"]) == [[1], [2, 3]]
+    timing = {}
+    with functions.marked_timer("gen", timing):
+        pass
+    assert timing["gen"] >= 0
+    parts = functions.get_seqlen_balanced_partitions([5, 1, 1, 5], 2)
+    assert sorted(row for part in parts for row in part) == [0, 1, 2, 3]
+    assert functions.remove_boxed(functions.last_boxed_only_string("so \\boxed{7}")) == "7"
+    with functions.Tracking("project", "run", ["console"]) as tracking:
+        tracking.log({"a": 1.0}, step=1)
+    assert (tmp_path / "checkpoints/project/run/metrics.jsonl").exists()
+    sampler = functions.create_rl_sampler(SimpleNamespace(shuffle=True, seed=1), range(5))
+    assert sorted(sampler) == [0, 1, 2, 3, 4]
+    assert functions.need_reference_policy(as_config({"actor_rollout_ref": {"actor": {"use_kl_loss": True}}}))
+
+
+def test_rewards_come_from_the_configuration(tmp_path, embedded_task):
+    from lockstep.utils.tokenizer import hf_tokenizer
+
+    (tmp_path / "mine.py").write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 2.0\n")
+    config = {"reward": {"custom_reward_function": {"path": str(tmp_path / "mine.py"), "name": "score"}}}
+    manager = functions.load_reward_manager(config, hf_tokenizer(str(embedded_task.model)))
+    data = DataProto({"responses": Ragged.from_rows([[5, 6], [7]])}, {"reward_model": [{"ground_truth": "x"}] * 2})
+    tensor, extra = functions.compute_reward(data, manager)
+    manager.close()
+    assert tensor.sum(-1).tolist() == [2.0, 2.0]
+    assert extra["score"] == [2.0, 2.0]
+    assert functions.get_custom_reward_fn({}) is None

@@ -1,0 +1,102 @@
+"""The command on a program that only counts, so that a kill costs nothing; the comparison on runs that differ in one place."""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep import cli
+from lockstep.checkpoint import folders
+from lockstep.errors import DataError, ResourceError
+from lockstep.models.weight_file import write_weights
+from lockstep.tools import verify_resume
+from lockstep.tools.verify_resume.compare import differences, end_of
+
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+from lockstep.checkpoint import folders
+
+keys = dict(word.split("=", 1) for word in sys.argv[1:])
+if keys.get("fails"):
+    sys.exit("no such model")
+run_dir = Path(keys["trainer.default_local_dir"])
+newest = folders.newest(run_dir)
+step = folders.read_state(newest)["global_steps"] if newest else 0
+value = json.loads((newest / "value.json").read_text()) if newest and keys["forgets"] == "no" else 0
+run_dir.mkdir(exist_ok=True)
+lines = (run_dir / "metrics.jsonl").read_text().splitlines()[:step] if newest else []
+while step < int(keys["trainer.total_training_steps"]):
+    time.sleep(0.1)
+    step, value = step + 1, value + 1
+    lines.append(json.dumps({"step": step, "time": time.time(), "value": value}))
+    (run_dir / "metrics.tmp").write_text("".join(line + chr(10) for line in lines))
+    (run_dir / "metrics.tmp").rename(run_dir / "metrics.jsonl")
+    draft = folders.make_draft(run_dir, step)
+    (draft / "value.json").write_text(json.dumps(value))
+    folders.write_state(draft, {"global_steps": step})
+    folders.publish(draft, {})
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    (tmp_path / "counting_program.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setitem(verify_resume.RECIPES, "ppo", "counting_program")
+    return tmp_path
+
+
+def test_a_run_that_resumes_is_verified_and_one_that_forgets_is_found(program, capsys):
+    run = lambda forgets: verify_resume.verify("ppo", [f"forgets={forgets}"], program / forgets, 6, 2, random.Random(0))  # noqa: E731
+    assert run("no") == 0
+    output = capsys.readouterr().out
+    assert output.count("killed: ") == 2
+    assert "ended as the one that was not: every file and every metric, to the bit" in output
+    assert run("yes") == 1
+    output = capsys.readouterr().out
+    assert "metrics of line" in output
+    assert "it is the resume" in output
+
+
+def test_a_run_that_fails_by_itself_is_no_verdict(program):
+    with pytest.raises(ResourceError, match="exit code 1:\nno such model"):
+        verify_resume.verify("ppo", ["fails=yes"], program / "x", 6, 2, random.Random(0))
+
+
+def test_the_command_line():
+    assert cli.COMMANDS["verify-resume"][0] == "lockstep.tools.verify_resume"
+    options, recipe, keys = verify_resume._read(["--kills", "2", "sft", "--config", "my.yaml", "data.train_files=a"])
+    assert (options.kills, recipe, keys) == (2, "sft", ["--config", "my.yaml", "data.train_files=a"])
+    assert verify_resume._read(["trainer.seed=1", "--steps=3"])[1:] == ("ppo", ["trainer.seed=1"])
+
+
+def write_run(run_dir: Path, weight: float = 1.0, reward: float = 0.5) -> Path:
+    draft = folders.make_draft(run_dir, 1)
+    tensors = {"a": torch.ones(3), "b": torch.tensor([1.0, weight])}
+    write_weights(draft / "model.safetensors", {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, tensors.items())
+    folders.write_state(draft, {"global_steps": 1})
+    folders.publish(draft, {})
+    lines = [{"step": 1, "time": random.random(), "timing_s/step": random.random(), "reward": reward}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run_dir
+
+
+def test_the_first_thing_that_differs_is_named(tmp_path):
+    same = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    assert list(differences(*same)) == []
+    other = write_run(tmp_path / "c", weight=1.5, reward=0.25)
+    metrics, weights = differences(same[0], other)
+    assert metrics == "metrics of line 1 (step 1): 1 differ, first reward 0.5 and 0.25"
+    assert weights == "global_step_1/model.safetensors: b differs in 1 of 2 numbers, by at most 0.5"
+    (other / "global_step_1" / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="missing"):
+        end_of(other)
+    shutil.rmtree(other / "global_step_1")
+    with pytest.raises(DataError, match="no checkpoint"):
+        end_of(other)
