@@ -90,6 +90,7 @@ def count_model(
         name=name,
         keys=keys if offloads else dataclasses.replace(keys, weights=None, moments=None),
         passes=passes,
+        beside=None,
         # Without a gradient a layer's parts are dropped as they are used: the stream, a norm, queries or keys; gate, up and their product.
         # In a fast layer they live until it ends, and the stream (before, between and after its halves) is float32.
         forward=tokens["pass"] * ((16 if fast else 4) * hidden + 3 * intermediate) * element + logits["pass"] * _FLOAT,

@@ -275,3 +275,15 @@ def test_a_cache_that_cannot_fit_names_the_key_of_the_rollout() -> None:
     large = dataclasses.replace(ROLLOUT, cache=50 * GB)
     with pytest.raises(ResourceError, match=r"stage gen takes .*key-value cache 50.*; raise rollout\.share$"):
         plan_memory(ppo(), large, 40 * GB)
+
+
+def test_a_teacher_is_on_the_device_in_its_students_update_wherever_it_rests() -> None:
+    student, teacher = (model for model in ppo() if model.name in ("actor", "ref"))
+    teacher = dataclasses.replace(teacher, passes=(), beside=student.update)
+    kind = next(iter(student.activations))
+    for offloads in (False, True):
+        plans = [MemoryPlan(False, False, kind), MemoryPlan(offloads, False, None)]
+        alone = stage_bytes([student], None, plans[:1])[student.update]
+        both = stage_bytes([student, teacher], None, plans)
+        assert both[student.update] == alone + teacher.weights + teacher.gathered + teacher.forward
+        assert "ref" not in both

@@ -81,7 +81,7 @@ class DistillTrainer(SFTTrainer):
         return batch
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
-        is_given = batch.columns["is_given"].bool()
+        is_given = batch.batch["is_given"].bool()
         lengths = batch.ragged("responses").lengths[~is_given].double()
         metrics = (
             measured if is_given.any() else {k: v for k, v in measured.items() if k not in ("train/nll", "train/token_accuracy")}

@@ -82,7 +82,12 @@ def _try_estimator(algorithm: AlgorithmConfig) -> None:
     loaded."""
     rows, per_token = Rows(torch.tensor([2, 3, 2, 3])), torch.linspace(0.1, 1.0, 10)
     columns: dict[str, Any] = dict.fromkeys(("token_level_rewards", "values", "sum_pi_squared", "rollout_is_weights"), per_token)
-    columns |= {"response_mask": torch.ones(10), "old_log_probs": -per_token, "group": torch.tensor([0, 0, 1, 1])}
+    columns |= {
+        "response_mask": torch.ones(10),
+        "old_log_probs": -per_token,
+        "ref_log_prob": -per_token,
+        "group": torch.tensor([0, 0, 1, 1]),
+    }
     columns |= {"index": np.array(["a", "a", "b", "b"], dtype=object), "reward_baselines": torch.zeros(4)}
     columns["reward_parts"] = torch.rand(4, len(algorithm.gdpo_reward_keys or ["reward"]))
     try:
