@@ -206,8 +206,3 @@ def share_rows(batch: DataProto, parts: int) -> list[list[int]]:
         groups = units
     shares = balanced_partition([sum(row_cost(counts[row]) for row in group) for group in groups], parts)
     return [[row for group in share for row in groups[group]] for share in shares]
-
-
-def awaited(result: Any) -> Any:
-    """What a worker's method returned; of an `async def` one, what it returns when it has run."""
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
