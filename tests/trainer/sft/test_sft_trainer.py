@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.conformance import NUMBER_TOL, WEIGHT_ATOL
+from helpers.tiny import save_tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.trainer import main_sft
 
+TRL = json.loads((Path(__file__).parent / "sft_trl.json").read_text())
+"""Made by sft_trl.py beside it."""
 WORDS = ["abc", "cab", "bade", "face", "jig", "hi", "ace", "bead", "dig", "fig", "chad", "gab"]
 
 
@@ -72,6 +76,37 @@ def test_bits_per_byte_is_the_loss_in_bits_over_the_text(arguments: dict[str, An
     tokens, num_bytes = sum(len(w) + 1 for w in WORDS), sum(map(len, WORDS))  # the end token is trained and is no text
     assert step["train/bits_per_byte"] == pytest.approx(step["train/nll"] * tokens / num_bytes / 0.6931471805599453, rel=1e-9)
     assert step["train/trained_share"] == pytest.approx(tokens / sum(2 * len(w) + 3 for w in WORDS))
+
+
+@pytest.mark.parametrize("form", TRL["cases"])
+def test_losses_gradients_and_weights_are_trls(tmp_path: Path, form: str) -> None:
+    """From the file to the saved weights, within the engines' tolerances. TRL has micro-batches of two rows, ours have three.
+
+    A prompt and a completion that are strings are plain text to TRL; to us only where the tokenizer has no chat template.
+    """
+    case, every = TRL["cases"][form], TRL["every"]
+    model, file = save_tiny_model(tmp_path / "model"), tmp_path / "train.jsonl"
+    if form == "completion":
+        (tmp_path / "model" / "chat_template.jinja").unlink()
+    file.write_text("".join(json.dumps(row) + "\n" for row in case["rows"]))
+    arguments = {
+        "model.path": model, "data.train_files": file, "data.max_length": 48, "data.shuffle": "false",
+        "data.train_batch_size": TRL["rows_per_step"], "engine.micro_batch_size_per_gpu": 3, "optim.lr": 1e-3,
+        "optim.lr_scheduler_type": "constant", "optim.lr_warmup_steps": 0, "optim.weight_decay": 0.0, "optim.clip_grad": 0.5,
+        "trainer.default_local_dir": tmp_path / "run", "trainer.total_training_steps": len(case["steps"]), "trainer.device": "cpu",
+    }  # fmt: skip
+    assert sft(arguments) == 0
+    for ours, theirs in zip(metrics(tmp_path / "run"), case["steps"], strict=True):
+        assert ours["train/nll"] == pytest.approx(theirs["loss"], rel=0, abs=NUMBER_TOL)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["grad_norm"], rel=NUMBER_TOL)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "run/global_step_2/actor"))
+    assert after.keys() == case["weights"].keys()
+    tight = 0
+    for name, weights in case["weights"].items():
+        allowed = WEIGHT_ATOL + torch.tensor(case["noise"][name])
+        assert ((after[name].flatten()[::every] - torch.tensor(weights)).abs() <= allowed).all(), name
+        tight += int(((after[name] - before[name]).flatten()[::every].abs() > 100 * allowed).sum())
+    assert tight > 150  # so many weights moved by more than a hundred times what is allowed
 
 
 def test_a_run_that_is_cut_in_two_ends_with_the_same_bits(arguments: dict[str, Any], tmp_path: Path) -> None:
