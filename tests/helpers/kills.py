@@ -136,6 +136,16 @@ def _on_touch(run_dir: Path, call: Callable[[], None]) -> None:
     sys.addaudithook(hook)
 
 
+def program_runs(main: Callable[[list[str]], int], keys: dict[str, Any]) -> Start:
+    """What a command (the `main` of its program) does with these keys, in one process."""
+
+    def start(run_dir: Path) -> None:
+        keys_here = keys | {"trainer.default_local_dir": run_dir}
+        assert main([f"{key}={value}" for key, value in keys_here.items()]) == 0
+
+    return start
+
+
 # -- the long command --------------------------------------------------------------------------------------------------------
 
 

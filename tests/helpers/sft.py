@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from helpers.conformance import (
 )
 from helpers.engine_properties import LM, Layout, Rows
 from helpers.engines import TOTAL_UPDATES
+from lockstep.config.engine import OptimConfig
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.workers.sft_loss import make_sft_loss
@@ -89,3 +91,19 @@ def assert_sft_equals_plain_pytorch(layout: Layout, path: str, budget: Budget = 
         assert got == pytest.approx(want, abs=NUMBER_TOL, rel=NUMBER_TOL), update
     for _, weights in ranks:
         assert_weights_close(weights, model)
+
+
+def sft_numbers(layout: Layout, path: str, rows: Rows, cuts: Sequence[tuple[int, Budget]]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the rows for each cut: how many of the rows are the first rank's, and what a micro-batch holds."""
+
+    def measure() -> Any:
+        engine, found = layout.engine(path, optim=OptimConfig(lr=0.0)), []
+        for first, budget in cuts:
+            mine = batch_of(rows[first:] if engine.rank else rows[:first])
+            loss = partial(make_sft_loss("train"), denominators=denominators_of(rows))
+            found.append((engine.forward_backward(mine, loss, budget), engine.optim_step().grad_norm))
+        return found
+
+    ranks = layout.run(measure)
+    losses = [values(merge_metrics([metrics for metrics, _ in parts]))["train/nll"] for parts in zip(*ranks, strict=True)]
+    return [(loss, norm) for loss, (_, norm) in zip(losses, ranks[0], strict=True)]

@@ -6,9 +6,6 @@ import json
 import math
 import random
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,28 +137,6 @@ def test_rl_scores_the_ids_of_the_pairs(trained: Path, arguments: dict[str, Any]
     columns = zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True)
     assert [[*prompt.tolist(), *response.tolist()] for prompt, response in columns] == expected
     assert all(ids[-1] == tokenizer.eos_token_id for ids in expected)
-
-
-def test_a_killed_run_goes_on_to_the_same_bits(arguments: dict[str, Any], tmp_path: Path) -> None:
-    more = {"trainer.save_freq": 1, "trainer.total_training_steps": 12, "trainer.max_ckpt_to_keep": 2, "data.val_files": "null"}
-    assert reward_model(arguments, tmp_path / "whole", **more) == 0
-    killed = arguments | more | {"trainer.default_local_dir": tmp_path / "killed"}
-    command = [sys.executable, "-m", "lockstep.trainer.main_reward_model", *(f"{key}={value}" for key, value in killed.items())]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        saved = tmp_path / "killed" / "latest_checkpointed_iteration.txt"
-        deadline = time.monotonic() + 120
-        while not saved.exists() or int(saved.read_text() or 0) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        run.kill()
-    assert run.wait() == -9
-    assert reward_model(killed) == 0
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    one, other = (load_file(tmp_path / name / "global_step_12" / "actor" / "model.safetensors") for name in ("whole", "killed"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_two_processes_train_as_one(arguments: dict[str, Any], tmp_path: Path, ray_cluster: Any) -> None:
