@@ -317,4 +317,4 @@ class ActorRolloutRefConfig:
 
     def loads_reference(self, parts: Parts) -> bool:
         """Whether a worker with these parts loads a reference; an actor with adapters is one without them, unless another is named."""
-        return parts.reference and (self.ref.model.path is not None or not (parts.actor and self.model.lora_rank))
+        return parts.reference and (self.ref.model.path is not None or not (parts.actor and self.model.adapts))

@@ -95,9 +95,14 @@ class DPOConfig(StageConfig):
             raise ConfigError(
                 "data.train_files is empty; name a parquet, json or jsonl file with the columns prompt, chosen and rejected"
             )
-        if self.reference.mode == "adapter" and not self.model.lora_rank:
+        if self.reference.mode == "adapter" and not self.model.adapts:
             raise ConfigError(
                 "reference.mode=adapter switches adapters off, but there are none; set model.lora_rank, or mode=model"
+            )
+        if self.reference.mode == "file" and self.model.lora_adapter_path is not None:
+            raise ConfigError(
+                "reference.mode=file is of the model that training starts from, but with model.lora_adapter_path the reference is the "
+                "model without the adapter; set reference.mode=adapter"
             )
         if self.loss.loss_mode == UNPAIRED:
             self.check_longest("data.max_length", self.data.max_length)
@@ -109,4 +114,4 @@ class DPOConfig(StageConfig):
         """model, adapter or file."""
         if self.reference.mode != "auto":
             return self.reference.mode
-        return "adapter" if self.model.lora_rank and self.reference.path is None else "model"
+        return "adapter" if self.model.adapts and self.reference.path is None else "model"

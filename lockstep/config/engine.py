@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.adapter import read_adapter
 from lockstep.config.check import at_least, auto_or_bool, in_range, one_of
 from lockstep.errors import ConfigError
 
@@ -34,12 +35,33 @@ class ModelConfig:
     """LoRA: adapters are scaled by lora_alpha / lora_rank; at least 1, since 0 would learn nothing."""
     target_modules: Any = "all-linear"
     """LoRA: which layers get an adapter: all-linear (all but the output layer), or a list of names such as [q_proj,v_proj]."""
+    lora_adapter_path: str | None = None
+    """LoRA: start from the adapter in this folder, which peft or a checkpoint (its `adapter`) wrote; rank, alpha and layers are the
+    folder's, and lora_rank may stay 0. The reference is the model without it."""
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError, naming the key after `prefix`, for a value that cannot work. So do the other sections that exist twice."""
         one_of(f"{prefix}.recompute", self.recompute, ("auto", "selective", "full"))
         at_least(self, prefix, 0, "lora_rank")
         at_least(self, prefix, 1, "lora_alpha")
+        if self.lora_adapter_path is not None:
+            self._check_adapter(prefix, self.lora_adapter_path)
+
+    def _check_adapter(self, prefix: str, path: str) -> None:
+        """What is said of adapters here is what the folder says, or nothing."""
+        found = read_adapter(path, f"{prefix}.lora_adapter_path")
+        unset = {"lora_rank": 0, "lora_alpha": ModelConfig.lora_alpha, "target_modules": ModelConfig.target_modules}
+        for name, key in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"), ("target_modules", "target_modules")):
+            if getattr(self, name) not in (unset[name], found.get(key)):
+                raise ConfigError(
+                    f"{prefix}.{name}={getattr(self, name)}, but {prefix}.lora_adapter_path={path} has {found.get(key)}; leave "
+                    f"{prefix}.{name} out"
+                )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters learn instead of the model."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass
@@ -164,17 +186,18 @@ class EngineChoice:
 
 def check_lora(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
     """Raise ConfigError when the model is to have adapters and its engine cannot train them."""
-    if model.lora_rank == 0:
+    if not model.adapts:
         return
+    name = "lora_rank" if model.lora_rank else "lora_adapter_path"
+    asked = f"{model_key}.{name}={getattr(model, name)}"
     if choice.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(
-            f"{model_key}.lora_rank={model.lora_rank} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; "
-            f"set {model_key}.lora_rank=0 to train the whole model"
+            f"{asked} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; leave {model_key}.{name} out to train the whole model"
         )
     if choice.fsdp_config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"{model_key}.lora_rank={model.lora_rank} does not go with {key}.fsdp_config.tensor_parallel_size="
-            f"{choice.fsdp_config.tensor_parallel_size}: adapters are not split; set one of them to its default"
+            f"{asked} does not go with {key}.fsdp_config.tensor_parallel_size={choice.fsdp_config.tensor_parallel_size}: adapters are "
+            "not split; set one of them to its default"
         )
 
 

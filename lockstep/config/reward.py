@@ -5,6 +5,7 @@ from typing import Any
 
 from lockstep.config.check import at_least, in_range
 from lockstep.config.engine import EngineChoice, ModelConfig
+from lockstep.errors import ConfigError
 
 
 @dataclass
@@ -104,4 +105,9 @@ class RewardModelConfig(EngineChoice):
     def __post_init__(self) -> None:
         self.check("reward_model")
         self.model.check("reward_model.model")
+        if self.model.lora_adapter_path is not None:
+            raise ConfigError(
+                "reward_model.model.lora_adapter_path is for a model that learns; name a folder with the adapter merged in "
+                "reward_model.model.path, such as a checkpoint of lockstep reward-model"
+            )
         at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "max_token_len_per_gpu", "n_gpus_per_node", "nnodes")

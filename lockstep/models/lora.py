@@ -1,8 +1,8 @@
 """LoRA through peft: a small product of two matrices beside each linear layer is trained, the model itself stays as it is.
 
 An adapted layer computes W x + s B (A x) with s = lora_alpha / lora_rank. A [r, in] is drawn uniformly from +-1/sqrt(in), B [out, r]
-starts at 0, so that training starts from the model. Outside the engine nobody knows: exported weights are W + s B A under their
-Hugging Face names. A value or score head is trained whole.
+starts at 0, so that training starts from the model; or both come from a folder that peft wrote (model.lora_adapter_path). Outside the
+engine nobody knows: exported weights are W + s B A under their Hugging Face names. A value or score head is trained whole.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lockstep.config.adapter import ADAPTER_WEIGHTS, read_adapter
 from lockstep.config.engine import ModelConfig
-from lockstep.errors import ConfigError, MissingExtra
+from lockstep.errors import ConfigError, DataError, MissingExtra
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightSource
+from lockstep.models.meta import WeightFiles, WeightSource
 
 ADAPTER = "adapter"
 """The folder of a checkpoint with the adapter in peft's format."""
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """What peft puts before every name in a file."""
 
@@ -34,7 +34,8 @@ class Lora:
     """The adapters of one model; making it puts them into the model, and leaves nothing else to train but a value or score head."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig, head: Head, seed: int) -> None:
-        """Raises MissingExtra without peft, and ConfigError when target_modules names something that is not a linear layer inside."""
+        """Raises MissingExtra without peft, ConfigError when target_modules names something that is not a linear layer inside, and
+        DataError for an adapter to start from whose tensors are not those of these layers."""
         if importlib.util.find_spec("peft") is None:
             raise MissingExtra("model.lora_rank", "peft", "lora")
         from peft import LoraConfig, inject_adapter_in_model
@@ -42,19 +43,24 @@ class Lora:
 
         parts = {name.split(".")[0] for name, _ in model.named_parameters()}
         heads = sorted(parts - {model.base_model_prefix}) if head is not Head.LANGUAGE_MODEL else []
-        self._config = LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.target_modules, exclude_modules=heads or None
-        )
+        options: dict[str, Any] = {
+            "r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": config.target_modules
+        }  # fmt: skip
+        if config.lora_adapter_path is not None:
+            options = read_adapter(config.lora_adapter_path, "model.lora_adapter_path")
+        options["exclude_modules"] = options.get("exclude_modules") or heads or None
+        self._config = LoraConfig(**options)
+        asked = f"model.target_modules={options['target_modules']}"
         try:
             inject_adapter_in_model(self._config, model)
         except ValueError as error:
-            raise ConfigError(f"model.target_modules={config.target_modules} does not fit the model: {error}") from error
+            raise ConfigError(f"{asked} does not fit the model: {error}") from error
         self._layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if isinstance(layer, LoraLayer)}
         output = model.get_output_embeddings()
         for name, layer in self._layers.items():
-            if type(layer.get_base_layer()) is not nn.Linear or layer is output:
+            if type(layer.get_base_layer()) is not nn.Linear or layer is output or name in heads:
                 raise ConfigError(
-                    f"model.target_modules={config.target_modules} names {name}, which is not a linear layer inside the model; "
+                    f"{asked} names {name}, which is not a linear layer inside the model; "
                     "name projections such as q_proj, or all-linear"
                 )
         for name, parameter in model.named_parameters():
@@ -65,8 +71,9 @@ class Lora:
         self._config.base_model_name_or_path = config.path
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         """The names, in the model, of what learns."""
-        self.values = self._draw(model, seed)
-        """Name -> first value of every adapter weight, the same on every rank."""
+        path = config.lora_adapter_path
+        self.values = self._draw(model, seed) if path is None else self._read(model, Path(path))
+        """Name -> first value of every adapter weight, the same on every rank; of a head too where the adapter has one."""
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, W + s B A) from the model's own names and whole tensors, in the model's order; others pass as they are."""
@@ -112,6 +119,19 @@ class Lora:
             elif ".lora_B." in name:
                 values[name] = torch.zeros(parameter.shape)
         return values
+
+    def _read(self, model: nn.Module, folder: Path) -> dict[str, Tensor]:
+        """The adapter's own values. A head that it does not have stays as the model has it."""
+        files = WeightFiles(folder, ADAPTER_WEIGHTS)
+        wanted = {adapter_name(name): name for name in self.trained}
+        shapes = {file_name: tuple(model.get_parameter(name).shape) for file_name, name in wanted.items()}
+        for name in sorted(files.shapes.keys() | {name for name in wanted if is_adapter(name)}):
+            if files.shapes.get(name) != shapes.get(name):
+                raise DataError(
+                    f"model.lora_adapter_path={folder} does not fit the model: {name} has shape {files.shapes.get(name, 'none')} there "
+                    f"and {shapes.get(name, 'none')} here; set model.path to the model that the adapter was trained beside"
+                )
+        return {wanted[name]: files.read(name, 0, shape[0]) for name, shape in files.shapes.items()}
 
 
 class AdaptedSource(WeightSource):

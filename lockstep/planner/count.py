@@ -67,7 +67,7 @@ def count_model(
     `budget` is the tokens, or the rows, of a micro-batch. Raises DataError where transformers cannot build it with this head.
     """
     module = _build(model, head)
-    adapters = bool(model.lora_rank) and update is not None
+    adapters = model.adapts and update is not None
     if adapters:
         Lora(module, model, head, seed=0)
     parameters = sum(p.numel() for p in module.parameters())
@@ -123,7 +123,7 @@ def count_rollout(
     token = 2 * text.num_hidden_layers * heads * size * element
     cache = min(LEAST_SEQUENCES, config.max_num_seqs, load.step_rows) * load.longest * token
     in_process = config.name in ("native", "hf")
-    plain = actor is not None and actor.strategy != "megatron" and not model.lora_rank
+    plain = actor is not None and actor.strategy != "megatron" and not model.adapts
     return Rollout(
         weights=element * sum(p.numel() for p in module.parameters()),
         # The native cache gets this share of what is free.

@@ -66,7 +66,7 @@ def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
         Role.Critic: TrainingWorker,
         Role.RefPolicy: ActorRolloutRefWorker,
     }
-    if model.lora_rank:  # the actor without its adapters is the reference
+    if model.adapts:  # the actor without its adapters is the reference
         role_worker_mapping = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: TrainingWorker}
     global_pool_id = "global_pool"
     resource_pool_spec = {global_pool_id: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}

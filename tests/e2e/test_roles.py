@@ -5,6 +5,7 @@ from enum import Enum
 import pytest
 from helpers.run import CLASSES, STEPS, assert_same_training, make_trainer, read_metrics, roles, train
 from helpers.tiny import save_tiny_model
+from transformers import AutoModelForCausalLM
 
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.single_controller.ray import RayWorkerGroup
@@ -23,6 +24,18 @@ def test_a_fused_reference_and_separate_actor_and_rollout_equal_the_hybrid_engin
     assert_same_training(fused, expected)
     separate = train(embedded_config(*STEPS), {"p": [1]}, roles("Actor", "Rollout", "Critic", "RefPolicy", pool="p"))
     assert_same_training(separate, expected)
+
+
+def test_a_given_adapter_reaches_a_rollout_of_its_own_before_the_first_step(embedded_config, embedded_task, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(embedded_task.model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    config = embedded_config(*STEPS, f"actor_rollout_ref.model.lora_adapter_path={tmp_path / 'adapter'}")
+    hybrid = train(config, {"p": [1]}, roles("ActorRolloutRef", "Critic", pool="p"))
+    separate = train(config, {"p": [1]}, roles("Actor", "Rollout", "Critic", "RefPolicy", pool="p"))
+    assert hybrid[0]["actor/reward_kl_penalty"] > 0.1, "the adapter is not felt"
+    assert_same_training(separate, hybrid)
 
 
 @pytest.mark.ray

@@ -159,7 +159,8 @@ class DPOTrainer(StageRun):
         specs = super()._specs()
         if Role.RefPolicy in self.more_roles:
             config = self.config
-            model = dataclasses.replace(config.model, path=config.reference.path or config.model.path, lora_rank=0)
+            path = config.reference.path or config.model.path
+            model = dataclasses.replace(config.model, path=path, lora_rank=0, lora_adapter_path=None)
             worker = ClassWithInitArgs(
                 self._worker_cls,
                 config=dataclasses.replace(config.policy(), model=model),

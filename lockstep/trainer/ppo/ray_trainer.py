@@ -123,6 +123,10 @@ class RayPPOTrainer(Run):
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
         self.weight_exchange, self.num_gpus = weight_exchange(workers, self.config), self.resource_pool_manager.get_n_gpus()
+        if (
+            self.config.actor_rollout_ref.model.lora_adapter_path is not None
+        ):  # a rollout of its own has loaded the model without it
+            stages.sync_weights(self.weight_exchange)
         self.scorer = Scorer.of(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
         self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
 

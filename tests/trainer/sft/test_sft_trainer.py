@@ -137,6 +137,10 @@ def test_adapters_are_trained_and_merged(arguments: dict[str, Any], embedded_tas
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert moved
     assert all("proj" in name for name in moved)
+    again = tmp_path / "again"
+    assert sft(arguments, **{"model.lora_adapter_path": folder / "adapter", "trainer.default_local_dir": again}) == 0
+    assert metrics(again)[0]["train/nll"] == pytest.approx(rows[-1]["train/nll"], abs=0.1)
+    assert metrics(again)[-1]["train/nll"] < metrics(again)[0]["train/nll"]
 
 
 @pytest.mark.parametrize(

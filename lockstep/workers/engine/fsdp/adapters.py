@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.config.adapter import ADAPTER_WEIGHTS
 from lockstep.errors import DataError
-from lockstep.models.lora import ADAPTER, ADAPTER_WEIGHTS, Lora, adapter_name, base_name
+from lockstep.models.lora import ADAPTER, Lora, adapter_name, base_name
 from lockstep.models.meta import WeightFiles
 from lockstep.models.weight_file import write_weights
 from lockstep.workers.engine.fsdp.sharded_model import whole_tensors

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lockstep.config.engine import EngineChoice
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import install_fast_layers
-from lockstep.models.load import check_packing
+from lockstep.models.load import check_packing, model_on_meta
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
 from lockstep.workers.engine.fsdp import sharded_model
@@ -20,19 +20,22 @@ from lockstep.workers.engine.spec import EngineSpec
 def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     """See registry.make_engine."""
     config, model, device = choice.fsdp_config, spec.model, spec.device
+    adapts = model.adapts and spec.optim is not None
+    if adapts and model.lora_adapter_path is not None:
+        _check_adapter(spec)
     # A rank that will keep a part of the model never holds the whole of it. One rank keeps what was loaded, without a copy.
     module, source = spec.load() if dist.get_world_size() > 1 else (spec.load_whole(), None)
     decoder = spec.decoder(module)
     dtype = compute_dtype(config.dtype, device)
     fast = device.type == "cuda" and dtype != torch.float32 and not config.use_torch_compile and install_fast_layers(module)
-    lora = Lora(module, model, spec.head, spec.seed) if model.lora_rank and spec.optim is not None else None
+    lora = Lora(module, model, spec.head, spec.seed) if adapts else None
     apply_recompute(module, spec.recompute(module, dtype, fast))
     if config.use_torch_compile:
         compile_layers(module)
     engine = FSDPEngine(
         module,
         spec,
-        version=_version(choice, adapts=lora is not None),
+        version=_version(choice, adapts),
         config=config,
         source=source,
         lora=lora,
@@ -43,6 +46,15 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
             sharded_model.reshard(engine.module)
     engine.decoder = decoder
     return engine
+
+
+def _check_adapter(spec: EngineSpec) -> None:
+    """Raise what Lora raises for an adapter that does not fit the model, before its weights are read."""
+    try:
+        module = model_on_meta(spec.model, spec.head, spec.pad_token_id)
+    except ValueError:
+        return  # loading says what is wrong with the model
+    Lora(module, spec.model, spec.head, spec.seed)
 
 
 def _version(choice: EngineChoice, adapts: bool) -> int:

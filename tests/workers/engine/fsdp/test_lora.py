@@ -148,3 +148,84 @@ def test_a_checkpoint_that_does_not_fit_the_adapters_is_refused(tmp_path: Path) 
             make_tiny_engine(other, model=LORA).load(tmp_path / "adapted")
 
     run_distributed(use, 1)
+
+
+STARTS = {
+    "llama, 2 ranks": (Head.LANGUAGE_MODEL, 2, {"use_rslora": True}),
+    "value head, 1 rank": (Head.VALUE, 1, {"modules_to_save": ["score"], "lora_dropout": 0.1}),
+}
+
+
+def save_peft_adapter(path: str, head: Head, folder: Path, **options: Any) -> str:
+    """An adapter that has learned something, as peft writes it."""
+    model = peft.get_peft_model(
+        reference_model(path, head), peft.LoraConfig(r=3, lora_alpha=8, target_modules=LINEAR[:5], **options)
+    )
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_training_starts_from_an_adapter_as_peft_does_and_what_it_saves_is_a_start(tmp_path: Path, case: str) -> None:
+    head, world, options = STARTS[case]
+    path, row = save_tiny_model(tmp_path / "model", value_head=head is Head.VALUE), make_rows(1)[0]
+    folder = save_peft_adapter(path, head, tmp_path / "theirs", **options)
+    base, plain = reference_model(path, head), reference_model(path, head)
+    model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).eval()
+    before = reference_columns(model, head, row)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
+    expected = [reference_step(model, head, optimizer, rows, update) for update, rows in enumerate(STEPS)]
+    after = reference_columns(model, head, row)
+
+    def columns_of(engine: Any) -> Any:
+        return engine.forward(batch_of([row]), TWO_MICRO_BATCHES, TEMPERATURE)
+
+    def train() -> tuple[Any, ...]:
+        engine = make_tiny_engine(path, head=head, model={"lora_adapter_path": folder})
+        first = columns_of(engine)
+        with engine.adapter_off():
+            reference = columns_of(engine)
+        metrics = [engine_step(engine, rows, update, TWO_MICRO_BATCHES) for update, rows in enumerate(STEPS)]
+        engine.save(tmp_path / "saved")
+        again = make_tiny_engine(path, head=head, model={"lora_adapter_path": str(tmp_path / "saved" / "adapter")})
+        return first, reference, columns_of(engine), columns_of(again), metrics
+
+    ranks = run_distributed(train, world)
+    assert_metrics_equal([(None, metrics, None) for *_, metrics in ranks], expected)
+    for first, reference, trained, again, _ in ranks:
+        for name, value in before.items():
+            torch.testing.assert_close(first.ragged(name)[0], value.detach(), atol=1e-6, rtol=0)
+            torch.testing.assert_close(trained.ragged(name)[0], after[name].detach(), atol=COLUMN_ATOL, rtol=0)
+            assert torch.equal(again.ragged(name)[0], trained.ragged(name)[0])
+            assert (after[name] - value).abs().max() > 100 * COLUMN_ATOL
+        for name, value in reference_columns(plain, head, row).items() if head is Head.LANGUAGE_MODEL else ():
+            torch.testing.assert_close(reference.ragged(name)[0], value.detach(), atol=COLUMN_ATOL, rtol=0)
+            assert (first.ragged(name)[0] - value).abs().max() > 100 * COLUMN_ATOL
+
+
+def test_an_adapter_of_another_model_is_refused_by_the_tensors_name_before_weights_are_read(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    others = {
+        "shape": save_peft_adapter(save_tiny_model(tmp_path / "a", hidden_size=64), Head.LANGUAGE_MODEL, tmp_path / "wide"),
+        "layers": save_peft_adapter(save_tiny_model(tmp_path / "b", num_hidden_layers=3), Head.LANGUAGE_MODEL, tmp_path / "deep"),
+        "head": save_peft_adapter(
+            save_tiny_model(tmp_path / "c", value_head=True), Head.VALUE, tmp_path / "value", modules_to_save=["score"]
+        ),
+    }
+    told = {
+        "shape": r"layers\.0\.\S*lora_A\.weight has shape \(3, 64\) there and \(3, 32\) here",
+        "layers": r"layers\.2\.\S+ has shape \(.*\) there and none here",
+        "head": r"score\.bias has shape \(1,\) there and none here",
+    }
+    (Path(path) / "model.safetensors").write_bytes(b"never read")
+
+    def use() -> None:
+        for kind, folder in others.items():
+            with pytest.raises(DataError, match=told[kind]):
+                make_tiny_engine(path, model={"lora_adapter_path": folder})
+
+    run_distributed(use, 1)
