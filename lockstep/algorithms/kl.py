@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.masked import zero_outside
 from lockstep.algorithms.registry import unknown_name
 from lockstep.errors import ConfigError, NumericalError
 
@@ -73,6 +74,19 @@ def absolute(x: Tensor) -> Tensor:
     """
     size = x.abs()
     return torch.where(size.detach() < _ROUNDING, size.detach(), size)
+
+
+def reward_penalty(logprob: Tensor, ref_logprob: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """What the reward loses for each token: `kl_penalty` where the mask selects, 0 elsewhere, in the shape of its inputs.
+
+    It is 0 everywhere when no selected log-prob differs by 1e-4: the policy is still the reference, and estimators that divide by a spread
+    would make advantages of the rounding. It is decided for the batch, not for a token: a penalty that counts is left as it is.
+
+    Raises ConfigError when the kind is unknown, ValueError when the shapes differ.
+    """
+    logprob, ref_logprob = zero_outside(logprob, mask), zero_outside(ref_logprob, mask)
+    penalty = kl_penalty(logprob, ref_logprob, kind)
+    return torch.zeros_like(penalty) if ((logprob - ref_logprob).abs() < _ROUNDING).all() else penalty
 
 
 class FixedKLController:

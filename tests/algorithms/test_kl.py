@@ -11,6 +11,7 @@ from lockstep.algorithms.kl import (
     FixedKLController,
     kl_penalty,
     make_kl_controller,
+    reward_penalty,
 )
 from lockstep.errors import ConfigError, NumericalError
 
@@ -84,6 +85,18 @@ def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
 def test_an_unknown_kind_names_the_known_ones(kind):
     with pytest.raises(ConfigError, match=r"Known: kl, k1, .*k3\+"):
         kl_penalty(torch.zeros(1), torch.zeros(1), kind)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_the_reward_loses_what_differs_by_more_than_rounding_under_the_mask(kind):
+    ref, mask = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([1, 1, 0, 1])
+    rounding = torch.tensor([1e-6, -2e-5, math.nan, 9e-5])
+    assert reward_penalty(ref + rounding, ref, mask, kind).tolist() == [0.0] * 4
+    moved = ref + torch.tensor([1e-6, -2e-5, math.nan, 1.1e-4])
+    expected = kl_penalty(moved, ref, kind).tolist()
+    assert reward_penalty(moved, ref, mask, kind).tolist() == [expected[0], expected[1], 0.0, expected[3]]
+    assert reward_penalty(ref + rounding, ref, torch.ones(4), kind)[2].isnan()
+    assert reward_penalty(ref + rounding, ref, torch.zeros(4), kind).tolist() == [0.0] * 4
 
 
 def test_a_fixed_weight_stays():

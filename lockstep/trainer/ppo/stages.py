@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.algorithms import mismatch
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.bound import read_estimate
-from lockstep.algorithms.kl import KLController, kl_penalty
+from lockstep.algorithms.kl import KLController, reward_penalty
 from lockstep.algorithms.masked import masked_mean
 from lockstep.algorithms.rows import Rows
 from lockstep.config.sampling import SamplingParams
@@ -149,8 +149,8 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
     metrics = {}
     if estimation.kl_kind is not None:
         old, reference = (batch.ragged(name).values for name in ("old_log_probs", "ref_log_prob"))
-        penalty = kl_penalty(old, reference, estimation.kl_kind)
-        rewards = rewards - kl_control.value * torch.where(mask, penalty, 0.0)
+        penalty = reward_penalty(old, reference, mask, estimation.kl_kind)
+        rewards = rewards - kl_control.value * penalty
         metrics = {"actor/reward_kl_penalty_coeff": kl_control.value}
         if mask.any():
             metrics["actor/reward_kl_penalty"] = masked_mean(rows.mean(penalty, mask), rows.sum(mask)).item()

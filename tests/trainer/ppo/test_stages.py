@@ -191,6 +191,18 @@ def test_the_kl_in_the_reward_equals_a_loop_and_moves_the_weight(seed, kind):
     assert {"advantages", "returns"} <= set(batch.columns)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline"])
+def test_the_rounding_of_the_kl_is_no_advantage_between_equal_scores(estimator):
+    reference = (-torch.rand(4, 3, generator=torch.Generator().manual_seed(0))).tolist()
+    old = [[x + 1e-6 * (i + k - 2) for k, x in enumerate(row)] for i, row in enumerate(reference)]
+    scores = [[0.0, 0.0, score] for score in (0.3, 0.3, 0.0, 0.0)]
+    batch = make_batch([[1] * 3] * 4, old_log_probs=old, ref_log_prob=reference, token_level_scores=scores)
+    estimation = Estimation.of(AlgorithmConfig(adv_estimator=estimator, use_kl_in_reward=True))
+    metrics = stages.advantage(batch, estimation, make_kl_controller("fixed", 0.1, 0.1, 100))
+    assert metrics["actor/reward_kl_penalty"] == 0.0
+    assert rows_of(batch, "advantages") == [[0.0] * 3] * 4
+
+
 def test_without_kl_the_rewards_are_the_scores_and_the_weight_stays():
     batch = make_batch(token_level_scores=[[0, 0, 1], [0]], values=[[0, 0, 0], [0]])
     control = make_kl_controller("adaptive", 0.1, 0.5, 1000)
