@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.embedded import prepare
-from lockstep.embedded.task import DATA_SOURCE, LETTERS, _words, make_tokenizer
+from lockstep.embedded.task import DATA_SOURCE, LETTERS, make_tokenizer, make_words
 from lockstep.rewards.graders import default_compute_score
 
 TARGET = 0.02
@@ -91,5 +91,5 @@ def test_the_same_seed_makes_the_same_files_whatever_the_threads_and_leaves_the_
 
 
 def test_another_seed_makes_other_words():
-    assert _words(3) == _words(3)
-    assert _words(3) != _words(4)
+    assert make_words(3) == make_words(3)
+    assert make_words(3) != make_words(4)

@@ -194,7 +194,7 @@ class CheckedPool(PagePool):
     def release(self, pages: Iterable[int]) -> None:
         given = list(pages)
         super().release(given)
-        self.model.free(page for page in given if not self.holders(page))
+        self.model.free(page for page in given if not self._holders[page])
 
 
 class CheckedScheduler(Scheduler):

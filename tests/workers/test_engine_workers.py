@@ -137,8 +137,8 @@ def test_the_engine_is_called_by_the_workers_method_itself(tmp_path: Path, monke
 
 
 def test_a_role_that_is_not_known_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="role='actor_ref' is not known"):
-        policy_class("nowhere", "actor_ref")()
+    with pytest.raises(ValueError, match="role='teacher' is not known"):
+        policy_class("nowhere", "teacher")()
     with pytest.raises(ValueError, match="role='judge' is not known"):
         TrainingWorker(CriticConfig(), "judge", seed=0)
 
