@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,7 +153,7 @@ def _mapped(names: Mapping[Any, Any]) -> Callable[[str, str, Any, str], Verdict]
 
     def convert(key: str, new_key: str, value: Any, why: str) -> Verdict:
         name = value.lower() if isinstance(value, str) else value
-        if name not in names or isinstance(value, bool):
+        if not isinstance(name, Hashable) or name not in names or isinstance(value, bool):
             return _same(key, new_key, value, why)
         return Verdict(key, "translated", why, ((new_key, names[name]),))
 

@@ -177,3 +177,7 @@ def test_every_leaf_of_a_yaml_of_verls_has_a_verdict(tmp_path):
         "actor_rollout_ref.actor._target_": "ignored",
         "actor_rollout_ref.actor.clip_ratio": "accepted",
     }
+
+
+def test_a_value_that_is_a_list_has_a_verdict_too():
+    assert judge("algorithm.adv_estimator", ["gae", "grpo"]).key == "algorithm.adv_estimator"
