@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 # Most of what is installed is never imported: what is gets compiled then, which halves the installation.
 PIP := $(BIN)/pip install -q --no-compile
 
-# Processes that share the tests.
-JOBS ?= 2
+# Processes that share the tests: one more than the cores, because those with processes of their own often wait.
+JOBS ?= 3
 
 # Isolates the programs of code rewards; without it (or root to install it) those refuse to run, everything else works.
 BUBBLEWRAP := command -v bwrap || timeout 180 sh -c 'apt-get update && apt-get install -y bubblewrap' > /dev/null 2>&1 || true
