@@ -108,7 +108,8 @@ class Stream(ABC):
         """What came next. None after `timeout_s` (0: at once when nothing is in flight, otherwise after one pass), and when the stream is
         closed. Without a timeout and with nothing in flight it waits for an `add` from another thread.
 
-        One thread only: it runs the passes. Raises what the engine raises when it breaks down, WeightSyncError for weights that are not whole.
+        One thread only: it runs the passes. Raises what the engine raises when it breaks down, WeightSyncError for weights that are not
+        whole.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
