@@ -14,7 +14,7 @@ import asyncio
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.workers.rollout.stream import Tokens
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lockstep.workers.rollout.base import Completion, Request
     from lockstep.workers.rollout.stream import Stream
 
-Answer = "Completion | Tokens"
+_LOOK_UP_S = 0.5
+"""How often an idle engine's thread looks whether it should end."""
 
 
 class EngineBroken(Exception):
@@ -42,6 +43,8 @@ class Order:
         self._answers: asyncio.Queue[tuple[int, Completion | Tokens] | EngineBroken] = asyncio.Queue()
         self.open: dict[int, int] = {}
         """Index in the stream -> place in the call, of requests without a completion."""
+        self.size = 0
+        """Requests, each of which gets one completion."""
 
     async def next(self) -> tuple[int, Completion | Tokens]:
         """What came next, and the place in the call of the request that it answers. Raises EngineBroken."""
@@ -78,7 +81,6 @@ class Desk:
         self._came: deque[Completion | Tokens] = deque()
         self._loop = asyncio.get_running_loop()
         self._is_closing = False
-        self._pauses: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -97,20 +99,21 @@ class Desk:
         for place, request in enumerate(requests):
             index = self.stream.add(request)  # its answers come by way of the event loop, so not before this function is left
             order.open[index], self._orders[index] = place, order
+        order.size = len(requests)
         return order
 
     async def close(self) -> None:
         """End the engine's thread and the stream; orders without an answer get EngineBroken."""
         self._is_closing = True
-        self.stream.close()
         await asyncio.to_thread(self._thread.join)
+        self.stream.close()
         self._break("the server is shutting down")
 
     def _run(self) -> None:
         """The engine's thread."""
         try:
             while not self._is_closing:
-                answer = self.stream.next()
+                answer = self.stream.next(_LOOK_UP_S)
                 if answer is not None:
                     self._came.append(answer)
                     if len(self._came) == 1:  # otherwise a delivery is on its way, and takes this one along

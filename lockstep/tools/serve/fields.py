@@ -28,7 +28,10 @@ class Fields:
 
     def __init__(self, body: bytes) -> None:
         try:
-            values = json.loads(body)
+            text = body.decode()
+            values = json.loads(text)
+            if "\\u" in text:  # half a character (a lone surrogate) is JSON, but no text that can be tokenised or sent back
+                json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from error
         if not isinstance(values, dict):

@@ -215,14 +215,26 @@ def _tools(fields: Fields) -> list[dict[str, Any]] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRequest("tools is not a list of objects", "tools")
     if choice not in (None, "auto", "none"):
-        raise BadRequest("tool_choice is not supported: the model chooses, or there are none", "tool_choice", code="unsupported_parameter")
+        raise BadRequest(
+            "tool_choice is not supported: the model chooses, or there are none", "tool_choice", code="unsupported_parameter"
+        )
     return tools if tools and choice != "none" else None
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
     """What the template is given. The template itself is the model's, and so is what is done with its text."""
     kwargs = {"add_generation_prompt": fields.flag("add_generation_prompt", True)} | fields.mapping("chat_template_kwargs")
-    own = {"tokenize", "chat_template", "conversation", "messages", "tools", "return_tensors", "return_dict", "padding", "truncation"}
+    own = {
+        "tokenize",
+        "chat_template",
+        "conversation",
+        "messages",
+        "tools",
+        "return_tensors",
+        "return_dict",
+        "padding",
+        "truncation",
+    }
     taken = sorted(own & kwargs.keys())
     if taken:
         raise BadRequest(f"chat_template_kwargs has {taken[0]}, which is the server's to set", "chat_template_kwargs")
