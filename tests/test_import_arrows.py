@@ -90,6 +90,8 @@ ARROWS: dict[str, set[str]] = {
         "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
         "observability", "utils",
     },
+    "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
+    "tools/serve": {"tools/load_model", "workers/rollout", "config"},
     "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
