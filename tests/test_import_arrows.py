@@ -91,6 +91,9 @@ ARROWS: dict[str, set[str]] = {
         "observability", "utils",
     },
     "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
+    "tools/evaluate": {
+        "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
+    },
     "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
@@ -107,7 +110,7 @@ ARROWS: dict[str, set[str]] = {
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
     "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
-    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/evaluate/command", "tools/compare", "cli",
     "__init__",
 )  # fmt: skip
 
