@@ -78,7 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/distill": {
         "trainer/sft", "trainer/launch", "trainer/role", "protocol", "config", "observability", "utils",
     },
-    "trainer/summary": {"trainer/run"},
+    "trainer/summary": {"trainer/run", "observability"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
     "workers/engine": {"checkpoint", "models", "algorithms", "protocol", "config", "observability", "utils"},
@@ -92,6 +92,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
     "tools/serve": {"tools/load_model", "workers/rollout", "config"},
+    "tools/evaluate": {
+        "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
+    },
     "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
@@ -108,7 +111,7 @@ ARROWS: dict[str, set[str]] = {
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
     "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
-    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/evaluate/command", "tools/compare", "cli",
     "__init__",
 )  # fmt: skip
 

@@ -44,10 +44,10 @@ class FitResult:
 
     steps: int
     """Steps done in all, those before a resume included."""
-    first_validation: dict[str, float]
-    """Metrics of the first validation, that of a run before a resume included (empty without one)."""
+    validation_before: dict[str, float]
+    """Metrics of the validation before the first step, that of a run before a resume included; empty where there was none."""
     last_validation: dict[str, float]
-    """Metrics of the last."""
+    """Metrics of the last validation; empty where there was none."""
     checkpoint: Path | None
     """The newest checkpoint."""
     best_checkpoint: Path | None
@@ -73,8 +73,8 @@ class Run(ABC):
         self.timer = StageTimer(on_enter=display.stage if display.shows_stages else None)
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
-        self.validations: list[dict[str, float]] = []
-        """Metrics of the first validation and of those of this start."""
+        self.validation_before: dict[str, float] = {}
+        self.last_validation: dict[str, float] = {}
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
@@ -221,8 +221,8 @@ class Run(ABC):
     def _result(self) -> FitResult:
         return FitResult(
             steps=self.global_steps,
-            first_validation=self.validations[0] if self.validations else {},
-            last_validation=self.validations[-1] if self.validations else {},
+            validation_before=self.validation_before,
+            last_validation=self.last_validation,
             checkpoint=folders.newest(self.section.run_dir),
             best_checkpoint=self._saver.best(),
             metrics_file=self._metrics_file,
@@ -255,8 +255,10 @@ class Run(ABC):
 
     def _timed_validation(self) -> dict[str, float]:
         with self.timer.stage("testing"):
-            self.validations.append(self._validate())
-        return self.validations[-1]
+            self.last_validation = self._validate()
+        if not self.global_steps:
+            self.validation_before = self.last_validation
+        return self.last_validation
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +284,7 @@ class Run(ABC):
         return True
 
     def _begin_again(self) -> None:
-        self.global_steps, self.validations = 0, []
+        self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
@@ -330,7 +332,7 @@ class Run(ABC):
             "global_steps": self.global_steps,
             "recipe": type(self.config).__name__,
             "config": kept_values(self.config),
-            "first_validation": self.validations[0] if self.validations else {},
+            "validation_before": self.validation_before,
             "left_out": self.left_out,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
@@ -351,7 +353,7 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
-        kinds = {"config": dict, "first_validation": dict, "left_out": list}
+        kinds = {"config": dict, "left_out": list}
         if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
             raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
@@ -378,7 +380,7 @@ class Run(ABC):
         if folder.resolve().parent == self.section.run_dir.resolve():
             self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
-        self.validations = [state["first_validation"]] if state["first_validation"] else []
+        self.validation_before = state.get("validation_before", {})
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:
