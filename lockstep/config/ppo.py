@@ -140,7 +140,7 @@ class PPOConfig:
 
     def _check_rewards(self) -> None:
         overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
-        if overlong.enable and overlong.len > longest:
+        if overlong.enable and overlong.num_tokens(longest) > longest:
             raise ConfigError(
                 f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length={longest}, so every response would lose "
                 "reward; lower it, or set reward.overlong_buffer.enable=false"

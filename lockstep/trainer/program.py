@@ -15,18 +15,26 @@ from lockstep.utils.printable import printable
 
 
 def run_program(
-    arguments: Sequence[str] | None, root: type, load: Callable[[list[str], Path | None], Any], run: Callable[[Any], None]
+    arguments: Sequence[str] | None,
+    root: type,
+    load: Callable[[list[str], Path | None], Any],
+    run: Callable[[Any], None],
+    algorithm: str = "ppo",
 ) -> int:
-    """`run` what the command line describes; returns the exit status. `--config FILE` reads a YAML file, `--help` lists the keys."""
+    """`run` what the command line describes; returns the exit status.
+
+    `--config FILE` reads a YAML file. `--help` lists the keys in groups, `--help WORD` explains a group or searches (config/help.py).
+    """
     # Read when torch loads its OpenMP library. Threads that spin while they wait make a small model many times slower on busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in arguments or "-h" in arguments:
-        from lockstep.config.reference import command_line_help
-
-        print(command_line_help(root))
-        return 0
     try:
+        asked = next((at for at, word in enumerate(arguments) if word in ("-h", "--help")), None)
+        if asked is not None:
+            from lockstep.config.help import command_help
+
+            print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
+            return 0
         config_file, overrides = _split_arguments(arguments)
         run(load(overrides, config_file))
     except Stopped as stopped:
