@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
 from lockstep.utils.printable import printable
+
+if TYPE_CHECKING:
+    from lockstep.config.stage import StageConfig
+    from lockstep.trainer.stage_run import StageRun
 
 
 def run_program(
@@ -47,6 +51,20 @@ def run_program(
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def run_stage(config: StageConfig, make_trainer: Callable[[Any], StageRun]) -> None:
+    """Train the recipe that `make_trainer` makes for a class of worker groups, and say what came of it."""
+    from lockstep.trainer.summary import summarise_stage
+
+    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
+        trainer = make_trainer(group_cls)
+        try:
+            trainer.init_workers()
+            result = trainer.fit()
+        finally:
+            trainer.close()
+    print(summarise_stage(result, trainer.view.validation))
 
 
 @contextmanager
