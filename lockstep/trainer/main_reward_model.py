@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.config.load import load_recipe
 from lockstep.config.reward_train import RewardTrainConfig
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import run_program, worker_group
 from lockstep.trainer.setup import check_stage_engine
 
@@ -28,7 +29,8 @@ def run(config: RewardTrainConfig) -> None:
     from lockstep.workers.reward_loss import make_reward_loss
 
     check_stage_engine(config, config.data.max_length)
-    tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     separate_padding(tokenizer)
     with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
         make_loss = functools.partial(make_reward_loss, STAGE_KEYS.name, config.loss.center_rewards_coefficient)

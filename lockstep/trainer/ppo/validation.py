@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
@@ -39,6 +40,7 @@ def validate(
     Writes the samples into `folder`, where there is one.
     """
     size = batch_size or len(dataset)
+    expect(len(dataset) * n, "responses")
     parts, all_scored = [], []
     for start in range(0, len(dataset), size):
         rows = range(start, min(start + size, len(dataset)))
