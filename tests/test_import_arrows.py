@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "observability": set(),
     "checkpoint": set(),
-    "data": {"protocol", "config", "utils"},
+    "data": {"protocol", "config", "observability/spans", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
     "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
-    "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
+    "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config", "observability/spans"},
     "trainer/stop": set(),
     "trainer/ppo": {
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",

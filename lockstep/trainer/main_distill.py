@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.config.distill import DistillConfig
 from lockstep.config.load import load_recipe
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine, sampled_answers
 
@@ -32,7 +33,8 @@ def run(config: DistillConfig) -> None:
     check_stage_engine(config, config.longest, "data.max_length + distill.max_response_length")
     as_teacher = dataclasses.replace(config, model=teacher)
     check_stage_engine(as_teacher, config.longest, "data.max_length + distill.max_response_length")
-    tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
     check_same_tokenizer(tokenizer, str(teacher.path), teacher.trust_remote_code, "teacher.path")
     make_loss = functools.partial(make_distill_loss, STAGE_KEYS.name)
     with sampled_answers(config, tokenizer) as sampled:

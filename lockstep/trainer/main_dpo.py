@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import load_recipe
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine
 
@@ -29,7 +30,8 @@ def run(config: DPOConfig) -> None:
     check_stage_engine(config, config.data.max_length)
     loss = config.loss
     make_loss = functools.partial(make_preference_loss, STAGE_KEYS.name, loss.loss_mode, loss.parameters, loss.nll_coef)
-    tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     run_stage(config, lambda groups: DPOTrainer(config, tokenizer, ActorRolloutRefWorker, groups, make_loss))
 
 

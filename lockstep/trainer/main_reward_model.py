@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.config.load import load_recipe
 from lockstep.config.reward_train import RewardTrainConfig
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine
 
@@ -27,7 +28,8 @@ def run(config: RewardTrainConfig) -> None:
     from lockstep.workers.reward_loss import make_reward_loss
 
     check_stage_engine(config, config.data.max_length)
-    tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     separate_padding(tokenizer)
     make_loss = functools.partial(make_reward_loss, STAGE_KEYS.name, config.loss.center_rewards_coefficient)
     run_stage(config, lambda groups: RewardModelTrainer(config, tokenizer, ActorRolloutRefWorker, groups, make_loss))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.config.load import load_recipe
 from lockstep.config.sft import SFTConfig
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine, sampled_answers
 
@@ -27,7 +28,8 @@ def run(config: SFTConfig) -> None:
     from lockstep.workers.sft_loss import make_sft_loss
 
     check_stage_engine(config, config.data.max_length)
-    tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     make_loss = functools.partial(make_sft_loss, STAGE_KEYS.name)
     with sampled_answers(config, tokenizer) as sampled:
         run_stage(config, lambda groups: SFTTrainer(config, tokenizer, ActorRolloutRefWorker, groups, make_loss, sampled))

@@ -6,11 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep import __version__
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
+from lockstep.observability.display import is_live_terminal
+from lockstep.observability.spans import progress
+from lockstep.observability.waiting import shown_waits
 from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
@@ -39,8 +44,14 @@ def run_program(
 
             print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
             return 0
+        # Before anything that takes time: the reader knows at once that something happens, and meanwhile what.
+        print(f"lockstep {__version__}: reading the configuration", flush=True)
         config_file, overrides = _split_arguments(arguments)
-        run(load(overrides, config_file))
+        config = load(overrides, config_file)
+        with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
+            with progress("importing PyTorch and transformers"):
+                import_module("lockstep.workers.engine_workers")
+            run(config)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 128 + stopped.signum

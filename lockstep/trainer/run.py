@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import batch_at
 from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.display import Display
-from lockstep.observability.spans import StageTimer
+from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.stop import StopSignals
 
@@ -70,7 +71,7 @@ class Run(ABC):
         self.config, self.section = config, config.trainer
         self.total_steps, self.has_validation = total_steps, has_validation
         self.display = display
-        self.timer = StageTimer(on_enter=display.stage if display.shows_stages else None)
+        self.timer = StageTimer()
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
         self.validation_before: dict[str, float] = {}
@@ -172,7 +173,7 @@ class Run(ABC):
                 with self._tracking() as tracking, self.display:
                     self._introduce()
                     if self.has_validation and (config.val_only or (config.val_before_train and not self.global_steps)):
-                        metrics = self._timed_validation()
+                        metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
                         tracking.log(metrics, self.global_steps)
                         self.display.step(self.global_steps, metrics)
                     while self.global_steps < self.total_steps and not config.val_only and not stop.asked:
@@ -182,7 +183,7 @@ class Run(ABC):
                         self.global_steps += 1
                         if self.left_out:
                             metrics["training/left_out_batches"] = len(self.left_out)
-                        if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
+                        if self._validates_after(self.global_steps) and not stop.asked:
                             metrics |= self._timed_validation()
                         saves = self.is_due(config.save_freq, self.global_steps) or (stop.asked and config.save_freq != 0)
                         draft = self._begin_save(metrics) if saves else None
@@ -213,6 +214,9 @@ class Run(ABC):
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
         return frequency != 0 and (step == self.total_steps or (frequency > 0 and step % frequency == 0))
+
+    def _validates_after(self, step: int) -> bool:
+        return self.has_validation and self.is_due(self.section.test_freq, step)
 
     @property
     def _metrics_file(self) -> Path:
@@ -245,7 +249,8 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        self.display.start(self.total_steps, first_step=self.global_steps, title=title)
+        due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:
             self.display.message(
@@ -384,6 +389,7 @@ class Run(ABC):
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:
-            self._load(Path(os.path.abspath(folder)), state)
+            with progress("loading the checkpoint"):
+                self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error

@@ -23,6 +23,7 @@ from lockstep.config.stage import STAGE_KEYS, StageConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.observability.display import View, make_display
 from lockstep.observability.metrics import Metric, merge_metrics, values
+from lockstep.observability.spans import expect
 from lockstep.observability.trackers import check_trackers
 from lockstep.planner.count import Load
 from lockstep.protocol import DataProto
@@ -145,10 +146,13 @@ class StageRun(Run):
         """The same metrics of all validation rows, under val/."""
         assert self.val_data is not None
         parts, measured = [], []
+        seen = expect(len(self.val_data), "rows")
         for start in range(0, len(self.val_data), self.rows_per_step):
             batch = self._prepare(self.val_data.batch(range(start, min(start + self.rows_per_step, len(self.val_data)))))
             measured += self._evaluate(batch)
             parts.append(batch)
+            seen.done = min(start + self.rows_per_step, len(self.val_data))
+            seen.tokens += int(batch.token_counts().sum())
         found = self._metrics(DataProto.concat(parts), values(merge_metrics(measured)))
         return {f"val/{name.removeprefix('train/')}": value for name, value in found.items() if name.startswith("train/")}
 

@@ -22,6 +22,7 @@ from lockstep.algorithms.rows import Rows
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Mean, Metric, average_updates, merge_metrics
+from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 
@@ -53,11 +54,15 @@ def generate(
     `on_finished` hears of each response (row, token ids) as soon as it is there, on another thread; without promise that it hears of all.
     """
     prompts = batch.select(["prompts"], ["index", "sample"])
-    if on_finished is None:
-        batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step))
-        return
     prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
-    with rollout.receiving(lambda message: on_finished(*message)) as send:
+    progress = expect(len(batch), "responses")
+
+    def hear(message: tuple[int, Tensor]) -> None:
+        progress.done, progress.tokens = progress.done + 1, progress.tokens + len(message[1])
+        if on_finished is not None:
+            on_finished(*message)
+
+    with rollout.receiving(hear) as send:
         batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send))
 
 

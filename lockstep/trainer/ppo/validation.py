@@ -11,6 +11,7 @@ import numpy as np
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.observability.score_summary import score_summary
+from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
@@ -37,6 +38,7 @@ def validate(
     Writes the samples into `folder`, where there is one.
     """
     size = batch_size or len(dataset)
+    expect(len(dataset) * n, "responses")
     parts, all_scored = [], []
     for start in range(0, len(dataset), size):
         rows = range(start, min(start + size, len(dataset)))
