@@ -15,12 +15,14 @@ COMMANDS = {
     "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
     "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
     "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),
+    "report": ("lockstep.tools.report", "report RUN ...: one HTML file about a run, with its samples token by token"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
     "verify-resume": (
         "lockstep.tools.verify_resume",
         "kill a short run of your configuration and compare its end with one never hit",
     ),
     "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
+    "watch": ("lockstep.tools.report.watch", "watch RUN ...: the same live, in a browser on this machine"),
     "preprocess": (
         "lockstep.data.preprocess.main",
         "make parquet files of public datasets: mathematics, code, preferences, conversations",
