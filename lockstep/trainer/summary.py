@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from lockstep.trainer.run import FitResult
 
 
@@ -16,6 +18,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
     if result.best_checkpoint is not None:
         lines.append(f"  the best one: {result.best_checkpoint}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
+    lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
     if embedded:
         lines += [
             "what to try next:",
@@ -38,4 +41,5 @@ def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
             lines.append(f"  {name}: {before}{after:.4f} after")
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
+    lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
     return "\n".join(lines)
