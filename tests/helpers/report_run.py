@@ -55,6 +55,7 @@ def make_run(
         "numbers": {"entropy": 0.1},
         "key": "actor.entropy_coeff",
     }
+    alarm["samples"] = [{"prompt": "q", "response": "<i>r</i>"}]
     (folder / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     return folder
 

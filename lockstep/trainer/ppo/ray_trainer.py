@@ -215,7 +215,7 @@ class RayPPOTrainer(Run):
         metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
-    def _after_step(self) -> None:
+    def _keep_samples(self) -> None:
         log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
         self.keeper.keep(f"train_{self.global_steps}", *self._trained, log_probs)
         del self._trained

@@ -32,8 +32,8 @@ def run(embedded_config, tmp_path):
         )  # fmt: skip
         trainer = make_trainer(config, {"global_pool": [1]}, roles("ActorRollout", "RefPolicy", "Critic"))
         batches = []
-        keep = trainer._after_step
-        trainer._after_step = lambda: (batches.append(trainer._trained[0]), keep())
+        keep = trainer._keep_samples
+        trainer._keep_samples = lambda: (batches.append(trainer._trained[0]), keep())
         try:
             trainer.init_workers()
             trainer.fit()

@@ -21,6 +21,8 @@ function drawAlarms() {
     alarm.key ? el("p", {}, "Key to turn: ", el("code", { text: visible(String(alarm.key)) })) : null,
     el("dl", {}, ...Object.entries(alarm.numbers || {}).map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", {
       text: typeof value === "number" ? short(value) : visible(JSON.stringify(value)),
-    }))))));
+    })))),
+    alarm.samples && alarm.samples.length ? el("details", {}, el("summary", { text: `${alarm.samples.length} samples of that step` }),
+      ...alarm.samples.map((sample) => el("pre", { class: "alarm-sample", text: visible(JSON.stringify(sample, null, 1)) }))) : null));
   byId("alarms").replaceChildren(...(cards.length ? cards : [el("p", { class: "empty", text: "No alarm was raised in these runs." })]));
 }

@@ -216,6 +216,8 @@ def test_stages_memory_settings_and_alarms(report, open_page):
     assert "algorithm.lam" in page.inner_text("table.settings")
     page.click("#tab-alarms")
     assert "fell <b>fast</b>" in page.inner_text("#alarms")
+    page.click("#alarms summary")
+    assert '"response": "<i>r</i>"' in page.inner_text("#alarms")
 
 
 def test_runs_side_by_side_and_switched_off(two_runs, open_page):
