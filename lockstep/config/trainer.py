@@ -111,10 +111,14 @@ class TrainerConfig(RunConfig):
     """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
     record_batch_freq: int = -1
     """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
+    report_rows: int = 64
+    """Samples of each step and validation that are kept, with their numbers by token, for `lockstep report`; -1 all, 0 none."""
+    report_ratio: bool = False
+    """Keep also how much the update changed each kept token's probability: one more forward pass over the kept samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "trainer", -1, "record_batch_freq")
+        at_least(self, "trainer", -1, "record_batch_freq", "report_rows")
 
 
 @dataclass

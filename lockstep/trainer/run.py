@@ -98,6 +98,9 @@ class Run(ABC):
     def _step(self) -> dict[str, float]:
         """Do step number `global_steps + 1`; returns its metrics."""
 
+    def _keep_samples(self) -> None:  # noqa: B027
+        """Write what the run keeps of the samples of the step just done, outside its time."""
+
     def _validate(self) -> dict[str, float]:
         """Metrics of the model as it is. Called only where `has_validation`."""
         return {}
@@ -181,6 +184,7 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
+                        self._keep_samples()
                         if self.left_out:
                             metrics["training/left_out_batches"] = len(self.left_out)
                         if self._validates_after(self.global_steps) and not stop.asked:

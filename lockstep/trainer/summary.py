@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from lockstep.observability.display import with_interval
 from lockstep.trainer.run import FitResult
 
@@ -14,6 +16,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
     if result.best_checkpoint is not None:
         lines.append(f"  the best one: {result.best_checkpoint}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
+    lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
     if embedded:
         lines += [
             "what to try next:",
@@ -31,6 +34,7 @@ def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
     lines += _before_and_after(result, shown, ".4f")
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
+    lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
     return "\n".join(lines)
 
 
