@@ -77,7 +77,8 @@ class Answers:
             scored = Scored.of(ids, completion.log_probs[: len(ids)], self._top(completion.top_log_probs, len(ids)))
         if call.echo:
             text = self.prompt_text(place) + text
-            if scored is not None and completion.prompt_log_probs is not None:
+            if scored is not None:
+                assert completion.prompt_log_probs is not None, "the engine gives no log-probs of prompts"  # never a shorter list
                 top = self._top(completion.prompt_top_log_probs, len(self._prompt(place)))
                 scored = Scored.of(self._prompt(place), completion.prompt_log_probs, top) + scored
         choice: Json = {"index": place, "finish_reason": completion.finish_reason, "logprobs": self._log_probs(place, scored)}

@@ -11,10 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.tools.serve.answers import Answers, event
@@ -88,12 +87,11 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
         ]
-        inner = Starlette(routes=routes, lifespan=self._lifespan)
         paths = frozenset(route.path for route in routes)
-        self.app: ASGIApp = Gate(inner, self.metrics, paths, options.api_key, options.timeout_s)
+        self.app: ASGIApp = Gate(Router(routes, lifespan=self._lifespan), self.metrics, paths, options.api_key, options.timeout_s)
 
     @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:
         self.desk = Desk(self.open_stream(), self.loaded.engine.config.max_num_seqs + self.options.max_queue)
         try:
             yield

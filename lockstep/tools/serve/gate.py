@@ -8,7 +8,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from lockstep.tools.serve.answers import error_body
@@ -74,7 +74,9 @@ class Gate:
 
         try:
             self._check_key(scope)
-            await self._app(scope, receive, watched)
+            await self._app(
+                scope | {"app": self}, receive, watched
+            )  # with an app, starlette raises what else it would answer itself
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -85,7 +87,7 @@ class Gate:
     def _check_key(self, scope: Scope) -> None:
         if self._expected is None or scope["path"] in OPEN_PATHS:
             return
-        given = Request(scope).headers.get("authorization", "").encode()
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(given, self._expected):
             raise BadRequest(
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY", status=401, code="invalid_api_key"
