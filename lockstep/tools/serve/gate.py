@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from lockstep.tools.serve.answers import error_body
+from lockstep.tools.serve.answers import NoAnswer, error_body
 from lockstep.tools.serve.desk import EngineBroken, QueueFull
 from lockstep.tools.serve.fields import BadRequest
 from lockstep.tools.serve.metrics import Metrics
@@ -25,10 +25,6 @@ CLIENT_GONE = 499
 """The status that is counted where the client did not wait for one."""
 _TO_SEND_S = 30.0
 """After a request's deadline, how long a client may take to read the answer."""
-
-
-class NoAnswer(Exception):
-    """The engine could not answer one request."""
 
 
 class TooLate(Exception):
