@@ -16,6 +16,7 @@ COMMANDS = {
     "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
     "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),
     "eval": ("lockstep.tools.evaluate.command", "a model, checkpoint, run or server on tasks or data files, with intervals"),
+    "serve": ("lockstep.tools.serve", "answer HTTP requests as OpenAI's server does, with the trainer's own numerics"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
     "verify-resume": (
         "lockstep.tools.verify_resume",
