@@ -95,6 +95,10 @@ ARROWS: dict[str, set[str]] = {
     "tools/evaluate": {
         "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
     },
+    "tools/evaluate": {
+        "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
+    },
+    "tools/serve": {"tools/load_model", "workers/rollout", "config"},
     "tools/data_show": {"data", "config", "utils"},
     "tools/report": {"config", "observability"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},

@@ -19,7 +19,7 @@ from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import generate, make_prompts
 
-_VALIDATION_STEPS = 1 << 40
+VALIDATION_STEPS = 1 << 40
 """Added to the step in the sampling key of validation, so that it draws other numbers than training."""
 
 
@@ -46,7 +46,7 @@ def validate(
         rows = range(start, min(start + size, len(dataset)))
         batch = make_prompts(dataset, rows, n, judge.tokenizer.pad_token_id)
         scoring = judge.begin(batch)
-        generate(rollout, batch, sampling, step + _VALIDATION_STEPS, getattr(scoring, "add", None))
+        generate(rollout, batch, sampling, step + VALIDATION_STEPS, getattr(scoring, "add", None))
         all_scored.append(judge.judge(batch, step, scoring))
         parts.append(batch)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
