@@ -36,7 +36,9 @@ def run_program(
             print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
             return 0
         config_file, overrides = _split_arguments(arguments)
-        run(load(overrides, config_file))
+        config = load(overrides, config_file)
+        print(f"the run's folder: {config.trainer.run_dir}", flush=True)
+        run(config)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 128 + stopped.signum

@@ -75,6 +75,7 @@ class Run(ABC):
         """Steps done so far. A step that raises does not count."""
         self.validations: list[dict[str, float]] = []
         """Metrics of the first validation and of those of this start."""
+        self._num_resumed, self._validated_share = 0, 1.0
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
@@ -222,7 +223,7 @@ class Run(ABC):
         return FitResult(
             steps=self.global_steps,
             first_validation=self.validations[0] if self.validations else {},
-            last_validation=self.validations[-1] if self.validations else {},
+            last_validation=self.validations[-1] if len(self.validations) > self._num_resumed else {},
             checkpoint=folders.newest(self.section.run_dir),
             best_checkpoint=self._saver.best(),
             metrics_file=self._metrics_file,
@@ -250,13 +251,27 @@ class Run(ABC):
         if self.global_steps >= self.total_steps:
             self.display.message(
                 f"nothing to train: the checkpoint is at step {self.global_steps} of {self.total_steps}; raise "
-                "trainer.total_training_steps to go on, or set trainer.resume_mode=disable to start anew"
+                "trainer.total_training_steps to go on, or name a new run with trainer.experiment_name"
             )
 
     def _timed_validation(self) -> dict[str, float]:
+        self._validated_share = 1.0
         with self.timer.stage("testing"):
-            self.validations.append(self._validate())
+            metrics = self._validate()
+        self.validations.append(metrics | ({"val-aux/share_of_rows": self._validated_share} if self._validated_share < 1 else {}))
         return self.validations[-1]
+
+    def _validated_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
+        """The rows that this validation is on: all, but before the first step those of trainer.val_before_train_samples."""
+        if self.global_steps or self.section.val_only:
+            return list(range(num_rows))
+        rows = self.section.first_validation_rows(num_rows, samples_per_row, samples_per_step)
+        if len(rows) < num_rows:
+            self._validated_share = len(rows) / num_rows
+            self.display.message(
+                f"the validation before the first step is on {len(rows)} of {num_rows} rows (trainer.val_before_train_samples=-1: all)"
+            )
+        return rows
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +297,7 @@ class Run(ABC):
         return True
 
     def _begin_again(self) -> None:
-        self.global_steps, self.validations = 0, []
+        self.global_steps, self.validations, self._num_resumed = 0, [], 0
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
@@ -379,6 +394,7 @@ class Run(ABC):
             self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
         self.validations = [state["first_validation"]] if state["first_validation"] else []
+        self._num_resumed = len(self.validations)
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:

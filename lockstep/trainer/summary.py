@@ -7,7 +7,7 @@ from lockstep.trainer.run import FitResult
 
 def summarise(result: FitResult, embedded: bool) -> str:
     """Before and after, the checkpoint, the metrics; for the embedded task also the next commands to try."""
-    lines = [f"\ndone: {result.steps} steps"]
+    lines = _head(result)
     for name, after in result.last_validation.items():
         if name.startswith("val-core/"):
             before = result.first_validation.get(name, float("nan"))
@@ -19,7 +19,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
     if embedded:
         lines += [
             "what to try next:",
-            "  lockstep ppo algorithm.adv_estimator=grpo                  the same task without a critic",
+            "  lockstep grpo                                              the same task without a critic",
             "  lockstep ppo trainer.n_gpus_per_node=2                     two processes on Ray",
             "  lockstep ppo data.train_files=train.parquet data.val_files=val.parquet actor_rollout_ref.model.path=MODEL",
             "                                                             your own data and model",
@@ -29,7 +29,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
 
 def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
     """The same for a recipe that learns from files; `shown` says how the names of its validation results begin."""
-    lines = [f"\ndone: {result.steps} steps"]
+    lines = _head(result)
     for name, after in result.last_validation.items():
         if name.startswith(shown):
             before = (
@@ -39,3 +39,9 @@ def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
     return "\n".join(lines)
+
+
+def _head(result: FitResult) -> list[str]:
+    lines = [f"\ndone: {result.steps} steps in {result.metrics_file.parent}"]
+    share = result.first_validation.get("val-aux/share_of_rows")
+    return lines if share is None else [*lines, f"  (before: on {share:.0%} of the rows, trainer.val_before_train_samples)"]
