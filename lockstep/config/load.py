@@ -261,8 +261,9 @@ def _read_file(path: str | Path) -> DictConfig:
 
 def _to_object(node: Any, root: type[T]) -> T:
     with _readable_errors():
-        config = OmegaConf.to_object(node)
+        # Before the object is made, which gets a name that must not depend on what was loaded before.
         remember(OmegaConf.to_container(node), OmegaConf.to_container(node, resolve=True))
+        config = OmegaConf.to_object(node)
     assert isinstance(config, root)
     return config
 

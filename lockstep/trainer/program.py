@@ -48,6 +48,7 @@ def run_program(
         print(f"lockstep {__version__}: reading the configuration", flush=True)
         config_file, overrides = _split_arguments(arguments)
         config = load(overrides, config_file)
+        print(f"the run's folder: {config.trainer.run_dir}", flush=True)
         with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
             with progress("importing PyTorch and transformers"):
                 import_module("lockstep.workers.engine_workers")

@@ -76,6 +76,7 @@ class Run(ABC):
         """Steps done so far. A step that raises does not count."""
         self.validation_before: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
+        self._validated_share = 1.0
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
@@ -259,15 +260,30 @@ class Run(ABC):
         if self.global_steps >= self.total_steps:
             self.display.message(
                 f"nothing to train: the checkpoint is at step {self.global_steps} of {self.total_steps}; raise "
-                "trainer.total_training_steps to go on, or set trainer.resume_mode=disable to start anew"
+                "trainer.total_training_steps to go on, or name a new run with trainer.experiment_name"
             )
 
     def _timed_validation(self) -> dict[str, float]:
+        self._validated_share = 1.0
         with self.timer.stage("testing"):
             self.last_validation = self._validate()
+        if self._validated_share < 1:
+            self.last_validation["val-aux/share_of_rows"] = self._validated_share
         if not self.global_steps:
             self.validation_before = self.last_validation
         return self.last_validation
+
+    def _validated_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
+        """The rows that this validation is on: all, but before the first step those of trainer.val_before_train_samples."""
+        if self.global_steps or self.section.val_only:
+            return list(range(num_rows))
+        rows = self.section.first_validation_rows(num_rows, samples_per_row, samples_per_step)
+        if len(rows) < num_rows:
+            self._validated_share = len(rows) / num_rows
+            self.display.message(
+                f"the validation before the first step is on {len(rows)} of {num_rows} rows (trainer.val_before_train_samples=-1: all)"
+            )
+        return rows
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ from lockstep.trainer.run import FitResult
 
 def summarise(result: FitResult, embedded: bool) -> str:
     """Before and after, the checkpoint, the metrics; for the embedded task also the next commands to try."""
-    lines = [f"\ndone: {result.steps} steps"]
-    lines += _before_and_after(result, ("val-core/",), ".3f")
+    lines = [*_head(result), *_before_and_after(result, ("val-core/",), ".3f")]
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
     if result.best_checkpoint is not None:
         lines.append(f"  the best one: {result.best_checkpoint}")
@@ -20,7 +19,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
     if embedded:
         lines += [
             "what to try next:",
-            "  lockstep ppo algorithm.adv_estimator=grpo                  the same task without a critic",
+            "  lockstep grpo                                              the same task without a critic",
             "  lockstep ppo trainer.n_gpus_per_node=2                     two processes on Ray",
             "  lockstep ppo data.train_files=train.parquet data.val_files=val.parquet actor_rollout_ref.model.path=MODEL",
             "                                                             your own data and model",
@@ -30,8 +29,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
 
 def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
     """The same for a recipe that learns from files; `shown` says how the names of its validation results begin."""
-    lines = [f"\ndone: {result.steps} steps"]
-    lines += _before_and_after(result, shown, ".4f")
+    lines = [*_head(result), *_before_and_after(result, shown, ".4f")]
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
     lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
@@ -48,3 +46,9 @@ def _before_and_after(result: FitResult, shown: tuple[str, ...], spec: str) -> l
         f"  {name}: {f'{with_interval(before, name, spec)} before, ' if name in before else ''}{with_interval(after, name, spec)} after"
         for name in names
     ]
+
+
+def _head(result: FitResult) -> list[str]:
+    lines = [f"\ndone: {result.steps} steps in {result.metrics_file.parent}"]
+    share = result.validation_before.get("val-aux/share_of_rows")
+    return lines if share is None else [*lines, f"  (before: on {share:.0%} of the rows, trainer.val_before_train_samples)"]

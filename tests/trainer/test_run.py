@@ -352,9 +352,10 @@ def test_a_run_that_never_saves_does_not_on_a_signal(tmp_path):
 
 
 def test_a_run_that_is_done_says_so(tmp_path):
-    Counting(tmp_path, 2, val_before_train=False).fit()
-    done = Counting(tmp_path, 2, val_before_train=False)
-    assert done.fit().steps == 2
+    first = Counting(tmp_path, 2).fit()
+    done = Counting(tmp_path, 2)
+    result = done.fit()
+    assert (result.steps, result.first_validation, result.last_validation) == (2, first.first_validation, {})
     assert "nothing to train: the checkpoint is at step 2 of 2" in done.display.texts[-1]
 
 
@@ -362,6 +363,25 @@ def test_without_validation_data_nothing_is_validated_or_timed(tmp_path):
     result = Counting(tmp_path, 1, has_validation=False, test_freq=1).fit()
     assert (result.validation_before, result.last_validation) == ({}, {})
     assert "timing_s/testing" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_the_validation_before_the_first_step_is_no_longer_than_a_step_and_says_so(tmp_path):
+    class Rows(Counting):
+        def _validate(self):
+            return {"val-core/rows": float(len(self._validated_rows(100, samples_per_row=2, samples_per_step=8)))}
+
+    def rows(name, **trainer):
+        run = Rows(tmp_path / name, 2, test_freq=1, **trainer)
+        run.fit()
+        return [metrics["val-core/rows"] for metrics in run.validations], run.display.texts, run.validations
+
+    counts, texts, (first, *later) = rows("capped")
+    assert counts == [4.0, 100.0, 100.0]
+    assert sum("on 4 of 100 rows (trainer.val_before_train_samples=-1: all)" in text for text in texts) == 1
+    assert first["val-aux/share_of_rows"] == 0.04
+    assert not any("val-aux/share_of_rows" in metrics for metrics in later)
+    assert rows("all", val_before_train_samples=-1)[0] == [100.0] * 3
+    assert rows("asked", val_only=True)[0] == [100.0]
 
 
 def test_val_only_trains_nothing(tmp_path):

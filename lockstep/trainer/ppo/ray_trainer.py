@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.config.arithmetic import describe
@@ -242,7 +243,9 @@ class RayPPOTrainer(Run):
         judge, config = Scorer.of(self.val_reward_fn, None, self.tokenizer, self.config), self.config
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
         options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir, "keeper": self.keeper}
-        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
+        per_step = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        dataset: Any = Subset(self.val_dataset, self._validated_rows(len(self.val_dataset), n, per_step))
+        return validate(dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
 
     def _position(self) -> int:
         return self.prompts.num_taken
