@@ -78,7 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/distill": {
         "trainer/sft", "trainer/launch", "trainer/role", "protocol", "config", "observability", "utils",
     },
-    "trainer/summary": {"trainer/run"},
+    "trainer/summary": {"trainer/run", "observability"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
     "workers/engine": {"checkpoint", "models", "algorithms", "protocol", "config", "observability", "utils"},

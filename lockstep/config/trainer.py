@@ -70,7 +70,11 @@ class RunConfig:
     """When a loss, gradient or log-prob is not finite: stop, or rollback (go on from the newest checkpoint without that batch; it is one of
     the max_restarts)."""
 
+    on_alarm: str = "warn"
+    """When a run does not learn as it should (docs/observability.md): warn, or stop with a checkpoint and exit status 3."""
+
     def __post_init__(self) -> None:
+        one_of("trainer.on_alarm", self.on_alarm, ("warn", "stop"))
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
         one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
         one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))

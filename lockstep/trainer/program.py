@@ -42,10 +42,10 @@ def run_program(
             run(config)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        return 128 + stopped.signum
+        return stopped.exit_status
     except LockstepError as error:
         print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

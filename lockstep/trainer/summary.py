@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.observability.alarms import FILE
 from lockstep.trainer.run import FitResult
 
 
@@ -16,6 +17,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
     if result.best_checkpoint is not None:
         lines.append(f"  the best one: {result.best_checkpoint}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
+    lines += _alarms(result)
     if embedded:
         lines += [
             "what to try next:",
@@ -38,4 +40,10 @@ def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
             lines.append(f"  {name}: {before}{after:.4f} after")
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
-    return "\n".join(lines)
+    return "\n".join(lines + _alarms(result))
+
+
+def _alarms(result: FitResult) -> list[str]:
+    """What did not go as it should, said again where it is read."""
+    where = result.metrics_file.with_name(FILE)
+    return [f"  {alarm}" for alarm in result.alarms] + ([f"  more about alarms: {where}"] if result.alarms else [])

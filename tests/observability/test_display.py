@@ -194,7 +194,9 @@ def test_breakpoint_gets_the_terminal_and_the_live_area_returns(
     screen.truncate(0)
     live.step(13, METRICS)
     assert sys.stdout is not real_stdout
-    assert "12/60 steps" in screen.getvalue().partition("\x1b[2K")[0], "what the debugger wrote is not erased, only what is drawn now"
+    assert "12/60 steps" in screen.getvalue().partition("\x1b[2K")[0], (
+        "what the debugger wrote is not erased, only what is drawn now"
+    )
     live.close()
     assert sys.stdout is real_stdout
 
