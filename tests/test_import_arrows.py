@@ -18,7 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "utils": set(),
     "config": set(),
-    "observability": set(),
+    "observability": {"utils/files"},
     "checkpoint": set(),
     "data": {"protocol", "config", "observability/spans", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},

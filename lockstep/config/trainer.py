@@ -59,7 +59,8 @@ class RunConfig:
     default_local_dir: str | None = None
     """The run's folder; null means checkpoints/{project_name}/{experiment_name}."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Where metrics go besides metrics.jsonl in the run's folder: console, tensorboard, wandb."""
+    """Where metrics and samples go besides the files in the run's folder: console, tensorboard, wandb, mlflow, swanlab, trackio, or
+    file.py:name of your own; one, or a list such as [console,wandb]."""
     worker_timeout_s: float = 3600.0
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0

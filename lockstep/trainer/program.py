@@ -15,6 +15,7 @@ from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
 from lockstep.observability.display import is_live_terminal
 from lockstep.observability.spans import progress
+from lockstep.observability.trackers import check_trackers
 from lockstep.observability.waiting import shown_waits
 from lockstep.utils.printable import printable
 
@@ -36,6 +37,7 @@ def run_program(
     try:
         config_file, overrides = _split_arguments(arguments)
         config = load(overrides, config_file)
+        check_trackers(config.trainer.logger)
         with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
             with progress("importing PyTorch and transformers"):
                 import_module("lockstep.workers.engine_workers")

@@ -239,6 +239,8 @@ class Run(ABC):
             if name in self.timer.seconds:
                 metrics[f"timing_s/{name}"] = self.timer.seconds[name]
         tracking.log(metrics, self.global_steps)
+        if self.global_steps == 1 or alarms or {"testing", "save_checkpoint"} & set(self.timer.seconds):
+            tracking.samples(samples, self.global_steps)
         if draft is not None:
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)

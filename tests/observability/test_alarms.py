@@ -123,7 +123,7 @@ def test_a_fault_sounds_its_alarm_once_with_numbers_and_a_key(name, tmp_path):
         changed(training__groups_with_signal=0.04, critic__score__mean=0.97),
         changed(actor__entropy=lambda i: 0.6 * 0.8**i, critic__score__mean=0.9),
         changed(response_length__mean=lambda i: 100.0 + 20 * i),
-        changed(critic__vf_explained_var=lambda i: -0.4 if i < 12 else 0.1),
+        changed(critic__vf_explained_var=lambda i: -0.4 if i < 8 else 0.1),
         changed(actor__kl_loss=lambda i: 0.02 * i),
         changed(reward__format__mean=lambda i: i / 40),
         changed(**dict.fromkeys(("critic__score__mean", "critic__score__max", "actor__grad_norm"), math.nan)),
