@@ -138,7 +138,7 @@ class TorchBackend(Backend):
         # Samples of one prompt draw from the same logits: compute those once.
         distinct, inverse = wanted.unique(return_inverse=True)
         logits = self.forward(batch, distinct)
-        if len(distinct) < len(inverse):
+        if batch.scored or len(distinct) < len(inverse):
             logits = logits[inverse.to(logits.device)]
         if batch.scored:
             own = (row.sample.params or sampling for row in batch.scored)
