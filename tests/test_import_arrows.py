@@ -91,6 +91,10 @@ ARROWS: dict[str, set[str]] = {
         "observability", "utils",
     },
     "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
+    "tools/generate": {"tools/load_model", "workers/rollout", "data", "config", "utils"},
+    "tools/chat": {"tools/generate", "tools/load_model", "workers/rollout", "utils"},
+    "tools/export": {"tools/load_model", "workers/engine", "models", "config", "utils"},
+    "tools/push": {"tools/export", "tools/load_model"},
     "tools/evaluate": {
         "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
     },
