@@ -92,6 +92,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
     "tools/serve": {"tools/load_model", "workers/rollout", "config"},
+    "tools/generate": {"tools/load_model", "workers/rollout", "data", "config", "utils"},
+    "tools/chat": {"tools/generate", "tools/load_model", "workers/rollout", "utils"},
+    "tools/export": {"tools/load_model", "workers/engine", "models", "config", "utils"},
+    "tools/push": {"tools/export", "tools/load_model"},
     "tools/evaluate": {
         "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
     },
