@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
+from lockstep.checkpoint.lock import check_folder
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
 from lockstep.observability.display import is_live_terminal
@@ -22,6 +24,8 @@ from lockstep.utils.printable import printable
 if TYPE_CHECKING:
     from lockstep.config.stage import StageConfig
     from lockstep.trainer.stage_run import StageRun
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_program(
@@ -51,6 +55,7 @@ def run_program(
         config = load(overrides, config_file)
         check_trackers(config.trainer.logger)
         print(f"the run's folder: {config.trainer.run_dir}", flush=True)
+        check_folder(config.trainer.run_dir)
         with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
             with progress("importing PyTorch and transformers"):
                 import_module("lockstep.workers.engine_workers")
@@ -61,6 +66,12 @@ def run_program(
     except LockstepError as error:
         print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
         return error.exit_status
+    except OSError as error:
+        if error.filename is None and error.errno not in _NO_SPACE:
+            raise
+        advice = "free some space" if error.errno in _NO_SPACE else "make it one that can be read and written, or name another"
+        print(printable(f"error: {error.filename or 'a file'}: {error.strerror}; {advice}"), file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
