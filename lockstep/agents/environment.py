@@ -62,6 +62,8 @@ class Environment:
 
     tools: Sequence[Any] = ()
     """Python functions or `Tool`s that the policy is told of."""
+    is_judged: bool = False
+    """Whether the run's reward function judges the policy's last turn, beside what the environment says of turns."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn | Awaitable[Turn]:
         """The first messages, of a row of the data set. All chance must come from `seed`. The default: the row's prompt."""

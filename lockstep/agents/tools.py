@@ -93,6 +93,8 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 class ToolEnvironment(Environment):
     """Calls what the policy asks for and answers with the results; without a call the episode is over, and the reward judges it."""
 
+    is_judged = True
+
     def __init__(self, tools: Sequence[Any] = ()) -> None:
         self.tools = [Tool.of(tool) for tool in tools]
         self._by_name = {tool.name: tool for tool in self.tools}
