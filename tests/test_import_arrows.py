@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "observability": set(),
     "checkpoint": set(),
-    "data": {"protocol", "config", "utils"},
+    "data": {"protocol", "config", "observability/spans", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
     "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
-    "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
+    "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config", "observability/spans"},
     "trainer/stop": set(),
     "trainer/ppo": {
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
@@ -78,7 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/distill": {
         "trainer/sft", "trainer/launch", "trainer/role", "protocol", "config", "observability", "utils",
     },
-    "trainer/summary": {"trainer/run"},
+    "trainer/summary": {"trainer/run", "observability"},
     # backends
     "single_controller/ray": {"single_controller/base", "protocol"},
     "workers/engine": {"checkpoint", "models", "algorithms", "protocol", "config", "observability", "utils"},
@@ -89,6 +89,11 @@ ARROWS: dict[str, set[str]] = {
     "tools/compare": {
         "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
         "observability", "utils",
+    },
+    "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
+    "tools/serve": {"tools/load_model", "workers/rollout", "config"},
+    "tools/evaluate": {
+        "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
     },
     "tools/data_show": {"data", "config", "utils"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
@@ -106,7 +111,7 @@ ARROWS: dict[str, set[str]] = {
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
     "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
-    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/evaluate/command", "tools/compare", "cli",
     "__init__",
 )  # fmt: skip
 

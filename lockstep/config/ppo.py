@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from lockstep.config.agent import AgentConfig
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.agent import AgentConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import EMBEDDED, DataConfig
@@ -142,7 +142,7 @@ class PPOConfig:
 
     def _check_rewards(self) -> None:
         overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
-        if overlong.enable and overlong.len > longest:
+        if overlong.enable and overlong.num_tokens(longest) > longest:
             raise ConfigError(
                 f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length={longest}, so every response would lose "
                 "reward; lower it, or set reward.overlong_buffer.enable=false"

@@ -28,6 +28,8 @@ class PairsConfig(FilesConfig):
 
 @dataclass
 class RewardLossConfig:
+    """What is made of a pair."""
+
     center_rewards_coefficient: float = 0.01
     """Weight of the square of a pair's added scores, which keeps their mean at 0; 0 leaves it free."""
 

@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class RunConfig:
-    """What every recipe's `trainer` section has."""
+    """The run: how long, where, how often to save and validate."""
 
     total_epochs: int = 1
     """Passes over the training data."""
@@ -99,7 +99,7 @@ class RunConfig:
 
 @dataclass
 class TrainerConfig(RunConfig):
-    """PPO's `trainer` section."""
+    """The run: how long, where, how often to save and validate, what is logged."""
 
     critic_warmup: int = 0
     """Steps in which only the critic learns."""
@@ -119,5 +119,7 @@ class TrainerConfig(RunConfig):
 
 @dataclass
 class RayConfig:
+    """How Ray is reached."""
+
     ray_init: dict[str, Any] = field(default_factory=dict)
     """Arguments of ray.init, for example address of a running cluster, or num_cpus."""

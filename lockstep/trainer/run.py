@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import batch_at
 from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.display import Display
-from lockstep.observability.spans import StageTimer
+from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.stop import StopSignals
 
@@ -44,10 +45,10 @@ class FitResult:
 
     steps: int
     """Steps done in all, those before a resume included."""
-    first_validation: dict[str, float]
-    """Metrics of the first validation, that of a run before a resume included (empty without one)."""
+    validation_before: dict[str, float]
+    """Metrics of the validation before the first step, that of a run before a resume included; empty where there was none."""
     last_validation: dict[str, float]
-    """Metrics of the last."""
+    """Metrics of the last validation; empty where there was none."""
     checkpoint: Path | None
     """The newest checkpoint."""
     best_checkpoint: Path | None
@@ -70,11 +71,11 @@ class Run(ABC):
         self.config, self.section = config, config.trainer
         self.total_steps, self.has_validation = total_steps, has_validation
         self.display = display
-        self.timer = StageTimer(on_enter=display.stage if display.shows_stages else None)
+        self.timer = StageTimer()
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
-        self.validations: list[dict[str, float]] = []
-        """Metrics of the first validation and of those of this start."""
+        self.validation_before: dict[str, float] = {}
+        self.last_validation: dict[str, float] = {}
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
@@ -172,7 +173,7 @@ class Run(ABC):
                 with self._tracking() as tracking, self.display:
                     self._introduce()
                     if self.has_validation and (config.val_only or (config.val_before_train and not self.global_steps)):
-                        metrics = self._timed_validation()
+                        metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
                         tracking.log(metrics, self.global_steps)
                         self.display.step(self.global_steps, metrics)
                     while self.global_steps < self.total_steps and not config.val_only and not stop.asked:
@@ -182,7 +183,7 @@ class Run(ABC):
                         self.global_steps += 1
                         if self.left_out:
                             metrics["training/left_out_batches"] = len(self.left_out)
-                        if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
+                        if self._validates_after(self.global_steps) and not stop.asked:
                             metrics |= self._timed_validation()
                         saves = self.is_due(config.save_freq, self.global_steps) or (stop.asked and config.save_freq != 0)
                         draft = self._begin_save(metrics) if saves else None
@@ -214,6 +215,9 @@ class Run(ABC):
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
         return frequency != 0 and (step == self.total_steps or (frequency > 0 and step % frequency == 0))
 
+    def _validates_after(self, step: int) -> bool:
+        return self.has_validation and self.is_due(self.section.test_freq, step)
+
     @property
     def _metrics_file(self) -> Path:
         return self.section.run_dir / "metrics.jsonl"
@@ -221,8 +225,8 @@ class Run(ABC):
     def _result(self) -> FitResult:
         return FitResult(
             steps=self.global_steps,
-            first_validation=self.validations[0] if self.validations else {},
-            last_validation=self.validations[-1] if self.validations else {},
+            validation_before=self.validation_before,
+            last_validation=self.last_validation,
             checkpoint=folders.newest(self.section.run_dir),
             best_checkpoint=self._saver.best(),
             metrics_file=self._metrics_file,
@@ -245,7 +249,8 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        self.display.start(self.total_steps, first_step=self.global_steps, title=title)
+        due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:
             self.display.message(
@@ -255,8 +260,10 @@ class Run(ABC):
 
     def _timed_validation(self) -> dict[str, float]:
         with self.timer.stage("testing"):
-            self.validations.append(self._validate())
-        return self.validations[-1]
+            self.last_validation = self._validate()
+        if not self.global_steps:
+            self.validation_before = self.last_validation
+        return self.last_validation
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +289,7 @@ class Run(ABC):
         return True
 
     def _begin_again(self) -> None:
-        self.global_steps, self.validations = 0, []
+        self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
@@ -330,7 +337,7 @@ class Run(ABC):
             "global_steps": self.global_steps,
             "recipe": type(self.config).__name__,
             "config": kept_values(self.config),
-            "first_validation": self.validations[0] if self.validations else {},
+            "validation_before": self.validation_before,
             "left_out": self.left_out,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
@@ -351,7 +358,7 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
-        kinds = {"config": dict, "first_validation": dict, "left_out": list}
+        kinds = {"config": dict, "left_out": list}
         if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
             raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
@@ -378,10 +385,11 @@ class Run(ABC):
         if folder.resolve().parent == self.section.run_dir.resolve():
             self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
-        self.validations = [state["first_validation"]] if state["first_validation"] else []
+        self.validation_before = state.get("validation_before", {})
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:
-            self._load(Path(os.path.abspath(folder)), state)
+            with progress("loading the checkpoint"):
+                self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error

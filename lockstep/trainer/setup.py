@@ -15,6 +15,7 @@ from lockstep.config.reward import JudgeConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import StageConfig
 from lockstep.errors import ConfigError
+from lockstep.observability.spans import progress
 
 if TYPE_CHECKING:
     from lockstep.trainer.sft.sampled import SampledAnswers
@@ -26,7 +27,8 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
 
     directory = config.trainer.run_dir / "embedded_task"
     print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
-    task = prepare(directory, config.trainer.seed)
+    with progress("supervised warm-up"):
+        task = prepare(directory, config.trainer.seed)
     print(
         f"supervised warm-up: {task.warmup_steps} steps on careless examples; it writes a word backwards with probability "
         f"{task.warmup_accuracy:.2f}",

@@ -225,7 +225,7 @@ def test_parsing_and_help_import_no_torch_and_are_quick():
         "sys.argv = ['lockstep', 'ppo', '--help']\n"
         "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
         "    assert main() == 0\n"
-        "assert 'data.train_batch_size=64' in out.getvalue()\n"
+        "assert 'train_batch_size' in out.getvalue()\n"
         "print(sorted({'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules)))\n"
         "assert time.process_time() < 2, time.process_time()\n"
     )

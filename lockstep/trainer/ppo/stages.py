@@ -22,6 +22,7 @@ from lockstep.algorithms.rows import Rows
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Mean, Metric, average_updates, merge_metrics
+from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 
@@ -53,12 +54,16 @@ def generate(
     `on_finished` hears of each response (row, token ids) as soon as it is there, on another thread; without promise that it hears of all.
     """
     prompts = batch.select(["prompts"], getattr(rollout, "reads", ["index", "sample"]))
-    if on_finished is None:
-        found = rollout.generate_sequences(prompts, sampling=sampling, step=step)
-    else:
-        prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
-        with rollout.receiving(lambda message: on_finished(*message)) as send:
-            found = rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send)
+    prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
+    progress = expect(len(batch), "responses")
+
+    def hear(message: tuple[int, Tensor]) -> None:
+        progress.done, progress.tokens = progress.done + 1, progress.tokens + len(message[1])
+        if on_finished is not None:
+            on_finished(*message)
+
+    with rollout.receiving(hear) as send:
+        found = rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send)
     if "prompts" in found:  # of episodes, whose environments write them
         batch.set("prompts", found.ragged("prompts"))
     batch.union(found)
