@@ -93,7 +93,10 @@ def test_episodes_are_what_a_forward_pass_over_each_says_however_they_are_timed(
         assert_follows_the_policy(engine, tokenizer, episode, (3, number, 0))
         assert episode.turns == len(set(episode.turn)) == 1 + number % 4
         assert episode.finish_reason == "stop"
-        assert sum(episode.rewards) == pytest.approx(sum(0.25 * (i + 1) for i in range(episode.turns)))
+        said = [len(message["content"]) for message in episode.messages if message["role"] == "assistant"]
+        assert [reward for reward in episode.rewards if reward] == pytest.approx(
+            [0.25 * (i + 1) + 0.01 * n for i, n in enumerate(said)]
+        )
         ends = [i for i, reward in enumerate(episode.rewards) if reward]
         assert all(episode.mask[i] and (i + 1 == len(episode.ids) or not episode.mask[i + 1]) for i in ends)
         # What stands between two turns is what the bridge makes of the environment's message, after the end of a turn that was cut.

@@ -24,7 +24,7 @@ class Counts(Environment):
         done = self.turn >= self.turns
         text = "x" * self.chance.randrange(12)
         messages = [] if done else [{"role": "user", "content": f"{len(action.text)} {text}"}]
-        return Turn(messages, reward=0.25 * self.turn, done=done, info={"said": len(action.text)})
+        return Turn(messages, reward=0.25 * self.turn + 0.01 * len(action.text), done=done, info={"said": len(action.text)})
 
 
 class CountsInALoop(Counts):
