@@ -61,7 +61,9 @@ class Environment:
     """
 
     tools: Sequence[Any] = ()
-    """Python functions or `Tool`s that the policy is told of."""
+    """What the policy is told of: Python functions, `Tool`s, or names of the class's own methods."""
+    is_quick: bool = False
+    """Whether its methods return at once whatever the policy says: then it lives in the worker's own process, without one of its own."""
     is_judged: bool = False
     """Whether the run's reward function judges the policy's last turn, beside what the environment says of turns."""
 

@@ -138,7 +138,8 @@ def make_host(make: Make, timeout_s: float) -> Host:
     methods = (getattr(make, name, None) for name in ("reset", "step", "close"))
     if any(inspect.iscoroutinefunction(method) for method in methods):
         return LoopHost(timeout_s)
-    return ProcessHost(timeout_s) if is_portable(make) else ThreadHost(timeout_s)
+    is_quick = getattr(make, "is_quick", False)
+    return ProcessHost(timeout_s) if is_portable(make) and not is_quick else ThreadHost(timeout_s)
 
 
 # -- the calls, made where the environment lives -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lockstep.agents.environment import Environment
 from lockstep.agents.episode import Episode, episode_columns
 from lockstep.agents.parsers import PARSERS, Parse, Parser, detect_parser
 from lockstep.agents.play import Limits, Player, Task
-from lockstep.agents.tools import Tool, ToolEnvironment
+from lockstep.agents.tools import Tool, ToolEnvironment, tools_of
 from lockstep.config.agent import AgentConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, DataError
@@ -118,7 +118,7 @@ def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
     tools = _tools(agent, None if names is None else tuple(names), make)
     kwargs = dict(row.get("env_kwargs") or {})
     if issubclass(make, ToolEnvironment):
-        kwargs.setdefault("tools", list(tools))
+        kwargs.setdefault("tools", list(_named_tools(tuple(config.tools))))
     bridge = _bridge(agent, None if names is None else tuple(names), make)
     schemas = {tool.name: tool.schema["function"].get("parameters", {}) for tool in tools}
     key = (step, int(row["index"]), int(row["sample"]))
@@ -133,7 +133,7 @@ def _named_tools(names: tuple[str, ...]) -> tuple[Tool, ...]:
 
 def _tools(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment]) -> tuple[Tool, ...]:
     """The config's and the class's; only those that the row names, where it does."""
-    tools = (*_named_tools(tuple(agent.config.tools)), *map(Tool.of, make.tools))
+    tools = (*_named_tools(tuple(agent.config.tools)), *tools_of(make))
     if wanted is None:
         return tools
     by_name = {tool.name: tool for tool in tools}

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from lockstep.agents.environment import Action, Environment, Message, ToolCall, Turn
@@ -90,14 +91,20 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     return not kinds or any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
 
 
+def tools_of(kind: type[Environment]) -> list[Tool]:
+    """The tools of a class of environments, as the policy is told of them."""
+    return [Tool.of(MethodType(getattr(kind, tool), kind) if isinstance(tool, str) else tool) for tool in kind.tools]
+
+
 class ToolEnvironment(Environment):
     """Calls what the policy asks for and answers with the results; without a call the episode is over, and the reward judges it."""
 
     is_judged = True
 
     def __init__(self, tools: Sequence[Any] = ()) -> None:
-        self.tools = [Tool.of(tool) for tool in tools]
-        self._by_name = {tool.name: tool for tool in self.tools}
+        """`tools` beside those of the class."""
+        own = [Tool.of(getattr(self, tool) if isinstance(tool, str) else tool) for tool in type(self).tools]
+        self._by_name = {tool.name: tool for tool in (*own, *map(Tool.of, tools))}
 
     def step(self, action: Action) -> Turn | Awaitable[Turn]:
         """See Environment. The calls are made in order; async ones are awaited one after another."""
