@@ -18,12 +18,14 @@ COMMANDS = {
     "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),
     "serve": ("lockstep.tools.serve", "answer HTTP requests as OpenAI's server does, with the trainer's own numerics"),
     "eval": ("lockstep.tools.evaluate.command", "a model, checkpoint, run or server on tasks or data files, with intervals"),
+    "report": ("lockstep.tools.report", "report RUN ...: one HTML file about a run, with its samples token by token"),
     "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
     "verify-resume": (
         "lockstep.tools.verify_resume",
         "kill a short run of your configuration and compare its end with one never hit",
     ),
     "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
+    "watch": ("lockstep.tools.report.watch", "watch RUN ...: the same live, in a browser on this machine"),
     "preprocess": (
         "lockstep.data.preprocess.main",
         "make parquet files of public datasets: mathematics, code, preferences, conversations",

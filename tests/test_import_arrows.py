@@ -18,7 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "utils": set(),
     "config": set(),
-    "observability": set(),
+    "observability": {"utils/files"},
     "checkpoint": set(),
     "data": {"protocol", "config", "observability/spans", "utils"},
     "data/preprocess": {"data", "rewards/graders", "utils"},
@@ -96,6 +96,7 @@ ARROWS: dict[str, set[str]] = {
         "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
     },
     "tools/data_show": {"data", "config", "utils"},
+    "tools/report": {"config", "observability"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up

@@ -8,7 +8,6 @@ from lockstep.config.check import above, at_least, auto_or_bool, in_range
 from lockstep.config.engine import OptimConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import stage_optim
-from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
 _DIVIDED = ("pipeline_model_parallel_size", "pipeline_parallel_size", "ulysses_sequence_parallel_size", "ulysses_parallel_size")
@@ -61,7 +60,6 @@ class DistillConfig(SFTConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     distill: DistillationConfig = field(default_factory=DistillationConfig)
     optim: OptimConfig = field(default_factory=lambda: stage_optim(2e-5))
-    trainer: RunConfig = field(default_factory=lambda: RunConfig(experiment_name="distill"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
 """The whole configuration, and the checks that need more than one section."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
@@ -9,6 +9,7 @@ from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import EMBEDDED, DataConfig
 from lockstep.config.reward import RewardConfig, RewardModelConfig
+from lockstep.config.run_name import default_name
 from lockstep.config.sampling import SamplingParams
 from lockstep.config.trainer import RayConfig, TrainerConfig
 from lockstep.errors import ConfigError
@@ -40,6 +41,19 @@ class PPOConfig:
         self._check_rewards()
         self._check_kl()
         self._check_placement()
+        if self.trainer.experiment_name is None:
+            name = default_name(self, self._algorithm, str(self.actor_rollout_ref.model.path))
+            self.trainer = replace(self.trainer, experiment_name=name)
+
+    @property
+    def _algorithm(self) -> str:
+        """What the run is called after: the loss where that makes the algorithm, else the estimator."""
+        estimator, loss = self.algorithm.adv_estimator, self.actor_rollout_ref.actor.policy_loss.loss_mode
+        if estimator == "gae":
+            return "ppo"
+        if estimator == "grpo" and loss == "vanilla":
+            return "dapo" if self.algorithm.filter_groups.enable else "grpo"
+        return (loss if estimator == "grpo" else estimator).rpartition(":")[2]
 
     @property
     def use_critic(self) -> bool:

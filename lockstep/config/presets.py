@@ -71,13 +71,7 @@ EMBEDDED_PRESET: dict[str, Any] = {
     },
     "critic": {"model": {"enable_gradient_checkpointing": False}, "optim": {"lr": 1e-3}},
     "algorithm": {"use_kl_in_reward": True},
-    "trainer": {
-        "total_training_steps": 100,
-        "critic_warmup": 5,
-        "test_freq": 20,
-        "experiment_name": "embedded",
-        "resume_mode": "disable",
-    },
+    "trainer": {"total_training_steps": 100, "critic_warmup": 5, "test_freq": 20},
 }
 """What runs without data and a model: a model of a few hundred thousand parameters, which writes words backwards."""
 

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from lockstep.config.check import at_least
 from lockstep.config.stage import FilesConfig, StageConfig
-from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
 
@@ -46,7 +45,6 @@ class RewardTrainConfig(StageConfig):
 
     data: PairsConfig = field(default_factory=PairsConfig)
     loss: RewardLossConfig = field(default_factory=RewardLossConfig)
-    trainer: RunConfig = field(default_factory=lambda: RunConfig(experiment_name="reward_model"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,16 +44,7 @@ def expect(total: int, unit: str) -> Progress:
 
 
 class StageTimer:
-    """Wall time by stage name, for one training step at a time.
-
-    ```python
-    timer.reset()
-    with timer.stage("step"):
-        with timer.stage("gen"):
-            ...
-    metrics |= {f"timing_s/{name}": seconds for name, seconds in timer.seconds.items()}
-    ```
-    """
+    """Wall time by stage name, for one training step at a time: what becomes timing_s/*."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

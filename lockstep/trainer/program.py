@@ -15,6 +15,7 @@ from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
 from lockstep.observability.display import is_live_terminal
 from lockstep.observability.spans import progress
+from lockstep.observability.trackers import check_trackers
 from lockstep.observability.waiting import shown_waits
 from lockstep.utils.printable import printable
 
@@ -48,16 +49,18 @@ def run_program(
         print(f"lockstep {__version__}: reading the configuration", flush=True)
         config_file, overrides = _split_arguments(arguments)
         config = load(overrides, config_file)
+        check_trackers(config.trainer.logger)
+        print(f"the run's folder: {config.trainer.run_dir}", flush=True)
         with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
             with progress("importing PyTorch and transformers"):
                 import_module("lockstep.workers.engine_workers")
             run(config)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        return 128 + stopped.signum
+        return stopped.exit_status
     except LockstepError as error:
         print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

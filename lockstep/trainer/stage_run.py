@@ -146,12 +146,13 @@ class StageRun(Run):
         """The same metrics of all validation rows, under val/."""
         assert self.val_data is not None
         parts, measured = [], []
-        seen = expect(len(self.val_data), "rows")
-        for start in range(0, len(self.val_data), self.rows_per_step):
-            batch = self._prepare(self.val_data.batch(range(start, min(start + self.rows_per_step, len(self.val_data)))))
+        rows = self._validated_rows(len(self.val_data), 1, self.rows_per_step)
+        seen = expect(len(rows), "rows")
+        for start in range(0, len(rows), self.rows_per_step):
+            batch = self._prepare(self.val_data.batch(rows[start : start + self.rows_per_step]))
             measured += self._evaluate(batch)
             parts.append(batch)
-            seen.done = min(start + self.rows_per_step, len(self.val_data))
+            seen.done = min(start + self.rows_per_step, len(rows))
             seen.tokens += int(batch.token_counts().sum())
         found = self._metrics(DataProto.concat(parts), values(merge_metrics(measured)))
         return {f"val/{name.removeprefix('train/')}": value for name, value in found.items() if name.startswith("train/")}

@@ -13,6 +13,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.data.encoder import PromptEncoder
 from lockstep.errors import ConfigError
 from lockstep.tools.evaluate.question import Question, Sample, digest
+from lockstep.trainer.ppo.validation import VALIDATION_STEPS
 from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
 
 
@@ -86,6 +87,7 @@ class LocalModel(Answerer):
         template_kwargs: dict[str, Any],
         step: int | None = None,
     ) -> None:
+        """`step`: of a checkpoint, whose answers are then those of its validation in training."""
         self._name, self._step = name, step
         self._engine, self._tokenizer, self._stop_token_ids = engine, tokenizer, stop_token_ids
         self._encoder = PromptEncoder(tokenizer, template_kwargs)
@@ -103,7 +105,8 @@ class LocalModel(Answerer):
     def answer(self, questions: Sequence[Question], drawing: Drawing) -> Iterator[Sample]:
         prompts = [torch.tensor(ids) for ids in self._encode(questions)]
         places = [(i, k) for i in range(len(questions)) for k in range(drawing.n)]
-        requests = [Request(prompts[i], (0, i, k)) for i, k in places]
+        step = VALIDATION_STEPS + (self._step or 0)
+        requests = [Request(prompts[i], (step, questions[i].index, k)) for i, k in places]
         for completion in self._engine.generate_stream(requests, drawing.sampling(self._stop_token_ids)):
             yield self._sample(Sample(*places[completion.index]), completion, drawing.stop)
 

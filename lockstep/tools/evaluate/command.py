@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.tools.evaluate.question import Question
 
 TASK_NAMES = ("gsm8k", "math", "hellaswag", "humaneval", "mbpp")
+_KEY = re.compile(r"[a-z_]+(\.\w+)+=")
 _WIDTH = 140
 """Columns of the table where there is no terminal."""
 
@@ -49,13 +51,13 @@ class Plan:
 @as_command
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    options = _parser().parse_intermixed_args(list(arguments))
+    options = _read_arguments(arguments)
     from lockstep.tools.evaluate.results import print_table
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
     results = evaluate(options, console)
     print_table(results, console)
-    console.print(f"results and samples: {results['folder']}")
+    console.print(f"results and samples: {results['folder']}", soft_wrap=True)
     return 0
 
 
@@ -258,6 +260,17 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--concurrency", type=_count, default=64, metavar="N", help="requests at once (default 64)")
     server.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest wait for an answer (default 600)")
     return parser
+
+
+def _read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; `key=value` after the files of --data or --source is a key as well."""
+    options = _parser().parse_intermixed_args(list(arguments))
+    for name in ("data", "source"):
+        words = getattr(options, name) or []
+        keys = [word for word in words if _KEY.match(word)]
+        options.overrides += keys
+        setattr(options, name, [word for word in words if word not in keys] or None)
+    return options
 
 
 def _count(text: str) -> int:

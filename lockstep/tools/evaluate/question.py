@@ -24,6 +24,8 @@ class Question:
     """Whether the prompt is a text that goes to the model as it is."""
     columns: dict[str, Any]
     """data_source, reward_model and extra_info, as a reward reads them."""
+    index: int = 0
+    """Its number in its files, which random numbers depend on."""
     prompt_ids: tuple[int, ...] | None = None
     """Where they are known already."""
     choices: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -129,6 +130,7 @@ def write_samples(path: Path, questions: Sequence[Question], samples: Sequence[S
 
 def print_table(results: dict[str, Any], console: Console) -> None:
     """The numbers of a result file, for people."""
+    say = functools.partial(console.print, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for name in ("source", "score", "", "value", "95 % interval", "questions"):
         table.add_column(name, justify="left" if name in ("source", "score", "") else "right")
@@ -142,20 +144,18 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     console.print(table)
     for source, part in results["results"].items():
         if part["num_missing"]:
-            console.print(
-                f"{printable(source)}: {part['num_missing']} of {part['num_samples']} samples have no score and are in no number"
-            )
+            say(f"{printable(source)}: {part['num_missing']} of {part['num_samples']} samples have no score and are in no number")
     if found := results.get("contamination"):
-        console.print(
+        say(
             f"contaminated: {found['num_contaminated']} of {found['num_questions']} questions have {found['num_words']} words in a row in "
             f"the training files ({found['num_too_short']} are too short to tell)"
         )
         for source, scores in found["without"].items():
             for variable, number in scores.items():
-                console.print(f"  {printable(source)} {variable} without them: {number['value']:.3f} {_interval(number)}")
+                say(f"  {printable(source)} {variable} without them: {number['value']:.3f} {_interval(number)}")
     for source, scores in (results.get("against") or {}).get("differences", {}).items():
         for variable, number in scores.items():
-            console.print(
+            say(
                 f"{printable(source)} {variable} against {results['against']['file']}: {number['value']:+.3f} {_interval(number)}, "
                 f"p = {number['p_value']:.3g}; better on {number['num_better']} and worse on {number['num_worse']} "
                 f"of {number['num_questions']} questions"

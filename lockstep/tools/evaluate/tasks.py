@@ -81,7 +81,7 @@ def load_task(
             f"--shots {num_shots}: the source has {len(examples)} training rows for examples; give more with --source, or --shots 0"
         )
     shots = [_shot(task, form, row, written) for row, written in examples]
-    return [_question(task, form, shots, row, written) for row, written in rows], task.template(form, shots)
+    return [_question(task, form, shots, i, *row) for i, row in enumerate(rows)], task.template(form, shots)
 
 
 def _rows(
@@ -113,7 +113,7 @@ def _shot(task: Task, form: str, row: SourceRow, written: WrittenRow) -> Any:
     return [*(written.prompt or ()), {"role": "assistant", "content": written.columns["response"]}]
 
 
-def _question(task: Task, form: str, shots: list[Any], row: SourceRow, written: WrittenRow) -> Question:
+def _question(task: Task, form: str, shots: list[Any], index: int, row: SourceRow, written: WrittenRow) -> Question:
     assert written.prompt is not None
     text, _ = task.as_text(row)
     is_plain = form == "plain"
@@ -123,7 +123,7 @@ def _question(task: Task, form: str, shots: list[Any], row: SourceRow, written: 
         "reward_model": written.columns["reward_model"],
         "extra_info": {**written.extra_info, "is_plain": is_plain},
     }
-    return Question(task.name, text, prompt, is_plain, columns, choices=task.choices(row) if task.choices else ())
+    return Question(task.name, text, prompt, is_plain, columns, index, choices=task.choices(row) if task.choices else ())
 
 
 def _gsm8k_text(row: SourceRow) -> tuple[str, str]:

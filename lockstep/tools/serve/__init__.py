@@ -7,6 +7,7 @@ import importlib.util
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, MissingExtra, ResourceError, as_command
@@ -33,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-tokens", type=int, metavar="N", help="tokens that the key-value cache holds (default: what memory allows)"
     )
+    parser.add_argument(
+        "--follow", action="store_true", help="MODEL is a run's folder: change to each newer checkpoint, between requests"
+    )
     return parser
 
 
@@ -49,8 +53,11 @@ def main(arguments: Sequence[str]) -> int:
     api_key = options.api_key or os.environ.get(_KEY) or None
     with listening_socket(options.host, options.port, options.timeout_s) as bound:  # a port that is taken is said before loading
         from lockstep.tools.serve.app import Server, ServerOptions
+        from lockstep.tools.serve.follow import newer_weights
 
         loaded = load_model_of(options)
+        if options.follow and (loaded.source.step is None or options.engine != "native"):
+            raise ConfigError("--follow needs a run's folder as MODEL, and --engine native")
         own = ServerOptions(
             name=options.name or options.model,
             api_key=api_key,
@@ -58,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             timeout_s=options.timeout_s,
             max_body_bytes=options.max_body_bytes,
             num_tokens=options.num_tokens,
+            newer=partial(newer_weights, options.model) if options.follow else None,
         )
         server = Server(loaded, own)
         if options.host not in _LOCAL and api_key is None:

@@ -24,6 +24,10 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
 
 
+class NoAnswer(Exception):
+    """The engine could not answer one request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Tokens with their log-probs, and those of the most likely tokens at each place (None: not asked for)."""
@@ -77,7 +81,9 @@ class Answers:
             scored = Scored.of(ids, completion.log_probs[: len(ids)], self._top(completion.top_log_probs, len(ids)))
         if call.echo:
             text = self.prompt_text(place) + text
-            if scored is not None and completion.prompt_log_probs is not None:
+            if scored is not None:
+                if completion.prompt_log_probs is None:  # a shorter list would be taken for the whole one
+                    raise NoAnswer("this engine gives no log-probs of prompts; serve with --engine native")
                 top = self._top(completion.prompt_top_log_probs, len(self._prompt(place)))
                 scored = Scored.of(self._prompt(place), completion.prompt_log_probs, top) + scored
         choice: Json = {"index": place, "finish_reason": completion.finish_reason, "logprobs": self._log_probs(place, scored)}

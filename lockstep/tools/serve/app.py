@@ -8,19 +8,19 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.tools.serve.answers import Answers, event
+from lockstep.errors import LockstepError
+from lockstep.tools.serve.answers import Answers, NoAnswer, event
 from lockstep.tools.serve.desk import Desk, Order
 from lockstep.tools.serve.fields import BadRequest, Fields
-from lockstep.tools.serve.gate import Gate, NoAnswer, TooLate, error_answer
+from lockstep.tools.serve.gate import Gate, TooLate, error_answer
 from lockstep.tools.serve.metrics import Metrics
 from lockstep.tools.serve.prompts import PromptReader, requests_of
 from lockstep.tools.serve.protocol import Call, read_chat, read_completion, read_tokenize
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from lockstep.tools.load_model import LoadedModel
+    from lockstep.tools.serve.follow import NewerWeights
     from lockstep.workers.rollout.stream import Stream
 
 
@@ -48,6 +49,9 @@ class ServerOptions:
     max_body_bytes: int = 8 << 20
     num_tokens: int | None = None
     """Tokens that the key-value cache should hold; None: what memory allows."""
+    newer: Callable[[LoadedModel], NewerWeights | None] | None = None
+    """Looks for newer weights, every `follow_s`."""
+    follow_s: float = 10.0
 
 
 class _Events(StreamingResponse):
@@ -88,20 +92,37 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
         ]
-        inner = Starlette(routes=routes, lifespan=self._lifespan)
         paths = frozenset(route.path for route in routes)
-        self.app: ASGIApp = Gate(inner, self.metrics, paths, options.api_key, options.timeout_s)
+        self.app: ASGIApp = Gate(Router(routes, lifespan=self._lifespan), self.metrics, paths, options.api_key, options.timeout_s)
 
     @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.desk = Desk(self.open_stream(), self.loaded.engine.config.max_num_seqs + self.options.max_queue)
+    async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:
+        self.desk = Desk(self._open_stream, self.loaded.engine.config.max_num_seqs + self.options.max_queue)
+        following = asyncio.ensure_future(self._follow()) if self.options.newer is not None else None
         try:
             yield
         finally:
+            if following is not None:
+                following.cancel()
             await self.desk.close()
             self._reading.shutdown(wait=False)
 
-    def open_stream(self) -> Stream:
+    async def _follow(self) -> None:
+        """Change to newer weights whenever there are any."""
+        assert self.options.newer is not None
+        while True:
+            await asyncio.sleep(self.options.follow_s)
+            try:
+                newer = await asyncio.to_thread(self.options.newer, self.loaded)
+            except (LockstepError, OSError) as error:  # a checkpoint may be deleted while it is read: the next one comes
+                print(f"warning: the newest checkpoint could not be loaded, the one before goes on: {error}", flush=True)
+                continue
+            if newer is not None:
+                await self.desk.change(newer.put)
+                self.loaded = replace(self.loaded, source=newer.source)
+                print(f"serving {self.options.name} of step {newer.source.step}", flush=True)
+
+    def _open_stream(self) -> Stream:
         """A stream of the engine. Every request has sampling parameters of its own, so the stream's are never used."""
         default = SamplingParams(temperature=1.0, max_tokens=1, stop_token_ids=self.loaded.stop_token_ids, seed=0)
         return self.loaded.engine.open(default, num_tokens=self.options.num_tokens)
@@ -124,7 +145,7 @@ class Server:
                 self._check_model(call.model)
                 prompts = await self._read(self._reader.read, call)
                 self._check_size(len(prompts) * call.n)
-                order = self.desk.order(requests_of(call, prompts, self.loaded.stop_token_ids, self._reader.context))
+                order = await self.desk.order(requests_of(call, prompts, self.loaded.stop_token_ids, self._reader.context))
                 answers = Answers(call, prompts, self.options.name, self._vocabulary)
                 self.metrics.num_prompt_tokens += sum(map(len, prompts))
                 if call.stream:

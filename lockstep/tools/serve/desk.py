@@ -5,6 +5,7 @@ event loop                                      the engine's thread
 Desk.order -> Stream.add                        Stream.next, again and again: runs the passes
 Order.next <- _deliver <- call_soon_threadsafe  <- Tokens, Completion, or why it broke
 Order.close -> Stream.abort
+Desk.change -> new orders wait                  when nothing is in flight: the change, then another stream
 ```
 """
 
@@ -14,7 +15,8 @@ import asyncio
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from lockstep.workers.rollout.stream import Tokens
@@ -74,13 +76,18 @@ class Desk:
     engine. `broken` says why the engine answers nothing any more.
     """
 
-    def __init__(self, stream: Stream, most_open: int) -> None:
-        self.stream, self.most_open = stream, most_open
+    def __init__(self, open_stream: Callable[[], Stream], most_open: int) -> None:
+        self._open_stream, self.most_open = open_stream, most_open
+        self.stream = open_stream()
         self.broken: str | None = None
         self._orders: dict[int, Order] = {}
         self._came: deque[Completion | Tokens] = deque()
         self._loop = asyncio.get_running_loop()
         self._is_closing = False
+        self._admits = asyncio.Event()
+        self._admits.set()
+        self._num_held = 0
+        self._change: tuple[Callable[[], None], Future[None]] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -89,18 +96,39 @@ class Desk:
         """Requests without a completion."""
         return len(self._orders)
 
-    def order(self, requests: Sequence[Request]) -> Order:
-        """Queue requests, all of them or none. Raises QueueFull, EngineBroken."""
+    async def order(self, requests: Sequence[Request]) -> Order:
+        """Queue requests, all of them or none; waits while the engine is changed. Raises QueueFull, EngineBroken."""
+        if not self._admits.is_set():
+            self._check_room(len(requests))
+            self._num_held += len(requests)
+            try:
+                await self._admits.wait()
+            finally:
+                self._num_held -= len(requests)
         if self.broken is not None:
             raise EngineBroken(self.broken)
-        if self.num_open + len(requests) > self.most_open:
-            raise QueueFull(f"{self.num_open} requests are running or waiting, {self.most_open} may; try again later")
+        self._check_room(len(requests))
         order = Order(self)
         for place, request in enumerate(requests):
             index = self.stream.add(request)  # its answers come by way of the event loop, so not before this function is left
             order.open[index], self._orders[index] = place, order
         order.size = len(requests)
         return order
+
+    def _check_room(self, count: int) -> None:
+        num_here = self.num_open + self._num_held
+        if num_here + count > self.most_open:
+            raise QueueFull(f"{num_here} requests are running or waiting, {self.most_open} may; try again later")
+
+    async def change(self, function: Callable[[], None]) -> None:
+        """Call `function` in the engine's thread when nothing is in flight; it may change weights. If it raises, the engine is broken."""
+        self._admits.clear()
+        try:
+            changed: Future[None] = Future()
+            self._change = function, changed
+            await asyncio.wrap_future(changed)
+        finally:
+            self._admits.set()
 
     async def close(self) -> None:
         """End the engine's thread and the stream; orders without an answer get EngineBroken."""
@@ -113,6 +141,8 @@ class Desk:
         """The engine's thread."""
         try:
             while not self._is_closing:
+                if self._change is not None and not self.stream.num_running + self.stream.num_waiting:
+                    self._make_change(*self._change)
                 answer = self.stream.next(_LOOK_UP_S)
                 if answer is not None:
                     self._came.append(answer)
@@ -122,6 +152,18 @@ class Desk:
             traceback.print_exc()
             why = f"the engine broke down: {type(error).__name__}: {error}"
             self._loop.call_soon_threadsafe(self._break, why)
+
+    def _make_change(self, function: Callable[[], None], changed: Future[None]) -> None:
+        try:
+            self.stream.close()
+            function()
+            self.stream = self._open_stream()
+        except BaseException as error:
+            changed.set_exception(error)
+            raise
+        finally:
+            self._change = None
+        changed.set_result(None)
 
     def _deliver(self) -> None:
         while self._came:
@@ -135,3 +177,4 @@ class Desk:
         for order in {id(order): order for order in self._orders.values()}.values():
             order.put(EngineBroken(self.broken))
         self._orders.clear()
+        self._admits.set()

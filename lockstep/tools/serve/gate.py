@@ -8,10 +8,10 @@ import traceback
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from lockstep.tools.serve.answers import error_body
+from lockstep.tools.serve.answers import NoAnswer, error_body
 from lockstep.tools.serve.desk import EngineBroken, QueueFull
 from lockstep.tools.serve.fields import BadRequest
 from lockstep.tools.serve.metrics import Metrics
@@ -25,10 +25,6 @@ CLIENT_GONE = 499
 """The status that is counted where the client did not wait for one."""
 _TO_SEND_S = 30.0
 """After a request's deadline, how long a client may take to read the answer."""
-
-
-class NoAnswer(Exception):
-    """The engine could not answer one request."""
 
 
 class TooLate(Exception):
@@ -74,7 +70,9 @@ class Gate:
 
         try:
             self._check_key(scope)
-            await self._app(scope, receive, watched)
+            await self._app(
+                scope | {"app": self}, receive, watched
+            )  # with an app, starlette raises what else it would answer itself
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -85,7 +83,7 @@ class Gate:
     def _check_key(self, scope: Scope) -> None:
         if self._expected is None or scope["path"] in OPEN_PATHS:
             return
-        given = Request(scope).headers.get("authorization", "").encode()
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(given, self._expected):
             raise BadRequest(
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY", status=401, code="invalid_api_key"

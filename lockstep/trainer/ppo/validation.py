@@ -13,12 +13,13 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.observability.score_summary import score_summary
 from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.kept_samples import SampleKeeper
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import generate, make_prompts
 
-_VALIDATION_STEPS = 1 << 40
+VALIDATION_STEPS = 1 << 40
 """Added to the step in the sampling key of validation, so that it draws other numbers than training."""
 
 
@@ -32,10 +33,11 @@ def validate(
     n: int,
     batch_size: int | None,
     folder: str | Path | None,
+    keeper: SampleKeeper | None = None,
 ) -> dict[str, float]:
     """Generate on all prompts of `dataset`, `n` times each and `batch_size` (None: all) at once, and judge; returns the metrics below.
 
-    Writes the samples into `folder`, where there is one.
+    Writes the samples into `folder`, where there is one; `keeper` keeps some for `lockstep report`.
     """
     size = batch_size or len(dataset)
     expect(len(dataset) * n, "responses")
@@ -44,7 +46,7 @@ def validate(
         rows = range(start, min(start + size, len(dataset)))
         batch = make_prompts(dataset, rows, n, judge.tokenizer.pad_token_id)
         scoring = judge.begin(batch)
-        generate(rollout, batch, sampling, step + _VALIDATION_STEPS, getattr(scoring, "add", None))
+        generate(rollout, batch, sampling, step + VALIDATION_STEPS, getattr(scoring, "add", None))
         all_scored.append(judge.judge(batch, step, scoring))
         parts.append(batch)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
@@ -52,6 +54,10 @@ def validate(
     extra.pop("score", None)
     if folder is not None:
         write_samples(str(folder), step, batch, extra, judge.tokenizer)
+    if keeper is not None:
+        # Every batch counts its prompts from 0.
+        batch.non_tensor_batch["uid"] = np.array([row // n for row in range(len(batch))], dtype=object)
+        keeper.keep(f"val_{step}", batch, scored)
     sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
     return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
 

@@ -66,7 +66,7 @@ class SFTTrainer(StageRun):
         """Loss on the validation rows under val/; of sampled answers what PPO's validation reports, under val-core/ and val-aux/."""
         metrics = super()._validate() if self.val_data is not None else {}
         if self.sampled is not None:
-            metrics |= self.sampled.validate(self.model_wg, self.global_steps)
+            metrics |= self.sampled.validate(self.model_wg, self.global_steps, self._validated_rows)
         return metrics
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:

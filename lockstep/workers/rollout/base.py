@@ -57,8 +57,6 @@ MOST_TOP = 20
 """How many of the most likely tokens a request can ask for."""
 TopLogProbs = list[list[tuple[int, float]]]
 """At each place the most likely tokens and their log-probs, the likeliest first."""
-Numbered = tuple[int, Request]
-"""A request with its place in the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +93,20 @@ class Stopping:
     decode_text: DecodeText | None
 
     @classmethod
-    def of(cls, request: Request, sampling: SamplingParams, context: int | None, decode_text: DecodeText | None) -> Stopping:
-        """The request's own limits, and the call's where it has none; never more tokens than fit into `context`."""
+    def of(
+        cls,
+        request: Request,
+        sampling: SamplingParams,
+        context: int | None,
+        decode_text: DecodeText | None,
+        length: int | None = None,
+    ) -> Stopping:
+        """The request's own limits, and those of `sampling` where it has none; never more tokens than fit into `context` after the `length`
+        (None: those of the prompt) before the response."""
         token_ids = sampling.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
         strings = sampling.stop if request.stop is None else request.stop
         limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        limit = limit if context is None else min(limit, context - len(request.prompt_ids))
+        limit = limit if context is None else min(limit, context - (len(request.prompt_ids) if length is None else length))
         return cls(limit, frozenset(token_ids), strings, decode_text)
 
     def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
@@ -171,36 +177,30 @@ class RolloutEngine(ABC):
         self.check_weights()
         if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
             raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
-        served = []
-        for index, request in enumerate(requests):
-            length, decodes = len(request.prompt_ids), self.decode_text is not None
-            fault = fault_of(request, sampling, length, self.vocabulary, self.context, decodes)
-            if fault is None:
-                served.append((index, request))
-            else:
-                yield failed(index, request, fault, self.version)
-        if served:
-            yield from self._serve(served, sampling)
+        with self._open_for(requests, sampling) as stream:
+            for request in requests:
+                stream.add(request)
+            for answer in stream:
+                if isinstance(answer, Completion):
+                    yield answer
 
+    @abstractmethod
     def open(self, sampling: SamplingParams, *, num_tokens: int | None = None) -> Stream:
         """A stream whose requests can join, go on and leave while others run. Close it when it is over: an engine has one at a time.
 
         `sampling` is what a request without parameters of its own gets. `num_tokens`: how many tokens the key-value cache should hold
-        (None: what memory allows). Raises WeightSyncError when the last weight update did not work, RuntimeError while another is open.
+        (None: what memory allows). Raises WeightSyncError when the last weight update did not work, RuntimeError while another is open,
+        ConfigError where the engine has none.
         """
-        from lockstep.workers.rollout.stream import BatchStream
 
-        self.check_weights()
-        return BatchStream(self, sampling)
+    def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
+        """A stream for these requests and no others."""
+        return self.open(sampling)
 
     def check_weights(self) -> None:
         """Raise WeightSyncError when the last weight update did not work."""
         if self._broken is not None:
             raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
-
-    @abstractmethod
-    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
-        """`generate_stream` of one or more requests without a fault."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """One completion for each request, in order."""
