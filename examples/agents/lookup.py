@@ -1,7 +1,7 @@
 """A task that needs a tool: the user names a key, the word that belongs to it is known to a tool alone.
 
-`python examples/agents/lookup.py FOLDER` writes a tiny model that knows nothing, conversations to warm it up (`lockstep sft`), and prompts
-(`lockstep grpo`). The conversations are careless: two in three guess the word instead of asking for it, so the model has both habits, the
+`python examples/agents/lookup.py FOLDER [SEED]` writes a tiny model that knows nothing, conversations to warm it up (`lockstep sft`), and
+prompts (`lockstep grpo`). The conversations are careless: two in three guess the word instead of asking for it, so the model has both habits, the
 wrong one more often, and the reward has to sort them out.
 """
 
@@ -102,4 +102,4 @@ def _conversation(chance: random.Random) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

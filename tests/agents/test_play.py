@@ -140,7 +140,8 @@ def test_an_error_of_the_engine_ends_the_call_and_its_threads(engine, tokenizer,
     def breaks(*arguments):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(type(engine.open(sampling(tokenizer))), "_work", breaks)
+    with engine.open(sampling(tokenizer)) as stream:
+        monkeypatch.setattr(type(stream), "_work", breaks)
     with pytest.raises(RuntimeError, match="no device"):
         play(engine, tokenizer, bridge, [task(bridge, i) for i in range(6)])
     for thread in threading.enumerate():
