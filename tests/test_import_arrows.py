@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "rewards/killable": set(),
     "rewards/sandbox": set(),
     "rewards/graders": {"rewards/killable", "rewards/sandbox", "utils"},
+    "agents": {"workers/rollout", "rewards", "data/conversations", "protocol", "config", "utils"},
     "models": {"algorithms/rows", "protocol", "config", "utils"},
     "planner": {"models", "config"},
     "single_controller/base": {"protocol"},
@@ -49,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
-        "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
+        "agents", "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/run": {"trainer/stop", "data/schedule", "config", "checkpoint", "observability"},
@@ -59,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config", "observability/spans"},
     "trainer/stop": set(),
     "trainer/ppo": {
-        "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
+        "agents", "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
         "rewards", "protocol", "config", "observability", "utils",
     },
     "trainer/stage_run": {

@@ -31,6 +31,7 @@ from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.launch import Workers
 from lockstep.trainer.ppo import checks, recording, stages
 from lockstep.trainer.ppo.drift import Drift, Source
+from lockstep.trainer.ppo.episodes import episode_metrics, episode_rewards, episode_rollout
 from lockstep.trainer.ppo.groups import Groups
 from lockstep.trainer.ppo.kept_samples import SampleKeeper
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, silent_peaks, timing_metrics
@@ -77,7 +78,7 @@ class RayPPOTrainer(Run):
         config = as_config(config)
         self.device = resolve_device(config.trainer.device)
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=self.device))
-        self.tokenizer, self.val_reward_fn = tokenizer, val_reward_fn
+        self.tokenizer = tokenizer
         self.role_worker_mapping = checks.needed_roles(config, role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         check_trackers(config.trainer.logger)
@@ -90,7 +91,10 @@ class RayPPOTrainer(Run):
             train_dataset = open_dataset(config, tokenizer, data.train_files, data.train_max_samples)
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
+        if config.agent.is_on:
+            reward_fn, val_reward_fn = episode_rewards(config, reward_fn, val_reward_fn)
         self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
+        self.val_reward_fn = val_reward_fn
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         schedule = PromptSchedule(len(train_dataset), data.train_batch_size, data.shuffle, config.data_seed)
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
@@ -124,6 +128,8 @@ class RayPPOTrainer(Run):
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
         self.rollout_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Rollout")
+        if self.config.agent.is_on:
+            self.rollout_wg = episode_rollout(self.config, self.rollout_wg)
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
@@ -215,7 +221,7 @@ class RayPPOTrainer(Run):
             write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
-        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
+        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus) | episode_metrics(batch)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
     def _keep_samples(self) -> None:
