@@ -50,7 +50,8 @@ ARROWS: dict[str, set[str]] = {
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
-        "agents", "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
+        "agents",
+        "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/run": {"trainer/stop", "data/schedule", "config", "checkpoint", "observability"},
@@ -60,7 +61,8 @@ ARROWS: dict[str, set[str]] = {
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config", "observability/spans"},
     "trainer/stop": set(),
     "trainer/ppo": {
-        "agents", "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
+        "agents",
+        "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
         "rewards", "protocol", "config", "observability", "utils",
     },
     "trainer/stage_run": {
