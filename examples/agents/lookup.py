@@ -1,8 +1,8 @@
 """A task that needs a tool: the user names a key, the word that belongs to it is known to a tool alone.
 
 `python examples/agents/lookup.py FOLDER [SEED]` writes a tiny model that knows nothing, conversations to warm it up (`lockstep sft`), and
-prompts (`lockstep grpo`). The conversations are careless: two in three guess the word instead of asking for it, so the model has both habits, the
-wrong one more often, and the reward has to sort them out.
+prompts (`lockstep grpo`). The conversations are careless: two in three guess the word instead of asking for it. So the model has both
+habits, the wrong one more often, and the reward has to sort them out.
 """
 
 from __future__ import annotations
