@@ -2,8 +2,9 @@
 
     PYTHONPATH=. .venv-eval/bin/python tests/eval/parity.py --hellaswag 200 --gsm8k 100 --out benchmarks/results/serve_lm_eval.json
 
-The tasks are lm-eval's own HellaSwag and GSM8K, over the shortest rows of local files instead of the hub's. Compared are the log-likelihood of every ending,
-whether it is the greedy one, and every generated text. --keep FILE keeps what `hf` said, which takes most of the time, for another run.
+The tasks are lm-eval's own HellaSwag and GSM8K, over the shortest rows of local files instead of the hub's. Compared are the
+log-likelihood of every ending, whether it is the greedy one, and every generated text. --keep FILE keeps what `hf` said, which takes most
+of the time, for another run.
 """
 
 from __future__ import annotations
