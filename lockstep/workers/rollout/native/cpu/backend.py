@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import available_ram
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.backend import Backend, TakeAborts
+from lockstep.workers.rollout.native.backend import Backend, Event, TakeAborts
 from lockstep.workers.rollout.native.cpu.linears import prepacked
 from lockstep.workers.rollout.native.cpu.paged import PagedAttention, StepBatch
 from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 from lockstep.workers.rollout.native.scheduler import Pass, Sample, Scheduler
+from lockstep.workers.rollout.native.scores import places_of, scored_rows, take_scores, top_of, with_drawn
 from lockstep.workers.rollout.sampling import sample
 
 PAGE_SIZE = 16
@@ -31,8 +32,8 @@ MOST_TOKENS = 512
 """Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next."""
 
 
-def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatch:
-    """The tensors of a pass; `penalised` adds what a repetition penalty acts on."""
+def batch_of(planned: Pass, page_size: int) -> StepBatch:
+    """The tensors of a pass."""
     input_ids: list[int] = []
     positions: list[int] = []
     sample_from: list[int] = []
@@ -56,9 +57,8 @@ def batch_of(planned: Pass, page_size: int, penalised: bool = False) -> StepBatc
         context_lens=torch.tensor([row.sample.num_cached for row in planned.rows], dtype=torch.int32),
         page_table=page_table,
         sample_from=torch.tensor(sample_from, dtype=torch.int64),
-        keys=torch.tensor([sample.key for sample in drawn], dtype=torch.int64),
-        response_positions=torch.tensor([len(sample.tokens) for sample in drawn], dtype=torch.int64),
-        history=[torch.tensor(sample.slice(0, len(sample))) for sample in drawn] if penalised else None,
+        draws=drawn,
+        scored=scored_rows(planned.rows) if any(row.sample.scores for row in planned.rows) else [],
     )
 
 
@@ -84,32 +84,24 @@ class TorchBackend(Backend):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, passes are computed with the weights that the module had at the start, laid out for it. For one generation."""
         with prepacked(self.module):
             yield
 
-    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
-        with self.ready():
-            while not scheduler.is_idle:
-                for sample in scheduler.abort(take_aborts()):
-                    yield sample, "abort"
-                planned = scheduler.plan()
-                if not planned.rows:
-                    continue
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[list[Event]]:
+        while not scheduler.is_idle:
+            if scheduler.is_stale:
+                scheduler.forget()
+                return
+            events: list[Event] = [(sample, "abort") for sample in scheduler.abort(take_aborts())]
+            planned = scheduler.plan()
+            if planned.rows:
                 self.copy_pages(planned.copies)
-                batch = batch_of(planned, self.page_size, sampling.repetition_penalty != 1.0)
-                tokens, log_probs = self.step(batch, sampling)
-                drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
-                for row, samples in [(row, row.draws) for row in planned.rows]:
-                    if not samples:
-                        scheduler.advance(row)
-                    for sample in samples:
-                        token, log_prob = next(drawn)
-                        scheduler.append(sample, [token], [log_prob])
-                        reason = sample.find_end(len(sample.tokens) - 1, len(sample.tokens), math.isfinite(log_prob))
-                        if reason is not None:
-                            scheduler.finish(sample)
-                            yield sample, reason
+                batch = batch_of(planned, self.page_size)
+                events += _take_in(scheduler, planned, *self.step(batch, sampling))
+            for ended, reason in events:
+                if reason is not None:
+                    scheduler.settle(ended, reason)
+            yield events
 
     def most_pages(self) -> int:
         device = self.module.device
@@ -137,16 +129,29 @@ class TorchBackend(Backend):
 
     def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
         """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
-        if not len(batch.sample_from):
-            self.forward(batch, batch.sample_from)
+        wanted = batch.sample_from
+        if batch.scored:
+            wanted = torch.cat([wanted, torch.tensor(places_of(batch.scored))])
+        if not len(wanted):
+            self.forward(batch, wanted)
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
         # Samples of one prompt draw from the same logits: compute those once.
-        distinct, inverse = batch.sample_from.unique(return_inverse=True)
+        distinct, inverse = wanted.unique(return_inverse=True)
         logits = self.forward(batch, distinct)
-        if len(distinct) < len(inverse):
+        if batch.scored or len(distinct) < len(inverse):
             logits = logits[inverse.to(logits.device)]
-        tokens, log_probs = self._draw(logits, batch, sampling)
-        return tokens.cpu(), log_probs.cpu()
+        if batch.scored:
+            own = (row.sample.params or sampling for row in batch.scored)
+            take_scores(batch.scored, logits[len(batch.draws) :], [params.temperature for params in own])
+            logits = logits[: len(batch.draws)]
+        if not batch.draws:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+        tokens, log_probs = (x.cpu() for x in self._draw(logits, batch, sampling))
+        for row, drawn in enumerate(batch.draws):
+            if drawn.scores is not None and drawn.scores.top:
+                top = top_of(logits[row], drawn.scores.top, (drawn.params or sampling).temperature)
+                drawn.scores.response.append(with_drawn(top, int(tokens[row]), float(log_probs[row])))
+        return tokens, log_probs
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
         """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S]."""
@@ -163,7 +168,7 @@ class TorchBackend(Backend):
             missing = self._block - len(block[0])
             ids, positions, slots, table = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in block)
             none = torch.empty(0, dtype=torch.int64)
-            alone = StepBatch(ids, positions, slots, [1] * self._block, positions.int(), table, none, none, none)
+            alone = StepBatch(ids, positions, slots, [1] * self._block, positions.int(), table, none)
             logits = self._logits(alone, torch.arange(self._block))
             kept |= {start + i: logits[i] for i in range(self._block) if start + i in wanted}
         return torch.stack([kept[i] for i in logits_at.tolist()]) if wanted else torch.empty(0)
@@ -182,19 +187,65 @@ class TorchBackend(Backend):
         return out.logits[0]
 
     def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        if any(sample.params is not None for sample in batch.draws):
+            return self._draw_each(logits, batch, sampling)
+        return self._draw_alike(logits, batch, range(len(logits)), sampling)
+
+    def _draw_each(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Rows that are drawn alike together."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        params = [sample.params or sampling for sample in batch.draws]
+        for row, own in enumerate(params):
+            groups.setdefault(tuple(getattr(own, name) for name in _OPTIONS), []).append(row)
+        tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        for rows in groups.values():
+            tokens[rows], log_probs[rows] = (x.cpu() for x in self._draw_alike(logits[rows], batch, rows, params[rows[0]]))
+        return tokens, log_probs
+
+    def _draw_alike(self, logits: Tensor, batch: StepBatch, rows: Sequence[int], params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs of the draws `rows`, whose logits these are."""
+        samples = [batch.draws[row] for row in rows]
+        uniform = uniforms(*numbers_of(samples)).to(logits.device)
         size = 1 if self._invariant else len(logits)
-        parts = [_sample(logits, batch, sampling, slice(row, row + size)) for row in range(0, len(logits), size)]
+        parts = [_sample(logits, uniform, samples, params, slice(row, row + size)) for row in range(0, len(logits), size)]
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
 
 
-def _sample(logits: Tensor, batch: StepBatch, sampling: SamplingParams, rows: slice) -> tuple[Tensor, Tensor]:
+_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def numbers_of(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """[S] int64 each: what the random number of the next token of each sample is made of, its key and its position."""
+    keys = torch.tensor([sample.key for sample in samples], dtype=torch.int64)
+    return keys, torch.tensor([sample.position + len(sample.tokens) for sample in samples], dtype=torch.int64)
+
+
+def _sample(
+    logits: Tensor, uniform: Tensor, samples: Sequence[Sample], params: SamplingParams, rows: slice
+) -> tuple[Tensor, Tensor]:
+    penalised = samples[rows] if params.penalises else ()
     return sample(
         logits[rows],
-        uniforms(batch.keys[rows], batch.response_positions[rows]).to(logits.device),
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        None if batch.history is None else batch.history[rows],
+        uniform[rows],
+        history=[torch.tensor(sample.slice(0, len(sample))) for sample in penalised],
+        responses=[torch.tensor(sample.tokens, dtype=torch.int64) for sample in penalised],
+        **{name: getattr(params, name) for name in _OPTIONS},
     )
+
+
+def _take_in(scheduler: Scheduler, planned: Pass, tokens: Tensor, log_probs: Tensor) -> list[Event]:
+    """The scheduler learns what a pass has drawn; what came of it."""
+    events: list[Event] = []
+    drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
+    for row, draws in [(row, row.draws) for row in planned.rows]:
+        if not draws:
+            scheduler.advance(row)
+        for each in draws:
+            token, log_prob = next(drawn)
+            scheduler.append(each, [token], [log_prob])
+            reason = each.find_end(len(each.tokens) - 1, len(each.tokens), math.isfinite(log_prob))
+            if reason is not None:
+                scheduler.finish(each)
+            if reason is not None or each.streams:
+                events.append((each, reason))
+    return events

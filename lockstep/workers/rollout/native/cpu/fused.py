@@ -6,7 +6,7 @@ function computes a token by itself, in one order, so tokens and log-probs have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend, numbers_of
 from lockstep.workers.rollout.native.cpu.kernels import (
     Library,
     Pages,
@@ -137,7 +137,8 @@ class FusedBackend(TorchBackend):
             self._angles = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         return self._angles
 
-    def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        if not sampling.truncates and sampling.repetition_penalty == 1.0:
-            return draw(self._library, logits, uniforms(batch.keys, batch.response_positions), sampling.temperature)
-        return super()._draw(logits, batch, sampling)
+    def _draw_alike(self, logits: Tensor, batch: StepBatch, rows: Sequence[int], params: SamplingParams) -> tuple[Tensor, Tensor]:
+        if params.truncates or params.penalises:
+            return super()._draw_alike(logits, batch, rows, params)
+        uniform = uniforms(*numbers_of([batch.draws[row] for row in rows]))
+        return draw(self._library, logits, uniform, params.temperature)

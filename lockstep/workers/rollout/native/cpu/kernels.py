@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models.cached_attention import Variant
+from lockstep.observability.spans import progress
 from lockstep.utils.model_source import cache_folder
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "layer.c", "linear.c"))
@@ -82,7 +83,8 @@ def _compiled(compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder) / file.name
             command = [compiler, *_FLAGS, "-o", str(made), *map(str, _SOURCES), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
+            with progress("compiling the CPU kernels"):
+                subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
             made.rename(file)
     return file
 
