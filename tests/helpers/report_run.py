@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+EPISODES = "val_0"
+"""The samples that are episodes of two turns."""
 HOSTILE = (
     "</script><script>window.hit=1</script>",
     "<!-- <script>window.hit=1</script>",
@@ -72,6 +74,11 @@ def write_batch(
         for name in ("log_ratio", "sampler_log_ratio", "kl", "values", "token_level_rewards", "advantages", "returns", "entropys")
     }
     columns["log_probs"] = -np.abs(generator.normal(size=total)).astype(np.float16)
+    mask = np.ones(total, np.uint8)
+    if name == EPISODES:  # of its first row the policy wrote tokens 0 to 2 and 5 on, an environment those between
+        mask[3:5] = 0
+        columns["log_probs"][3:5] = np.nan
+        columns["turn"] = np.repeat(np.array([1, 2], np.float16), [5, total - 5])
     vocabulary = {str(i): f" w{i}" for i in range(50)}
     if responses:
         vocabulary[str(tokens[0])] = responses[0]
@@ -99,6 +106,6 @@ def write_batch(
         rows=np.frombuffer(record, np.uint8),
         lengths=lengths,
         tokens=tokens,
-        mask=np.ones(total, np.uint8),
+        mask=mask,
         **columns,
     )

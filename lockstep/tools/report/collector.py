@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lockstep.tools.report.run_folder import RunFolder
 _ROWS_A_BLOCK = 500
 _TOKENS_A_BLOCK = 50_000
 _MIN_CHARACTERS = 300
+_MAX_SAID = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +180,9 @@ class _Texts:
 
     def add(self, batch: Batch, most: int) -> None:
         for row in batch.rows:
-            said = "" if not row["said"] else row["said"]
-            self._rows.append([_cut(row["prompt"], most), _cut(row["response"], most), row["truth"], row["failure"], said])
+            said = {key: _bounded(value) for key, value in row["said"].items()}
+            texts = (_cut(row["prompt"], most), _cut(row["response"], most))
+            self._rows.append([*texts, _bounded(row["truth"]), _bounded(row["failure"]), said or None])
 
     def blocks(self, first: int) -> list[Block]:
         starts = range(0, len(self._rows), _ROWS_A_BLOCK)
@@ -233,6 +236,12 @@ def _shared(rows: list[list[Any]]) -> list[list[Any]]:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most} more characters)"
+
+
+def _bounded(value: Any) -> Any:
+    """What a reward function said, cut where it is long: the messages of an episode, a traceback."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return value if len(text) <= _MAX_SAID else _cut(text, _MAX_SAID)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

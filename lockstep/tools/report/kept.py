@@ -22,6 +22,7 @@ OUTCOMES = ("stop", "length", "missing", "error", "abort", "")
 """What became of a response: finish reasons, or its reward is missing. The last: not known."""
 _TOKEN_NAMES = {
     "mask": "mask",
+    "turn": "turn",
     "log_probs": "log_prob",
     "log_ratio": "log_ratio",
     "sampler_log_ratio": "sampler_log_ratio",

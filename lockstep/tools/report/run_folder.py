@@ -70,11 +70,11 @@ class RunFolder:
         """Validation metric -> its 95 % interval at that step: as the run wrote it, else Wilson's where every reward was 0 or 1."""
         found = {}
         for name, value in row.items():
-            match = _MEAN.fullmatch(name)
-            if match is None or not isinstance(value, int | float):
+            if not name.startswith("val-core/") or not isinstance(value, int | float):
                 continue
-            low, high = row.get(f"{name}/ci_low"), row.get(f"{name}/ci_high")
-            count = self._counts.get(row["step"], {}).get(match[1], {})
+            low, high = (row.get(f"{name.replace('val-core/', 'val-aux/', 1)}/{end}") for end in ("low", "high"))
+            match = _MEAN.fullmatch(name)
+            count = self._counts.get(row["step"], {}).get(match[1], {}) if match else {}
             if isinstance(low, int | float) and isinstance(high, int | float):
                 found[name] = [low, high]
             elif count.get("is_binary"):

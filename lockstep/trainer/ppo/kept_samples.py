@@ -28,7 +28,7 @@ from lockstep.trainer.ppo.scored import Scored
 FOLDER = "samples"
 MAX_TOKENS = 32_768
 """Tokens of a step whose numbers are kept: a file is at most about a megabyte."""
-_COLUMNS = ("entropys", "values", "token_level_rewards", "advantages", "returns", "rollout_is_weights")
+_COLUMNS = ("turn", "entropys", "values", "token_level_rewards", "advantages", "returns", "rollout_is_weights")
 """Kept as they are, beside what `_token_columns` makes of log-probs."""
 _HALF = float(np.finfo(np.float16).max)
 

@@ -45,10 +45,11 @@ def test_every_kept_row_is_in_the_blocks_with_its_numbers(run):
     assert len(rows["run"]) == 6 * 8 + 2 * 4
     texts = [row for block in unpacked(blocks, "texts") for row in block]
     assert len(texts) == len(rows["run"])
-    tokens = unpacked(blocks, "tokens")[0]
+    episodes, tokens = unpacked(blocks, "tokens")  # the episodes of the first validation have a column more
+    assert set(episodes) - set(tokens) == {"turn"}
     in_file = np.load(run / "samples/train_1.npz")
     first = int(np.flatnonzero((rows["step"] == 1) & (rows["validation"] == 0))[0])
-    start = int(tokens["lengths"][: rows["tokens"][first]].sum())
+    start = int(tokens["lengths"][: rows["tokens"][first] - len(episodes["lengths"])].sum())
     length = int(in_file["lengths"][0])
     assert (tokens["advantage"][start : start + length] == in_file["advantages"][:length]).all()
     assert rows["kl"][first] == pytest.approx(in_file["kl"][:length].astype(np.float32).mean(), rel=1e-3)
@@ -80,9 +81,9 @@ def test_validations_have_wilsons_interval_of_their_prompts(run):
 
 
 def test_an_interval_that_the_run_wrote_is_shown_as_it_is(run):
-    name = "val-core/words/reward/mean@1"
+    name, beside = "val-core/words/reward/mean@1", "val-aux/words/reward/mean@1"
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 7, name: 0.5, f"{name}/ci_low": 0.4, f"{name}/ci_high": 0.6}) + "\n")
+        file.write(json.dumps({"step": 7, name: 0.5, f"{beside}/low": 0.4, f"{beside}/high": 0.6}) + "\n")
     (metrics,) = unpacked(Collector([run]).collect(), "metrics")
     assert metrics["intervals"][name][-1] == [7, 0.4, 0.6]
 

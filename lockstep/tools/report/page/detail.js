@@ -50,7 +50,7 @@ function tokenPart(tokens, run) {
   const strips = stripsOf(tokens);
   const words = Array.from(tokens.token, (token) => run.words.get(token) ?? `⟨${token}⟩`);
   const spans = words.map((word, i) => el("span", { "data-token": i, class: tokens.mask && !tokens.mask[i] ? "not-own" : null, text: visible(word) || "∅" }));
-  const text = el("pre", { class: "tokens", dir: "auto" }, ...spans);
+  const text = el("div", { class: "tokens" }, ...turnsOf(tokens, spans));
   const readout = el("div", { class: "readout" });
   const paint = () => {
     const strip = strips.find((one) => one.name === detail.colouring);
@@ -78,6 +78,19 @@ function tokenPart(tokens, run) {
   });
   paint();
   return el("section", { class: "box response" }, el("h3", {}, el("span", { text: "Response" }), labelled("Colour by", colouring)), text, readout, detail.strips.node);
+}
+
+/** The tokens in boxes: one, or of an episode one for each turn of the policy and each answer of its environment. */
+function turnsOf(tokens, spans) {
+  const box = (part) => el("pre", { dir: "auto" }, ...part);
+  if (!tokens.turn) return [box(spans)];
+  const boxes = [];
+  for (let start = 0, end = 0; start < spans.length; start = end) {
+    const isOwn = tokens.mask[start];
+    while (end < spans.length && tokens.turn[end] === tokens.turn[start] && tokens.mask[end] === isOwn) end++;
+    boxes.push(el("p", { class: "turn", text: isOwn ? `turn ${tokens.turn[start]}` : "environment" }), box(spans.slice(start, end)));
+  }
+  return boxes;
 }
 
 /** Rows of the same prompt: in the same step, or anywhere. */

@@ -5,7 +5,7 @@ const FIRST_CURVES = [
   /^actor\/entropy$/, /^response_length\/mean$/, /^response_length\/clip_ratio$/, /^training\/groups_with_signal$/, /^actor\/pg_clipfrac$/,
   /^actor\/grad_norm$/, /^critic\/vf_explained_var$/, /^training\/rollout_log_probs_diff_max$/, /^perf\/throughput$/,
 ];
-const HIDDEN_CURVES = /^(training\/global_step|training\/epoch)$|\/ci_(low|high)$/;
+const HIDDEN_CURVES = /^(training\/global_step|training\/epoch)$|^val-aux\/.*\/(low|high)$/;
 let curves = [];
 
 /** Series of a metric in the runs that are shown. */

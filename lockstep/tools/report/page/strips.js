@@ -23,6 +23,7 @@ function stripsOf(tokens) {
     let low = strip.low === undefined ? Infinity : strip.low;
     let high = strip.high === undefined ? -Infinity : strip.high;
     for (const value of values) {
+      if (Number.isNaN(value)) continue; // a token without this number, such as an environment's log-prob
       if (strip.low === undefined) low = Math.min(low, value);
       if (strip.high === undefined) high = Math.max(high, value);
     }

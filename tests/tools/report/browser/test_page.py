@@ -147,6 +147,17 @@ def test_strips_are_the_files_numbers_and_follow_the_cursor(report, open_page):
     assert page.evaluate("() => getComputedStyle(document.querySelector('.tokens span')).backgroundColor") != before
 
 
+def test_an_episode_is_shown_turn_by_turn(report, open_page):
+    page = samples(open_page(report))
+    page.fill('[data-limit="step-1"]', "0")
+    page.click('.scroller .row[data-row="0"]')
+    page.wait_for_selector(".turn")
+    assert page.eval_on_selector_all(".turn", "nodes => nodes.map(node => node.textContent)") == ["turn 1", "environment", "turn 2"]
+    assert page.locator(".tokens pre >> nth=1").locator("span.not-own").count() == 2
+    page.click('.tokens span[data-token="3"]')
+    assert re.search(r"probability \u2013", page.inner_text(".readout"))  # it has none
+
+
 def test_siblings_are_side_by_side(report, open_page):
     page = samples(open_page(report))
     page.click(".scroller .row")
