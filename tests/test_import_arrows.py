@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/value_loss": {"workers/engine", "workers/losses", "algorithms", "config"},
     "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
     "workers/distill_loss": {"workers/losses", "workers/engine", "algorithms"},
     "workers/distill_worker": {
@@ -46,7 +47,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {
-        "workers/engine", "workers/losses", "workers/model_worker", "single_controller/base", "planner", "models", "algorithms",
+        "workers/engine", "workers/losses", "workers/value_loss", "workers/model_worker",
+        "single_controller/base", "planner", "models", "algorithms",
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {

@@ -29,8 +29,8 @@ from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.losses import make_value_loss
 from lockstep.workers.model_worker import ModelWorker
+from lockstep.workers.value_loss import make_value_loss
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
