@@ -2,9 +2,11 @@
 
 import importlib
 import re
+import runpy
 import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -113,6 +115,23 @@ def test_the_tutorials_program_runs(embedded_task, tmp_path, monkeypatch):
     assert names["Echo"]().where() == 0
 
 
+def test_the_notebook_runs_cell_by_cell(embedded_task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute = runpy.run_path(str(ROOT / "examples/notebooks/execute.py"))
+    cells = execute["code_cells"](ROOT / "examples/notebooks/train_and_plot.ipynb")
+    data = f'"data.train_files={embedded_task.train_file}", "data.val_files={embedded_task.val_file}", "data.train_batch_size=8"'
+    sizes = '"data.max_prompt_length=16", "data.max_response_length=12", "data.val_max_samples=16", "actor_rollout_ref.rollout.n=2"'
+    small = f'{data}, {sizes}, "actor_rollout_ref.model.path={embedded_task.model}", "trainer.total_training_steps=2"'
+    assert '"trainer.total_training_steps=40"' in cells[0]
+    cells[0] = cells[0].replace('"trainer.total_training_steps=40"', small)  # everything else is as written
+    names: dict = {}
+    printed, shown = zip(*(execute["run_cell"](cell, names) for cell in cells), strict=True)
+    assert "done: 2 steps" in printed[1]
+    assert shown[3]._repr_svg_().count("<path") == 5
+    assert re.search(r"advantages [+-]\d", printed[4])
+    assert "report.html: 1 run" in printed[5]
+
+
 def test_the_readmes_reward_is_a_reward(tmp_path):
     names: dict = {}
     exec(blocks(ROOT / "README.md", "python")[0], names)
@@ -138,8 +157,8 @@ def test_the_options_of_eval_are_in_its_page():
     assert [name for name in names if name != "--help" and f"`{name}" not in text] == []
 
 
-def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.algorithms.policy_losses.POLICY_LOSSES", dict(POLICY_LOSSES))
+@patch.dict(POLICY_LOSSES)
+def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path):
     file = tmp_path / "my_file.py"
     file.write_text("\n".join(blocks(ROOT / "docs/algorithms/extending.md", "python")))
     assert check_loss(f"{file}:soft_clip", {"sharpness": 3.0}, max_examples=10)

@@ -18,6 +18,7 @@ from lockstep.data.row_files import RowFiles
 from lockstep.data.text_sizes import row_sizes
 from lockstep.data.token_rows import SpanTokenizer, TokenRow
 from lockstep.errors import DataError
+from lockstep.observability.spans import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,9 +84,10 @@ class TrainingRows:
             raise DataError(f"no rows in {[str(path) for path in paths]}")
         self._rows = self._usable(choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed))
         if try_rows:
-            sizes = row_sizes(self._files, self.columns_read)[self._rows]
-            longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
-            self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
+            with progress(f"trying some of {len(self._rows):,} rows"):
+                sizes = row_sizes(self._files, self.columns_read)[self._rows]
+                longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
+                self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,25 @@ from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import batch_at
-from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.errors import (
+    Alarmed,
+    ConfigError,
+    DataError,
+    NumericalError,
+    ResourceError,
+    Stopped,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
+from lockstep.observability.alarms import Alarm, Alarms
 from lockstep.observability.display import Display
-from lockstep.observability.spans import StageTimer
+from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.stop import StopSignals
+
+_SHOWN = 200
+"""Characters of a sample's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +69,8 @@ class FitResult:
     """The best one by trainer.best_metric."""
     metrics_file: Path
     """Where every step's metrics are."""
+    alarms: tuple[str, ...] = ()
+    """What did not go as it should (observability/alarms.py)."""
 
 
 class Run(ABC):
@@ -70,11 +87,13 @@ class Run(ABC):
         self.config, self.section = config, config.trainer
         self.total_steps, self.has_validation = total_steps, has_validation
         self.display = display
-        self.timer = StageTimer(on_enter=display.stage if display.shows_stages else None)
+        self.timer = StageTimer()
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
         self.validation_before: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
+        self._validated_share = 1.0
+        self.alarms, self._is_alarmed = Alarms(self.section.run_dir), False
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
@@ -97,9 +116,16 @@ class Run(ABC):
     def _step(self) -> dict[str, float]:
         """Do step number `global_steps + 1`; returns its metrics."""
 
+    def _keep_samples(self) -> None:  # noqa: B027
+        """Write what the run keeps of the samples of the step just done, outside its time."""
+
     def _validate(self) -> dict[str, float]:
         """Metrics of the model as it is. Called only where `has_validation`."""
         return {}
+
+    def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
+        """Called once after each step: may add to its metrics, and returns some of what the model wrote (prompt, response, score)."""
+        return []
 
     def _state(self) -> dict[str, Any]:
         """What is needed to go on, beside the models and `global_steps`, as JSON."""
@@ -168,37 +194,29 @@ class Run(ABC):
         try:
             with StopSignals(config.stop_deadline_s) as stop:
                 self._resume()
+                self.alarms.resume(self._metrics_file, self.global_steps)
                 (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
                 with self._tracking() as tracking, self.display:
                     self._introduce()
                     if self.has_validation and (config.val_only or (config.val_before_train and not self.global_steps)):
-                        metrics = self._timed_validation()
+                        metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
                         tracking.log(metrics, self.global_steps)
+                        self.alarms.step(self.global_steps, metrics, [])
                         self.display.step(self.global_steps, metrics)
-                    while self.global_steps < self.total_steps and not config.val_only and not stop.asked:
+                    while self.global_steps < self.total_steps and not (config.val_only or stop.asked or self._is_alarmed):
                         self.timer.reset()
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
-                        if self.left_out:
-                            metrics["training/left_out_batches"] = len(self.left_out)
-                        if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
-                            metrics |= self._timed_validation()
-                        saves = self.is_due(config.save_freq, self.global_steps) or (stop.asked and config.save_freq != 0)
-                        draft = self._begin_save(metrics) if saves else None
-                        for name in ("testing", "save_checkpoint"):
-                            if name in self.timer.seconds:
-                                metrics[f"timing_s/{name}"] = self.timer.seconds[name]
-                        tracking.log(metrics, self.global_steps)
-                        if draft is not None:
-                            self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
-                        self.display.step(self.global_steps, metrics)
-                        self._saver.check()
+                        self._keep_samples()
+                        self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:
-                raise Stopped(stop.asked, self._stopped(stop.asked.name))
+                raise Stopped(stop.asked, self._ended(stop.asked.name))
+            if self._is_alarmed:
+                raise Alarmed(f"{self._ended('trainer.on_alarm=stop')}\n{self.alarms.sounded[-1]}")
             return self._result()
-        except Stopped:
+        except (Stopped, Alarmed):
             raise
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
@@ -210,9 +228,37 @@ class Run(ABC):
         self._begin_again()
         return self.fit()
 
+    def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
+        """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
+        config, samples = self.section, self._examine(metrics)
+        if self.left_out:
+            metrics["training/left_out_batches"] = len(self.left_out)
+        if self._validates_after(self.global_steps) and not stop.asked:
+            metrics |= self._timed_validation()
+        alarms = self.alarms.step(self.global_steps, metrics, samples)
+        self._is_alarmed = bool(alarms) and config.on_alarm == "stop"
+        is_last = bool(stop.asked) or self._is_alarmed
+        saves = self.is_due(config.save_freq, self.global_steps) or (is_last and config.save_freq != 0)
+        draft = self._begin_save(metrics) if saves else None
+        for name in ("testing", "save_checkpoint"):
+            if name in self.timer.seconds:
+                metrics[f"timing_s/{name}"] = self.timer.seconds[name]
+        tracking.log(metrics, self.global_steps)
+        if self.global_steps == 1 or alarms or {"testing", "save_checkpoint"} & set(self.timer.seconds):
+            tracking.samples(samples, self.global_steps)
+        if draft is not None:
+            self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
+        self.display.step(self.global_steps, metrics)
+        for alarm in alarms:
+            self.display.message(_shown(alarm, samples))
+        self._saver.check()
+
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
         return frequency != 0 and (step == self.total_steps or (frequency > 0 and step % frequency == 0))
+
+    def _validates_after(self, step: int) -> bool:
+        return self.has_validation and self.is_due(self.section.test_freq, step)
 
     @property
     def _metrics_file(self) -> Path:
@@ -226,12 +272,13 @@ class Run(ABC):
             checkpoint=folders.newest(self.section.run_dir),
             best_checkpoint=self._saver.best(),
             metrics_file=self._metrics_file,
+            alarms=tuple(map(str, self.alarms.sounded)),
         )
 
-    def _stopped(self, signal_name: str) -> str:
+    def _ended(self, why: str) -> str:
         newest = folders.newest(self.section.run_dir)
         saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
-        return f"{signal_name}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
+        return f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
 
     def _tracking(self) -> Tracking:
         return Tracking(
@@ -245,20 +292,36 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        self.display.start(self.total_steps, first_step=self.global_steps, title=title)
+        due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:
             self.display.message(
                 f"nothing to train: the checkpoint is at step {self.global_steps} of {self.total_steps}; raise "
-                "trainer.total_training_steps to go on, or set trainer.resume_mode=disable to start anew"
+                "trainer.total_training_steps to go on, or name a new run with trainer.experiment_name"
             )
 
     def _timed_validation(self) -> dict[str, float]:
+        self._validated_share = 1.0
         with self.timer.stage("testing"):
             self.last_validation = self._validate()
+        if self._validated_share < 1:
+            self.last_validation["val-aux/share_of_rows"] = self._validated_share
         if not self.global_steps:
             self.validation_before = self.last_validation
         return self.last_validation
+
+    def _validated_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
+        """The rows that this validation is on: all, but before the first step those of trainer.val_before_train_samples."""
+        if self.global_steps or self.section.val_only:
+            return list(range(num_rows))
+        rows = self.section.first_validation_rows(num_rows, samples_per_row, samples_per_step)
+        if len(rows) < num_rows:
+            self._validated_share = len(rows) / num_rows
+            self.display.message(
+                f"the validation before the first step is on {len(rows)} of {num_rows} rows (trainer.val_before_train_samples=-1: all)"
+            )
+        return rows
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
@@ -384,6 +447,13 @@ class Run(ABC):
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:
-            self._load(Path(os.path.abspath(folder)), state)
+            with progress("loading the checkpoint"):
+                self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
+
+
+def _shown(alarm: Alarm, samples: Sequence[dict[str, Any]]) -> str:
+    """The alarm, and what the model wrote."""
+    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
+    return "\n".join([str(alarm), *texts])

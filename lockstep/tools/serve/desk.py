@@ -141,7 +141,7 @@ class Desk:
         """The engine's thread."""
         try:
             while not self._is_closing:
-                if self._change is not None and not self.stream.num_running + self.stream.num_waiting:
+                if self._change is not None and not self._orders:  # all completions have been delivered
                     self._make_change(*self._change)
                 answer = self.stream.next(_LOOK_UP_S)
                 if answer is not None:

@@ -11,7 +11,9 @@ import numpy as np
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.observability.score_summary import score_summary
+from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.kept_samples import SampleKeeper
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
@@ -31,12 +33,14 @@ def validate(
     n: int,
     batch_size: int | None,
     folder: str | Path | None,
+    keeper: SampleKeeper | None = None,
 ) -> dict[str, float]:
     """Generate on all prompts of `dataset`, `n` times each and `batch_size` (None: all) at once, and judge; returns the metrics below.
 
-    Writes the samples into `folder`, where there is one.
+    Writes the samples into `folder`, where there is one; `keeper` keeps some for `lockstep report`.
     """
     size = batch_size or len(dataset)
+    expect(len(dataset) * n, "responses")
     parts, all_scored = [], []
     for start in range(0, len(dataset), size):
         rows = range(start, min(start + size, len(dataset)))
@@ -50,6 +54,10 @@ def validate(
     extra.pop("score", None)
     if folder is not None:
         write_samples(str(folder), step, batch, extra, judge.tokenizer)
+    if keeper is not None:
+        # Every batch counts its prompts from 0.
+        batch.non_tensor_batch["uid"] = np.array([row // n for row in range(len(batch))], dtype=object)
+        keeper.keep(f"val_{step}", batch, scored)
     sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
     return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
 

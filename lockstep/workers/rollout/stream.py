@@ -18,56 +18,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, Request, Stopping, TopLogProbs, failed, fault_of
+from lockstep.workers.rollout.base import Stopping, failed, fault_of
+from lockstep.workers.rollout.request import Completion, Job, Request, Tokens, Turn
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.base import RolloutEngine
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A piece of a response that is not finished, for a request with `streams`. All pieces together are the completion's tokens."""
-
-    index: int
-    ids: Tensor
-    """[T] int64"""
-    log_probs: Tensor
-    """[T] float32"""
-    top_log_probs: TopLogProbs | None = None
-    """[T], where asked for."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request that is being served."""
-
-    index: int
-    request: Request
-    params: SamplingParams
-    ids: Tensor
-    """[all tokens before the response] int64: the request's prompt, and before it what it continues."""
-    limits: Stopping
-    position: int = 0
-    """Tokens between the first prompt and this response: positions of random numbers count from there."""
-    num_sent: int = 0
-    """Tokens that were delivered."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """What a kept request leaves for those that continue it."""
-
-    ids: Tensor
-    """[prompt and response] int64"""
-    position: int
-    """How many of them come after the first prompt."""
 
 
 class Stream(ABC):
@@ -85,9 +45,9 @@ class Stream(ABC):
         self._arrived: deque[Job] = deque()
         self._aborts: set[int] = set()
         self._jobs: dict[int, Job] = {}
-        self._turns: dict[int, _Turn] = {}
+        self._turns: dict[int, Turn] = {}
         self._answers: deque[Completion | Tokens] = deque()
-        self._closed = False
+        self._closed = self._is_working = False
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its index in this stream. Never blocks. From any thread. Raises RuntimeError when closed."""
@@ -122,25 +82,38 @@ class Stream(ABC):
                         return None
                     self._changed.wait(left)
                     continue
-                arrived, aborts = list(self._arrived), self._aborts
+                arrived, aborts = list(self._arrived), self._aborts & self._jobs.keys()
                 self._arrived.clear()
                 self._aborts = set()
-            self._engine.check_weights()
-            answers = self._work(arrived, aborts & self._jobs.keys(), left)
-            with self._changed:
-                for answer in answers:
-                    if isinstance(answer, Completion):
-                        self._end(answer)
-                self._answers.extend(answers)
+                self._is_working = True
+            answers = self._worked(arrived, aborts, left)
             if not answers and left == 0.0:
                 return None
 
+    def _worked(self, arrived: list[Job], aborts: set[int], left_s: float | None) -> list[Completion | Tokens]:
+        """`_work`, and what it means for the jobs. When it raises, the stream is closed."""
+        answers: list[Completion | Tokens] | None = None
+        try:
+            self._engine.check_weights()
+            answers = self._work(arrived, aborts, left_s)
+        finally:
+            with self._changed:
+                self._is_working = False
+                if answers is None:
+                    self._closed = True
+                if self._closed:
+                    self._shut()
+        with self._changed:
+            for answer in answers:
+                if isinstance(answer, Completion):
+                    self._end(answer)
+            self._answers.extend(answers)
+        return answers
+
     def __iter__(self) -> Iterator[Completion | Tokens]:
         """What comes until nothing is in flight."""
-        while self._jobs or self._answers:
-            answer = self.next()
-            if answer is not None:
-                yield answer
+        while (self._jobs or self._answers) and (answer := self.next()) is not None:
+            yield answer
 
     def abort(self, index: int) -> None:
         """End a request before the next pass: its completion has what it had by then ("abort"). Nothing for one that has finished. From any
@@ -154,13 +127,14 @@ class Stream(ABC):
             self._turns.pop(index, None)
 
     def close(self) -> None:
-        """End the stream: what is in flight gets no completion. May be called again, and from any thread while `next` does not run."""
+        """End the stream: what is in flight gets no completion, and `next` gives None. May be called again, and from any thread: a pass
+        that is being computed is the last."""
         with self._changed:
-            self._closed = True
-            self._jobs.clear()
-            self._arrived.clear()
-            self._turns.clear()
-            self._changed.notify_all()
+            if not self._closed:
+                self._closed = True
+                if not self._is_working:
+                    self._shut()
+                self._changed.notify_all()
 
     def __enter__(self) -> Stream:
         return self
@@ -192,6 +166,12 @@ class Stream(ABC):
     def _work(self, arrived: Sequence[Job], aborted: set[int], left_s: float | None) -> list[Completion | Tokens]:
         """Take these in, end those, and compute for a while: one pass, or about `left_s`. Called while something is in flight."""
 
+    def _shut(self) -> None:
+        """Give back what the stream has. Called once, when nothing is being computed."""
+        self._jobs.clear()
+        self._arrived.clear()
+        self._turns.clear()
+
     def _fault(self, job: Job) -> str | None:
         """Why this engine can never serve the job; None if it can."""
         return None
@@ -209,7 +189,7 @@ class Stream(ABC):
         fault = fault_of(request, params, len(ids), engine.vocabulary, engine.context, engine.decode_text is not None)
         if fault is not None:
             return fault
-        limits = Stopping.of(replace(request, prompt_ids=ids), params, engine.context, engine.decode_text)
+        limits = Stopping.of(request, params, engine.context, engine.decode_text, len(ids))
         job = Job(index, request, params, ids, limits, position)
         return self._fault(job) or job
 
@@ -218,30 +198,4 @@ class Stream(ABC):
         job = self._jobs.pop(completion.index, None)
         if job is not None and job.request.keep and completion.finish_reason != "error":
             ids = torch.cat([job.ids, completion.ids])
-            self._turns[completion.index] = _Turn(ids, job.position + len(completion.ids))
-
-
-class BatchStream(Stream):
-    """A stream over an engine that computes one batch after the other: the oldest request, and those behind it that are drawn alike.
-
-    A continued request is computed from its first token; tokens come with the completion.
-    """
-
-    def _work(self, arrived: Sequence[Job], aborted: set[int], left_s: float | None) -> list[Completion | Tokens]:
-        self._queue = [*getattr(self, "_queue", []), *arrived]
-        ended = [job for job in self._queue if job.index in aborted]
-        none, no_numbers = torch.empty(0, dtype=torch.int64), torch.empty(0)
-        answers: list[Completion | Tokens] = [
-            Completion(job.index, none, no_numbers, "abort", self._engine.version) for job in ended
-        ]
-        self._queue = [job for job in self._queue if job.index not in aborted]
-        if self._queue:
-            params = self._queue[0].params
-            batch = [job for job in self._queue if job.params == params][: self._engine.config.max_num_seqs]
-            self._queue = [job for job in self._queue if job not in batch]
-            numbered = [(job.index, replace(job.request, prompt_ids=job.ids)) for job in batch]
-            for completion in self._engine._serve(numbered, params):
-                if self._jobs[completion.index].request.streams and len(completion.ids):
-                    answers.append(Tokens(completion.index, completion.ids, completion.log_probs, completion.top_log_probs))
-                answers.append(completion)
-        return answers
+            self._turns[completion.index] = Turn(ids, job.position + len(completion.ids))
