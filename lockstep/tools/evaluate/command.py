@@ -161,8 +161,7 @@ def _drawing(options: argparse.Namespace, config: PPOConfig, is_run: bool, stop:
         rollout = config.actor_rollout_ref.rollout
         values |= {name: getattr(rollout.val_kwargs, name) for name in names} | {"seed": config.trainer.seed}
         values["stop"] = stop or tuple(rollout.stop)
-    names = tuple(field.name for field in dataclasses.fields(Drawing))
-    given = {name: getattr(options, name, None) for name in names}
+    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Drawing)}
     return Drawing(**values | {name: value for name, value in given.items() if value is not None})
 
 

@@ -101,7 +101,7 @@ def read_results(path: Path) -> dict[str, Any]:
         earlier = json.loads((path / "results.json" if path.is_dir() else path).read_text())
         for entry in earlier["questions"]:
             entry["hash"], entry["source"], entry["scores"].items()
-        return earlier  # type: ignore[no-any-return]
+        return earlier
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"--against {path} is not a result file of lockstep eval: {error!r}") from error
 
