@@ -107,6 +107,7 @@ ARROWS: dict[str, set[str]] = {
     "tools/data_show": {"data", "config", "utils"},
     "tools/report": {"config", "observability"},
     "tools/asked": {"config"},
+    "tools/explain": {"tools/asked", "tools/plan", "planner", "trainer/ppo", "data", "config", "utils"},
     "tools/plan": {"tools/asked", "planner", "trainer/ppo", "config"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
@@ -124,6 +125,8 @@ ARROWS: dict[str, set[str]] = {
 COMPOSITION_ROOTS = (
     "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
     "trainer/setup", "tools/reward_check/command", "tools/evaluate/command", "tools/compare", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/compare",
+    "tools/doctor/command", "tools/doctor/parts", "tools/doctor/selftest", "tools/doctor", "cli",
     "__init__",
 )  # fmt: skip
 
