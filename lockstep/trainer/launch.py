@@ -90,6 +90,8 @@ class Workers:
         for view in self.by_role.values():
             if hasattr(view, "init_model"):
                 view.init_model()
+            if section.on_nonfinite == "skip" and hasattr(view, "skip_nonfinite"):
+                view.skip_nonfinite()
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]], specs: Mapping[Enum, RoleSpec]) -> None:
         """Decide, for each device, which models are offloaded while others work, and say so."""

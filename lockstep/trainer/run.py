@@ -35,6 +35,7 @@ from lockstep.errors import ConfigError, DataError, NumericalError, ResourceErro
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking
+from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
 
 
@@ -78,7 +79,7 @@ class Run(ABC):
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
-        self._position_before = 0
+        self._position_before = self._steps_without = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -180,6 +181,10 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
+                        if config.on_nonfinite == "skip":
+                            self._steps_without = heed_skipped(
+                                metrics, self.global_steps, self._steps_without, self.display.message
+                            )
                         if self.left_out:
                             metrics["training/left_out_batches"] = len(self.left_out)
                         if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
