@@ -47,6 +47,7 @@ from lockstep.observability.alarms import Alarm, Alarms
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
+from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
 
 _SHOWN = 200
@@ -97,7 +98,7 @@ class Run(ABC):
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
-        self._position_before = 0
+        self._position_before = self._steps_without = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -208,6 +209,10 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
+                        if config.on_nonfinite == "skip":
+                            self._steps_without = heed_skipped(
+                                metrics, self.global_steps, self._steps_without, self.display.message
+                            )
                         self._keep_samples()
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
