@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.observability.spans import running
 from lockstep.utils.memory import available_ram
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.backend import Backend, TakeAborts
@@ -99,6 +100,8 @@ class TorchBackend(Backend):
                 self.copy_pages(planned.copies)
                 batch = batch_of(planned, self.page_size, sampling.repetition_penalty != 1.0)
                 tokens, log_probs = self.step(batch, sampling)
+                for one in running[-1:]:
+                    one.written += len(tokens)
                 drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
                 for row, samples in [(row, row.draws) for row in planned.rows]:
                     if not samples:

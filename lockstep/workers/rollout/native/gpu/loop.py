@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.observability.spans import running
 from lockstep.workers.rollout.native.backend import TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
 from lockstep.workers.rollout.native.gpu.draw import Filter
@@ -298,6 +299,8 @@ class GenerationLoop:
                 if seat.over or end == start:
                     continue
                 places = [place % RING for place in range(start, end)]
+                for one in running[-1:]:
+                    one.written += end - start
                 sample.tokens[start:end] = [tokens[row][place] for place in places]
                 sample.log_probs[start:end] = [log_probs[row][place] for place in places]
                 seat.read = end
