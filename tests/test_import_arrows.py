@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "rewards/killable": set(),
     "rewards/sandbox": set(),
     "rewards/graders": {"rewards/killable", "rewards/sandbox", "utils"},
+    "agents": {"workers/rollout", "rewards", "data/conversations", "protocol", "config", "utils"},
     "models": {"algorithms/rows", "protocol", "config", "utils"},
     "planner": {"models", "config"},
     "single_controller/base": {"protocol"},
@@ -49,6 +50,7 @@ ARROWS: dict[str, set[str]] = {
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
+        "agents",
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
@@ -59,6 +61,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config", "observability/spans"},
     "trainer/stop": set(),
     "trainer/ppo": {
+        "agents",
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
         "rewards", "protocol", "config", "observability", "utils",
     },
@@ -90,7 +93,19 @@ ARROWS: dict[str, set[str]] = {
         "trainer/ppo", "workers/engine", "workers/losses", "single_controller/base", "models", "algorithms", "protocol", "config",
         "observability", "utils",
     },
+    "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
+    "tools/serve": {"tools/load_model", "workers/rollout", "config"},
+    "tools/generate": {"tools/load_model", "workers/rollout", "data", "config", "utils"},
+    "tools/chat": {"tools/generate", "tools/load_model", "workers/rollout", "utils"},
+    "tools/export": {"tools/load_model", "workers/engine", "models", "config", "utils"},
+    "tools/push": {"tools/export", "tools/load_model"},
+    "tools/evaluate": {
+        "trainer/ppo", "workers/rollout", "data", "rewards", "protocol", "config", "observability", "utils",
+    },
     "tools/data_show": {"data", "config", "utils"},
+    "tools/report": {"config", "observability"},
+    "tools/asked": {"config"},
+    "tools/plan": {"tools/asked", "planner", "trainer/ppo", "config"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
@@ -106,7 +121,7 @@ ARROWS: dict[str, set[str]] = {
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
     "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
-    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/evaluate/command", "tools/compare", "cli",
     "__init__",
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 ```text
 step 12/60  reward 0.412  ref kl 0.0012  entropy 1.23  length 7.4  4.1 s  ETA 0:03:18  (gen 1.2 update_critic 0.9 update_actor 1.3)
   generating  37 of 64 responses  4,210 tokens  890 tokens/s  21 s
-validation at step 10: val-core/x/acc/mean@1 0.731
+validation at step 10: val-core/x/acc/mean@1 0.731 [0.689, 0.770]
 ```
 """
 
@@ -281,10 +281,17 @@ def _lines(step: int, total_steps: int, metrics: Mapping[str, float], view: View
 
 def _validation_lines(step: int, metrics: Mapping[str, float], view: View) -> list[str]:
     return [
-        f"validation at step {step}: {name} {_number(value, '.3f')}"
-        for name, value in metrics.items()
+        f"validation at step {step}: {name} {with_interval(metrics, name, '.3f')}"
+        for name in metrics
         if name.startswith(view.validation)
     ]
+
+
+def with_interval(metrics: Mapping[str, float], name: str, spec: str) -> str:
+    """The number, with its 95 % interval where it has one (`val-core/NAME` has it in `val-aux/NAME/low` and `/high`)."""
+    ends = [metrics.get(f"{name.replace('val-core/', 'val-aux/', 1)}/{end}") for end in ("low", "high")]
+    interval = "" if None in ends else f" [{', '.join(_number(end, spec) for end in ends)}]"
+    return _number(metrics[name], spec) + interval
 
 
 def _has_step(metrics: Mapping[str, float], view: View) -> bool:

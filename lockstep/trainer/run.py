@@ -59,10 +59,10 @@ class FitResult:
 
     steps: int
     """Steps done in all, those before a resume included."""
-    first_validation: dict[str, float]
-    """Metrics of the first validation, that of a run before a resume included (empty without one)."""
+    validation_before: dict[str, float]
+    """Metrics of the validation before the first step, that of a run before a resume included; empty where there was none."""
     last_validation: dict[str, float]
-    """Metrics of the last."""
+    """Metrics of the last validation; empty where there was none."""
     checkpoint: Path | None
     """The newest checkpoint."""
     best_checkpoint: Path | None
@@ -90,8 +90,9 @@ class Run(ABC):
         self.timer = StageTimer()
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
-        self.validations: list[dict[str, float]] = []
-        """Metrics of the first validation and of those of this start."""
+        self.validation_before: dict[str, float] = {}
+        self.last_validation: dict[str, float] = {}
+        self._validated_share = 1.0
         self.alarms, self._is_alarmed = Alarms(self.section.run_dir), False
         self.num_restarts = 0
         self.left_out: list[int] = []
@@ -114,6 +115,9 @@ class Run(ABC):
     @abstractmethod
     def _step(self) -> dict[str, float]:
         """Do step number `global_steps + 1`; returns its metrics."""
+
+    def _keep_samples(self) -> None:  # noqa: B027
+        """Write what the run keeps of the samples of the step just done, outside its time."""
 
     def _validate(self) -> dict[str, float]:
         """Metrics of the model as it is. Called only where `has_validation`."""
@@ -204,6 +208,7 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
+                        self._keep_samples()
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:
@@ -262,8 +267,8 @@ class Run(ABC):
     def _result(self) -> FitResult:
         return FitResult(
             steps=self.global_steps,
-            first_validation=self.validations[0] if self.validations else {},
-            last_validation=self.validations[-1] if self.validations else {},
+            validation_before=self.validation_before,
+            last_validation=self.last_validation,
             checkpoint=folders.newest(self.section.run_dir),
             best_checkpoint=self._saver.best(),
             metrics_file=self._metrics_file,
@@ -293,13 +298,30 @@ class Run(ABC):
         if self.global_steps >= self.total_steps:
             self.display.message(
                 f"nothing to train: the checkpoint is at step {self.global_steps} of {self.total_steps}; raise "
-                "trainer.total_training_steps to go on, or set trainer.resume_mode=disable to start anew"
+                "trainer.total_training_steps to go on, or name a new run with trainer.experiment_name"
             )
 
     def _timed_validation(self) -> dict[str, float]:
+        self._validated_share = 1.0
         with self.timer.stage("testing"):
-            self.validations.append(self._validate())
-        return self.validations[-1]
+            self.last_validation = self._validate()
+        if self._validated_share < 1:
+            self.last_validation["val-aux/share_of_rows"] = self._validated_share
+        if not self.global_steps:
+            self.validation_before = self.last_validation
+        return self.last_validation
+
+    def _validated_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
+        """The rows that this validation is on: all, but before the first step those of trainer.val_before_train_samples."""
+        if self.global_steps or self.section.val_only:
+            return list(range(num_rows))
+        rows = self.section.first_validation_rows(num_rows, samples_per_row, samples_per_step)
+        if len(rows) < num_rows:
+            self._validated_share = len(rows) / num_rows
+            self.display.message(
+                f"the validation before the first step is on {len(rows)} of {num_rows} rows (trainer.val_before_train_samples=-1: all)"
+            )
+        return rows
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +347,7 @@ class Run(ABC):
         return True
 
     def _begin_again(self) -> None:
-        self.global_steps, self.validations = 0, []
+        self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
@@ -374,7 +396,7 @@ class Run(ABC):
             "global_steps": self.global_steps,
             "recipe": type(self.config).__name__,
             "config": kept_values(self.config),
-            "first_validation": self.validations[0] if self.validations else {},
+            "validation_before": self.validation_before,
             "left_out": self.left_out,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
@@ -395,7 +417,7 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
-        kinds = {"config": dict, "first_validation": dict, "left_out": list}
+        kinds = {"config": dict, "left_out": list}
         if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
             raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
@@ -422,7 +444,7 @@ class Run(ABC):
         if folder.resolve().parent == self.section.run_dir.resolve():
             self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
-        self.validations = [state["first_validation"]] if state["first_validation"] else []
+        self.validation_before = state.get("validation_before", {})
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:

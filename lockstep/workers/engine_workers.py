@@ -146,6 +146,20 @@ class ActorRolloutRefWorker(ModelWorker):
         return response_columns([finished[i] for i in range(len(requests))])
 
     @register(Dispatch.DP_COMPUTE_PROTO)
+    def run_episodes(
+        self, prompts: DataProto, sampling: SamplingParams, step: int, agent: Any, on_finished: Callable[[Any], None] | None = None
+    ) -> DataProto:
+        """`generate_sequences` for episodes: see `lockstep.agents.rows.play_rows`, whose arguments `agent` has."""
+        from lockstep.agents.rows import play_rows
+
+        counts, key = prompts.ragged("prompts").lengths.tolist(), "actor_rollout_ref.rollout.gpu_memory_utilization"
+        with self.memory.stage("gen", counts, None, key), self.rollout.borrowed():
+            columns = play_rows(self.rollout.engine, prompts, sampling, step, agent, on_finished)
+        if self.config.rollout.free_cache_engine:
+            self.rollout.engine.sleep()
+        return columns
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
         actor = self.actor

@@ -95,7 +95,11 @@ def test_strange_numbers_are_shown_short() -> None:
 def test_validation_has_its_own_lines_and_alone_makes_no_step_line() -> None:
     display, stream = plain()
     validation = {"val-core/x/acc/mean@1": 0.7312, "val-aux/x/acc/std": 0.1, "val-core/y/acc/mean@1": 0.5}
-    lines = ["validation at step {}: val-core/x/acc/mean@1 0.731", "validation at step {}: val-core/y/acc/mean@1 0.500"]
+    validation |= {"val-aux/x/acc/mean@1/low": 0.7, "val-aux/x/acc/mean@1/high": 0.7611}
+    lines = [
+        "validation at step {}: val-core/x/acc/mean@1 0.731 [0.700, 0.761]",
+        "validation at step {}: val-core/y/acc/mean@1 0.500",
+    ]
     display.step(0, validation)
     assert stream.getvalue().splitlines() == [line.format(0) for line in lines]
     display.step(12, METRICS | validation)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
+from lockstep.algorithms.advantages.recursion import turn_discount
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.bound import read_estimate
 from lockstep.algorithms.kl import KLController, reward_penalty
-from lockstep.algorithms.masked import masked_mean
+from lockstep.algorithms.masked import masked_mean, zero_outside
 from lockstep.algorithms.rows import Rows
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
@@ -53,7 +54,7 @@ def generate(
 
     `on_finished` hears of each response (row, token ids) as soon as it is there, on another thread; without promise that it hears of all.
     """
-    prompts = batch.select(["prompts"], ["index", "sample"])
+    prompts = batch.select(["prompts"], getattr(rollout, "reads", ["index", "sample"]))
     prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
     progress = expect(len(batch), "responses")
 
@@ -63,7 +64,10 @@ def generate(
             on_finished(*message)
 
     with rollout.receiving(hear) as send:
-        batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send))
+        found = rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send)
+    if "prompts" in found:  # of episodes, whose environments write them
+        batch.set("prompts", found.ragged("prompts"))
+    batch.union(found)
 
 
 def sync_weights(exchange: Any) -> None:
@@ -96,7 +100,8 @@ def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
 
 def use_sampler_log_probs(batch: DataProto) -> None:
     """Reads rollout_log_probs. Writes old_log_probs: for a sampler whose log-probs are the trainer's own."""
-    batch.set("old_log_probs", batch.ragged("rollout_log_probs"))
+    log_probs, mask = batch.ragged("rollout_log_probs"), batch.ragged("response_mask").values.bool()
+    batch.set("old_log_probs", log_probs.like(zero_outside(log_probs.values, mask)))
     _check_finite(batch, "old_log_probs")
 
 
@@ -165,6 +170,9 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "token_level_rewards": rewards,
         "response_mask": mask,
         **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
+        **{
+            name: turn_discount(batch.ragged("turn").values, mask, rows, value) for name, value in estimation.turn_discounts.items()
+        },
         "reward_parts": _reward_parts(batch, estimation.reward_keys),
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
