@@ -219,7 +219,7 @@ class Run(ABC):
             if stop.asked and self.global_steps < self.total_steps:
                 raise Stopped(stop.asked, self._ended(stop.asked.name))
             if self._is_alarmed:
-                raise Alarmed(f"{self._ended('trainer.on_alarm=stop')}\n{self.alarms.sounded[-1]}")
+                raise Alarmed(self._ended(f"{', '.join(alarm.name for alarm in self.alarms.sounded)}, and trainer.on_alarm=stop"))
             return self._result()
         except (Stopped, Alarmed):
             raise
@@ -254,8 +254,8 @@ class Run(ABC):
         if draft is not None:
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)
-        for alarm in alarms:
-            self.display.message(_shown(alarm, samples))
+        if alarms:
+            self.display.message(_shown(alarms, samples))
         self._saver.check()
 
     def is_due(self, frequency: int, step: int) -> bool:
@@ -381,9 +381,10 @@ class Run(ABC):
                 return None
 
     def _wait_for_save(self) -> None:
-        for error in self._finish_save():
-            self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
-        self._saver.wait()
+        with progress("writing the checkpoint"):
+            for error in self._finish_save():
+                self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
+            self._saver.wait()
 
     def _end_save(self) -> None:
         """Wait for the last save. Raises ResourceError where that of the last step failed, whatever trainer.on_save_failure says."""
@@ -458,7 +459,7 @@ class Run(ABC):
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
 
 
-def _shown(alarm: Alarm, samples: Sequence[dict[str, Any]]) -> str:
-    """The alarm, and what the model wrote."""
+def _shown(alarms: Sequence[Alarm], samples: Sequence[dict[str, Any]]) -> str:
+    """The alarms, and what the model wrote."""
     texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
-    return "\n".join([str(alarm), *texts])
+    return "\n".join([*map(str, alarms), *texts])
