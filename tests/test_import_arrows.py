@@ -114,8 +114,8 @@ ARROWS: dict[str, set[str]] = {
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
     "compat": {
-        "algorithms", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/ppo", "trainer/setup",
-        "utils",
+        "algorithms", "checkpoint", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/main_ppo",
+        "trainer/ppo", "trainer/resources", "trainer/role", "trainer/setup", "utils", "workers/engine_workers",
     },
     "trainer/ppo/core_algos": {"compat"},
     "utils/dataset": {"data"},
