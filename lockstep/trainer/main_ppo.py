@@ -53,6 +53,13 @@ def run(config: PPOConfig) -> None:
             check_engines(config)
         result = _train(config, group_cls)
     print(summarise(result, embedded))
+    if resolve_device(config.trainer.device) == "cuda":
+        import torch
+
+        from lockstep.tools.plan.measured import one_line
+
+        if (line := one_line(config, result.metrics_file, torch.cuda.get_device_name())) is not None:
+            print(line)
 
 
 def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:

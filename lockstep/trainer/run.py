@@ -123,8 +123,8 @@ class Run(ABC):
         """Metrics of the model as it is. Called only where `has_validation`."""
         return {}
 
-    def _samples(self) -> list[dict[str, Any]]:
-        """Some of what the model wrote in the step that has just been done: prompt, response, score. Called once after each."""
+    def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
+        """Called once after each step: may add to its metrics, and returns some of what the model wrote (prompt, response, score)."""
         return []
 
     def _state(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Run(ABC):
 
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
         """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
-        config, samples = self.section, self._samples()
+        config, samples = self.section, self._examine(metrics)
         if self.left_out:
             metrics["training/left_out_batches"] = len(self.left_out)
         if self._validates_after(self.global_steps) and not stop.asked:

@@ -2,8 +2,9 @@
 
     PYTHONPATH=. .venv-eval/bin/python tests/eval/parity.py --hellaswag 200 --gsm8k 100 --out benchmarks/results/serve_lm_eval.json
 
-The tasks are lm-eval's own HellaSwag and GSM8K, over local files instead of the hub's. Compared are the log-likelihood of every ending,
-whether it is the greedy one, and every generated text. --keep FILE keeps what `hf` said, which takes most of the time, for another run.
+The tasks are lm-eval's own HellaSwag and GSM8K, over the shortest rows of local files instead of the hub's. Compared are the
+log-likelihood of every ending, whether it is the greedy one, and every generated text. --keep FILE keeps what `hf` said, which takes most
+of the time, for another run.
 """
 
 from __future__ import annotations
@@ -32,38 +33,32 @@ Samples = dict[str, list[Any]]
 """Task -> what the model said to each request, in the order of the rows: [log-likelihood, is greedy] of each ending, or a text."""
 
 
-def write_tasks(folder: Path, shots: int, max_tokens: int) -> None:
-    """lm-eval's own tasks with local files."""
+def write_tasks(folder: Path, options: argparse.Namespace) -> None:
+    """lm-eval's own tasks with local files: of the rows that are asked, the shortest, since transformers is slow on a CPU."""
     import lm_eval
 
     tasks = Path(lm_eval.__file__).parent / "tasks"
-    local = {
-        "local_hellaswag": (
-            tasks / "hellaswag" / "hellaswag.yaml",
-            {"train": str(DATA / "hellaswag" / "train.jsonl"), "validation": str(DATA / "hellaswag" / "val.jsonl")},
-            {},
-        ),
-        "local_gsm8k": (
-            tasks / "gsm8k" / "gsm8k.yaml",
-            {"train": str(DATA / "gsm8k" / "train.jsonl"), "test": str(DATA / "gsm8k" / "test.jsonl")},
-            {
-                "num_fewshot": shots,
-                "generation_kwargs": {"until": ["Question:", "<|im_end|>"], "do_sample": False, "max_gen_toks": max_tokens},
-            },
-        ),
-    }
-    for name, (base, files, more) in local.items():
-        task = {
-            "include": str(base),
-            "task": name,
-            "dataset_path": "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": files},
+    generation = {"until": ["Question:", "<|im_end|>"], "do_sample": False, "max_gen_toks": options.max_tokens}
+    for name, asked, count, more in (
+        ("hellaswag", "val", options.hellaswag, {}),
+        ("gsm8k", "test", options.gsm8k, {"num_fewshot": options.shots, "generation_kwargs": generation}),
+    ):
+        rows = sorted((DATA / name / f"{asked}.jsonl").read_text().splitlines(), key=len)[:count]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        files = {
+            "train": str(DATA / name / "train.jsonl"),
+            "validation" if asked == "val" else asked: str(folder / f"{name}.jsonl"),
         }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task | more))
+        task = {
+            "include": str(tasks / name / f"{name}.yaml"), "task": f"local_{name}", "dataset_path": "json", "dataset_name": None,
+            "dataset_kwargs": {"data_files": files},
+        }  # fmt: skip
+        (folder / f"local_{name}.yaml").write_text(yaml.safe_dump(task | more))
 
 
-def evaluate(model: str, model_args: dict[str, Any], options: argparse.Namespace, folder: Path) -> tuple[Samples, dict[str, Any]]:
+def evaluate(
+    model: str, model_args: dict[str, Any], batch_size: int, options: argparse.Namespace, folder: Path
+) -> tuple[Samples, dict[str, Any]]:
     """What a model of lm-eval's says to the tasks, and its scores."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -76,7 +71,7 @@ def evaluate(model: str, model_args: dict[str, Any], options: argparse.Namespace
         started = time.monotonic()
         found = simple_evaluate(
             model=model, model_args=model_args, tasks=[task], limit=count, task_manager=TaskManager(include_path=str(folder)),
-            batch_size=1, device="cpu", bootstrap_iters=0, log_samples=True,
+            batch_size=batch_size, device="cpu", bootstrap_iters=0, log_samples=True,
         )  # fmt: skip
         rows = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
         rows = list({row["doc_id"]: row for row in rows}.values())  # one for each filter
@@ -143,11 +138,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Both sides, and the comparison."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_tasks(folder, options.shots, options.max_tokens)
+        write_tasks(folder, options)
         if options.keep is not None and options.keep.is_file():
             theirs, their_scores = json.loads(options.keep.read_text())
         else:
-            theirs, their_scores = evaluate("hf", {"pretrained": hf_folder(), "dtype": "float32"}, options, folder)
+            theirs, their_scores = evaluate("hf", {"pretrained": hf_folder(), "dtype": "float32"}, 16, options, folder)
             if options.keep is not None:
                 options.keep.write_text(json.dumps([theirs, their_scores]))
         if options.only_hf:
@@ -157,7 +152,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "model": "smollm2-135m", "base_url": f"{address}/v1/completions", "num_concurrent": 8, "max_length": 8192,
                 "tokenizer_backend": "remote", "timeout": 600,
             }  # fmt: skip
-            ours, our_scores = evaluate("local-completions", arguments, options, folder)
+            ours, our_scores = evaluate("local-completions", arguments, 1, options, folder)
     differences = compare(ours, theirs)
     return {"equal": is_equal(differences), "bound": BOUND, "differences": differences, "serve": our_scores, "hf": their_scores}
 

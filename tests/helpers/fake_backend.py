@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from helpers.fake_model import FakeModel
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.native.cpu.passes import PassBackend
 
 
-class FakeBackend(TorchBackend):
-    """See TorchBackend: its loop alone."""
+class FakeBackend(PassBackend):
+    """See PassBackend: its loop alone."""
 
     def __init__(self, model: FakeModel, mixed: bool = True) -> None:
         self.model, self.page_size, self.num_pages, self.mixed = model, model.page_size, model.num_pages, mixed

@@ -51,7 +51,7 @@ class Plan:
 @as_command
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    options = _read_arguments(arguments)
+    options = read_arguments(arguments)
     from lockstep.tools.evaluate.results import print_table
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
@@ -262,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; `key=value` after the files of --data or --source is a key as well."""
     options = _parser().parse_intermixed_args(list(arguments))
     for name in ("data", "source"):

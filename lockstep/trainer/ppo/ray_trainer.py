@@ -36,11 +36,11 @@ from lockstep.trainer.ppo.groups import Groups
 from lockstep.trainer.ppo.kept_samples import SampleKeeper
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, silent_peaks, timing_metrics
 from lockstep.trainer.ppo.prompts import Prompts, open_dataset
-from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
+from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction, reads_rewards
 from lockstep.trainer.ppo.reward_columns import greedy_baseline
 from lockstep.trainer.ppo.rewards import Scorer
 from lockstep.trainer.ppo.roles import role_specs, weight_exchange
-from lockstep.trainer.ppo.samples import choose_samples, write_samples
+from lockstep.trainer.ppo.samples import choose_samples, share_with_signal, write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.resources import ResourcePoolManager
@@ -117,6 +117,7 @@ class RayPPOTrainer(Run):
         self.worker_groups = self.workers.by_role
         self.keeper = SampleKeeper(config.trainer.run_dir, config.trainer.report_rows, tokenizer)
         self._last: Any = None
+        self.alarms.ignored = () if reads_rewards(algorithm) else ("equal_rewards", "silent_groups")
         self._initial = self._state()
 
     def init_workers(self) -> None:
@@ -228,8 +229,10 @@ class RayPPOTrainer(Run):
         log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
         self.keeper.keep(f"train_{self.global_steps}", *self._last, log_probs)
 
-    def _samples(self) -> list[dict[str, Any]]:
+    def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
         (batch, scored), self._last = self._last, None
+        if (n := self.config.actor_rollout_ref.rollout.n) > 1 and self.reward_fn is not None:
+            metrics.setdefault("training/groups_with_signal", share_with_signal(scored, n))
         return choose_samples(batch, scored, self.tokenizer)
 
     def _is_recorded(self, step: int) -> bool:

@@ -26,6 +26,13 @@ def choose_samples(batch: DataProto, scored: Scored, tokenizer: Any, count: int 
     ]
 
 
+def share_with_signal(scored: Scored, n: int) -> float:
+    """The share of prompts whose `n` samples, which lie side by side, differ in score. What has no score differs from nothing."""
+    scores = [None if failure else total for failure, total in zip(scored.failures, scored.total, strict=True)]
+    groups = [{score for score in scores[start : start + n] if score is not None} for start in range(0, len(scores), n)]
+    return sum(len(group) > 1 for group in groups) / max(len(groups), 1)
+
+
 def write_samples(directory: str, step: int, batch: DataProto, info: dict[str, list[Any]], tokenizer: Any) -> None:
     """Write `{step}.jsonl`: the text, the score and everything the reward function said (`info`) of each row."""
     Path(directory).mkdir(parents=True, exist_ok=True)

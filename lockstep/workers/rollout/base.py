@@ -3,84 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError, WeightSyncError
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.rollout.request import MOST_TOP, Completion, DecodeText, Request
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.stream import Stream
-
-DecodeText = Callable[[list[int]], str]
-"""Token ids -> text, special tokens included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One response to generate. The limits are those of its sampling parameters where they are None."""
-
-    prompt_ids: Tensor
-    """[P] int64, P at least 1. With `continues`: what comes after that request's prompt and response."""
-    key: tuple[int, int, int]
-    """(step, prompt, sample): with the seed and the position it decides the random number behind each token."""
-    max_tokens: int | None = None
-    """Longest response."""
-    stop_token_ids: tuple[int, ...] | None = None
-    """The response ends after one of these."""
-    stop: tuple[str, ...] | None = None
-    """The response ends after the token that completes one of these strings."""
-    sampling: SamplingParams | None = None
-    """How its tokens are drawn; None: as the call or the stream says."""
-    streams: bool = False
-    """Whether its tokens are delivered as they are drawn (`Tokens`), beside its completion."""
-    top_log_probs: int = 0
-    """How many of the most likely tokens have their log-probs in the answer, at each place; at most MOST_TOP."""
-    prompt_log_probs: bool = False
-    """Whether the prompt's tokens have theirs."""
-    keep: bool = False
-    """Whether another request may continue it: its tokens stay known to the stream until `release`, and their keys and values in the
-    cache until then, or until pages are short or the weights change."""
-    continues: int | None = None
-    """A request of this stream that has finished and was added with `keep`: this one goes on after its response. Positions count on."""
-
-
-MOST_TOP = 20
-"""How many of the most likely tokens a request can ask for."""
-TopLogProbs = list[list[tuple[int, float]]]
-"""At each place the most likely tokens and their log-probs, the likeliest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One response, or why there is none."""
-
-    index: int
-    """Which request of the call it answers."""
-    ids: Tensor
-    """[T] int64, with the stop token, or the tokens of the stop string, when there was one. Empty after an error."""
-    log_probs: Tensor
-    """[T] float32: log-prob of each token under the whole distribution at the sampling temperature (at 1 when greedy)."""
-    finish_reason: str
-    """"stop", "length", "abort" (has the tokens up to then) or "error"."""
-    policy_version: int
-    """Which weights wrote it."""
-    error: str | None = None
-    """What was wrong, with the request's key; only with finish_reason "error"."""
-    top_log_probs: TopLogProbs | None = None
-    """[T], where asked for: by the same rule as `log_probs`."""
-    prompt_log_probs: Tensor | None = None
-    """[P] float32, where asked for; NaN for a token that nothing comes before."""
-    prompt_top_log_probs: TopLogProbs | None = None
-    """[P], where both are asked for; empty where `prompt_log_probs` is NaN."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
-from lockstep.workers.rollout.base import Completion, DecodeText, RolloutEngine, TopLogProbs, not_finite
-from lockstep.workers.rollout.stream import Job
+from lockstep.workers.rollout.base import RolloutEngine, not_finite
+from lockstep.workers.rollout.request import Completion, DecodeText, Job, TopLogProbs
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, received
 from lockstep.workers.weight_sync.module import copy_weights, module_manifest
 

@@ -18,58 +18,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, Request, Stopping, TopLogProbs, failed, fault_of
+from lockstep.workers.rollout.base import Stopping, failed, fault_of
+from lockstep.workers.rollout.request import Completion, Job, Request, Tokens, Turn
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.base import RolloutEngine
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A piece of a response that is not finished, for a request with `streams`. All pieces together are the completion's tokens."""
-
-    index: int
-    ids: Tensor
-    """[T] int64"""
-    log_probs: Tensor
-    """[T] float32"""
-    top_log_probs: TopLogProbs | None = None
-    """[T], where asked for."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request that is being served."""
-
-    index: int
-    request: Request
-    params: SamplingParams
-    ids: Tensor
-    """[all tokens before the response] int64: the request's prompt, and before it what it continues."""
-    limits: Stopping
-    position: int = 0
-    """Tokens between the first prompt and this response: positions of random numbers count from there."""
-    num_sent: int = 0
-    """Tokens that were delivered."""
-    version: int = 0
-    """Of the weights that drew its first token."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """What a kept request leaves for those that continue it."""
-
-    ids: Tensor
-    """[prompt and response] int64"""
-    position: int
-    """How many of them come after the first prompt."""
 
 
 class Stream(ABC):
@@ -87,7 +45,7 @@ class Stream(ABC):
         self._arrived: deque[Job] = deque()
         self._aborts: set[int] = set()
         self._jobs: dict[int, Job] = {}
-        self._turns: dict[int, _Turn] = {}
+        self._turns: dict[int, Turn] = {}
         self._answers: deque[Completion | Tokens] = deque()
         self._closed = self._is_working = False
 
@@ -240,4 +198,4 @@ class Stream(ABC):
         job = self._jobs.pop(completion.index, None)
         if job is not None and job.request.keep and completion.finish_reason != "error":
             ids = torch.cat([job.ids, completion.ids])
-            self._turns[completion.index] = _Turn(ids, job.position + len(completion.ids))
+            self._turns[completion.index] = Turn(ids, job.position + len(completion.ids))

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-from pathlib import Path
 
 from helpers.serving import load_served, save_served_model, serving
-
-sys.path.insert(0, str(Path(__file__).parent))
-import load as crowds
+from tools.serve import load as crowds
 
 
 def test_a_crowd_that_misbehaves_gets_right_answers_and_leaves_nothing_behind(tmp_path):

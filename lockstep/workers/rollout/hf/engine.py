@@ -10,11 +10,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Completion, Stopping, TopLogProbs, not_finite
+from lockstep.workers.rollout.base import Stopping, not_finite
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ModuleRollout
+from lockstep.workers.rollout.request import Completion, Job, Tokens, TopLogProbs
 from lockstep.workers.rollout.sampling import lower
-from lockstep.workers.rollout.stream import Job, Stream, Tokens
+from lockstep.workers.rollout.stream import Stream
 
 
 class HFRollout(ModuleRollout):

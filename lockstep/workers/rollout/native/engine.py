@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TypeVar
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import CACHED
-from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.native.backend import Backend
-from lockstep.workers.rollout.native.cpu.backend import PAGE_SIZE, TorchBackend
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.fused import FusedBackend, fused_library
-from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.cpu.passes import PAGE_SIZE, PassBackend
+from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
+from lockstep.workers.rollout.native.open_stream import OpenStream
+from lockstep.workers.rollout.native.pages import CacheShape, PagePool
 from lockstep.workers.rollout.native.prefix_cache import PrefixCache
 from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
 from lockstep.workers.rollout.native.scheduler import Scheduler
 from lockstep.workers.rollout.native.stream import NativeStream
+from lockstep.workers.rollout.request import Request
 from lockstep.workers.rollout.stream import Stream
+
+AnyScheduler = TypeVar("AnyScheduler", bound=Scheduler)
 
 
 class NativeRollout(ModuleRollout):
@@ -34,26 +40,30 @@ class NativeRollout(ModuleRollout):
         self.check_weights()
         if num_tokens is None:
             num_tokens = (self.context or 1 << 40) * self.config.max_num_seqs
-        scheduler = self._scheduler(1 + -(-num_tokens // self.backend.page_size))
+        scheduler = self._scheduler(1 + -(-num_tokens // self.backend.page_size), OpenScheduler)
         room = scheduler.pool.capacity * scheduler.pool.page_size
         scheduler.longest = min(room, self.context or room)
         if not self.backend.in_one_shape:
             scheduler.cache = PrefixCache(scheduler.pool)
-        return self._opened(sampling, scheduler)
+        return self._opened(OpenStream(self, sampling, self.backend, scheduler, self._forget_stream))
 
     def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
-        """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for."""
+        """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for. Nothing is left to
+        others, so that what is computed does not depend on when it is."""
         limits = [(len(r.prompt_ids), r.max_tokens or (r.sampling or sampling).max_tokens) for r in requests]
         needs = sorted((min(sum(limit), self.context or 1 << 40) for limit in limits), reverse=True)
-        size = self.backend.page_size
-        return self._opened(sampling, self._scheduler(1 + sum(-(-need // size) + 1 for need in needs[: self.config.max_num_seqs])))
+        pages = 1 + sum(-(-need // self.backend.page_size) + 1 for need in needs[: self.config.max_num_seqs])
+        if any(r.top_log_probs or r.prompt_log_probs for r in requests):
+            own = self._scheduler(pages, OpenScheduler)
+            return self._opened(OpenStream(self, sampling, self.backend, own, self._forget_stream))
+        return self._opened(NativeStream(self, sampling, self.backend, self._scheduler(pages, Scheduler), self._forget_stream))
 
-    def _opened(self, sampling: SamplingParams, scheduler: Scheduler) -> Stream:
-        def forget() -> None:
-            self._stream = None
+    def _opened(self, stream: Stream) -> Stream:
+        self._stream = stream
+        return stream
 
-        self._stream = NativeStream(self, sampling, self.backend, scheduler, forget)
-        return self._stream
+    def _forget_stream(self) -> None:
+        self._stream = None
 
     def abort(self, index: int) -> None:
         """End a request of the stream that is open, before the next pass; its completion has what was generated until then."""
@@ -73,7 +83,7 @@ class NativeRollout(ModuleRollout):
         if self._stream is not None:
             raise RuntimeError("this engine has an open stream, whose pages these are: read it to its end, or close it")
 
-    def _scheduler(self, wanted: int) -> Scheduler:
+    def _scheduler(self, wanted: int, kind: type[AnyScheduler]) -> AnyScheduler:
         """Over that many pages, or as many as there is memory for."""
         self._check_free()
         backend = self.backend
@@ -82,7 +92,7 @@ class NativeRollout(ModuleRollout):
             backend.open(max(2, min(wanted, backend.most_pages())))
         pool = PagePool(backend.num_pages, backend.page_size)
         budget = min(self.config.max_num_batched_tokens, backend.most_tokens or self.config.max_num_batched_tokens)
-        return Scheduler(pool, self.config.max_num_seqs, budget, backend.lookahead, backend.mixed)
+        return kind(pool, self.config.max_num_seqs, budget, backend.lookahead, backend.mixed)
 
     @cached_property
     def backend(self) -> Backend:
@@ -96,9 +106,12 @@ class NativeRollout(ModuleRollout):
             return GPUBackend(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
         return self._cpu_backend(invariant)
 
-    def _cpu_backend(self, invariant: bool) -> TorchBackend:
-        shape, library = cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
-        utilization = self.config.gpu_memory_utilization
+    def _cpu_backend(self, invariant: bool) -> PassBackend:
+        library, utilization = fused_library(self.module), self.config.gpu_memory_utilization
         if library is not None:
-            return FusedBackend(self.module, shape, library, utilization, invariant)
-        return TorchBackend(self.module, shape, utilization, invariant)
+            return FusedBackend(self.module, self._cpu_shape, library, utilization, invariant)
+        return TorchBackend(self.module, self._cpu_shape, utilization, invariant)
+
+    @cached_property
+    def _cpu_shape(self) -> CacheShape:
+        return cache_shape(self.module, PAGE_SIZE)

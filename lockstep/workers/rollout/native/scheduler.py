@@ -10,9 +10,9 @@ sample that has drawn since it was admitted. One that has not (`is_decoding`) is
 - A shared page is never written: before a sample writes into one, it gets a copy of its own (`Pass.copies`).
 - When pages are short, prompts that nobody runs give theirs up first, then the sample that was admitted last goes back to the front of
   the queue and is computed again later. The sample admitted first always goes on, so every request ends.
-- A sample that is over leaves its pages to the prefix cache, where there is one, and to those that continue it (`keep`). Both count as
-  prompts that nobody runs; the cache comes first.
 - Who came first is admitted first, however large it is: nobody is overtaken for ever.
+
+What samples that are over leave to others is in open_scheduler.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from lockstep.workers.rollout.native.pages import PagePool
 if TYPE_CHECKING:
     from lockstep.config.sampling import SamplingParams
     from lockstep.workers.rollout.base import Stopping
-    from lockstep.workers.rollout.native.prefix_cache import PrefixCache
     from lockstep.workers.rollout.native.scores import Scores
 
 PENDING = -1
@@ -154,10 +153,8 @@ class Scheduler:
     """Whether a prompt is always computed from its first token, and a response a token at a time: nothing is computed again after a
     preemption, or from where another sample has left off. Then samples run together only where all of them fit in full, shared pages
     counted for each."""
-    cache: PrefixCache | None = None
-    """What samples that are over leave to those that start like them; None: nothing."""
     is_stale: bool = False
-    """Whether the weights have changed since: whoever runs the passes stops, and calls `forget`."""
+    """Whether the weights have changed: whoever runs the passes takes in what was computed, and stops."""
     longest: int | None = None
     """The most tokens that a sample can come to have; None: those that wait now are all there will be."""
 
@@ -176,8 +173,6 @@ class Scheduler:
         """Those of them whose pages are filled by the pass that is being planned: nobody can go on from them before it is over."""
         self._promised = 0
         """Pages that the running samples can come to hold, shared ones counted for each."""
-        self._turns: dict[int, Prompt] = {}
-        """What samples that may be continued have left, by their indices."""
         self._num_keeping: Counter[int] = Counter()
         """Page -> prompts that keep it."""
 
@@ -220,58 +215,21 @@ class Scheduler:
 
     def append(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """The pass has drawn these tokens for a sample, and cached all but the last."""
-        if self.cache is not None and not sample.tokens:
-            self.cache.insert(sample.prompt.ids, sample.pages)
         sample.tokens += tokens
         sample.log_probs += log_probs
         sample.num_cached, sample.is_decoding = len(sample) - 1, True
 
     def finish(self, sample: Sample) -> None:
-        """Take a sample out, running or waiting. `settle` follows when its tokens are known."""
+        """Take a sample out, running or waiting."""
         if sample.pages:
-            if (self.cache is not None or sample.keep) and not self.in_one_shape:
-                sample.left = self.pool.share(sample.pages), sample.num_cached
             self._end(sample)
         else:
             self.waiting.remove(sample)
             self._leave_queue(sample)
 
     def settle(self, sample: Sample, reason: str) -> None:
-        """A sample that was taken out, and why it ended: what it has computed is left to others."""
-        if sample.left is None:
-            return
-        (pages, cached), sample.left = sample.left, None
-        cached = min(cached, len(sample) - 1)
-        if reason != "error":
-            if self.cache is not None:
-                self.cache.insert(sample.slice(0, cached), pages)
-            if sample.keep:
-                turn = self._turns[sample.index] = Prompt([])
-                self._keep(turn, pages[: self.pool.pages_for(cached)], cached)
-        self.pool.release(pages)
-
-    def resume(self, prompt: Prompt, index: int) -> None:
-        """A prompt that is about to be added starts with the tokens of a sample that was added with `keep`."""
-        turn = self._turns.get(index)
-        if turn is not None and turn.pages:
-            self._keep(prompt, turn.pages, turn.num_kept)
-            self._kept[turn] = self._kept.pop(turn)
-
-    def release(self, index: int) -> None:
-        """Nobody continues this sample any more."""
-        turn = self._turns.pop(index, None)
-        if turn is not None:
-            self._drop(turn)
-
-    def forget(self) -> None:
-        """The weights have changed: nothing that was computed with the old ones is used again. What runs starts anew, with its tokens."""
-        for sample in reversed(list(self.running)):
-            self._preempt(sample)
-        for prompt in list(self._kept):
-            self._drop(prompt)
-        if self.cache is not None:
-            self.cache.clear()
-        self.is_stale = False
+        """All tokens of a sample that was taken out are known, and why it ended."""
+        return
 
     def abort(self, indices: Set[int]) -> list[Sample]:
         """Take the samples of these requests out; returns those that there were."""
@@ -301,33 +259,27 @@ class Scheduler:
         prompt, pool = sample.prompt, self.pool
         if prompt in self._not_yet or not self._can_start(sample):
             return 0
-        found = self._find(sample)
         while True:
-            pages, kept = prompt.pages, prompt.num_kept
-            if len(found) * pool.page_size > kept:
-                pages, kept = found, len(found) * pool.page_size
+            pages, kept = self._start_of(sample)
             cached = min(kept, sample.most_reused)
             needed = pool.pages_for(len(sample)) - pool.pages_for(cached) + bool(cached % pool.page_size)
             # One page is left for each running sample: it will need it soon.
-            if needed + len(self.running) <= pool.num_free:
+            missing = needed + len(self.running) - pool.num_free
+            if missing <= 0:
                 break
-            if not self._drop_kept_pages(prompt, needed + len(self.running) - pool.num_free):
-                pool.release(found)
+            if not self._drop_kept_pages(prompt, missing):
                 return 0
         self.waiting.popleft()
         sample.pages = pool.share(pages[: pool.pages_for(cached)])
-        pool.release(found)
         sample.num_cached = cached
         self._start(sample)
         reserved = self._extend(sample, made, len(sample) - cached)
         assert reserved, "its pages were counted"
         return self._add_row(sample, made, budget)
 
-    def _find(self, sample: Sample) -> list[int]:
-        """What the cache has of the sample's start, held for it: whole pages, none that it would have to write into."""
-        if self.cache is None or sample.most_reused <= max(sample.prompt.num_kept, self.pool.page_size - 1):
-            return []
-        return self.pool.share(self.cache.match(sample.slice(0, sample.most_reused)))
+    def _start_of(self, sample: Sample) -> tuple[list[int], int]:
+        """Pages that the sample can begin with, and how many of its tokens they hold."""
+        return sample.prompt.pages, sample.prompt.num_kept
 
     def _add_row(self, sample: Sample, made: Pass, budget: int) -> int:
         """Add the sample's next tokens within the budget; returns what they cost of it."""
@@ -429,18 +381,15 @@ class Scheduler:
         self._kept.pop(prompt, None)
 
     def _num_idle(self, page: int) -> int:
-        """How many hold the page without running: prompts, and the cache."""
-        return self._num_keeping[page] + (self.cache is not None and page in self.cache)
+        """How many hold the page without running."""
+        return self._num_keeping[page]
 
     def _has_free(self, count: int) -> bool:
-        missing = count - self.pool.num_free
-        return missing <= 0 or (self.cache is not None and self.cache.evict(missing) and self.pool.num_free >= count)
+        return self.pool.num_free >= count
 
     def _drop_kept_pages(self, own: Prompt, missing: int) -> bool:
-        """Give up pages of the cache, or what one prompt keeps of pages that nobody runs with; False if there are none. The prompt `own`,
-        whose page may become writable by it, comes last. A page is free when the last of those that keep it has given it up."""
-        if self.cache is not None and self.cache.evict(missing):
-            return True
+        """Give up what one prompt keeps of pages that nobody runs with; False if there are none. The prompt `own`, whose page may become
+        writable by it, comes last. A page is free when the last of those that keep it has given it up; `missing` are wanted."""
         for prompt in self._kept:
             if prompt is not own and any(self.pool.num_holders(page) == self._num_idle(page) for page in prompt.pages):
                 self._drop(prompt)

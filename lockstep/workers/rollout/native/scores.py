@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.base import TopLogProbs
+from lockstep.workers.rollout.request import TopLogProbs
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.native.scheduler import PassRow, Sample

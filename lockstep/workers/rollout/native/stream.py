@@ -1,4 +1,7 @@
-"""NativeStream: jobs become samples of a scheduler, and what comes of their passes becomes answers. Between them is a Backend."""
+"""NativeStream: jobs become samples of a scheduler, and what comes of their passes becomes answers. Between them is a Backend.
+
+What a list of requests needs is here; open_stream.py adds what only a stream that stays open has.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, not_finite
+from lockstep.workers.rollout.base import not_finite
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.backend import Backend, Event
-from lockstep.workers.rollout.native.scheduler import PENDING, Prompt, Sample, Scheduler
-from lockstep.workers.rollout.native.scores import Scores, prompt_scores
-from lockstep.workers.rollout.stream import Job, Stream, Tokens
+from lockstep.workers.rollout.native.scheduler import Prompt, Sample, Scheduler
+from lockstep.workers.rollout.request import Completion, Job, Tokens
+from lockstep.workers.rollout.stream import Stream
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.base import RolloutEngine
 
 
 class NativeStream(Stream):
-    """See Stream. The pages of `backend`, and what they hold, are this stream's until `close`, which calls `on_close`.
-
-    When `engine.version` changes, what runs is computed again with the new weights and goes on; a completion has the version that drew its
-    first token.
-    """
+    """See Stream. The pages of `backend`, and what they hold, are this stream's until `close`, which calls `on_close`."""
 
     def __init__(
         self,
@@ -40,20 +39,7 @@ class NativeStream(Stream):
         self._ready = ExitStack()
         self._passes: Iterator[list[Event]] | None = None
         self._to_abort: Set[int] = frozenset()
-        self._to_release: list[int] = []
         self._version: int | None = None
-
-    def release(self, index: int) -> None:
-        super().release(index)
-        with self._changed:
-            self._to_release.append(index)
-
-    def _shut(self) -> None:
-        super()._shut()
-        if self._passes is not None:
-            self._passes.close()  # type: ignore[attr-defined]  # it is a generator
-        self._ready.close()
-        self._on_close()
 
     @property
     def num_waiting(self) -> int:
@@ -66,6 +52,13 @@ class NativeStream(Stream):
     @property
     def num_free_pages(self) -> int:
         return self._scheduler.pool.num_free
+
+    def _shut(self) -> None:
+        super()._shut()
+        if self._passes is not None:
+            self._passes.close()  # type: ignore[attr-defined]  # it is a generator
+        self._ready.close()
+        self._on_close()
 
     def _fault(self, job: Job) -> str | None:
         length, longest, pool = len(job.ids), job.limits.max_tokens, self._scheduler.pool
@@ -80,13 +73,11 @@ class NativeStream(Stream):
         with torch.no_grad():
             events = [] if self._version == self._engine.version else self._renew()
             self._scheduler.add(self._samples(arrived))
-            while self._to_release:
-                self._scheduler.release(self._to_release.pop())
             self._to_abort = aborted
             if self._passes is None:
                 self._passes = iter(self._backend.run(self._scheduler, self._sampling, self._take_aborts))
             events += self._next_pass()
-            return [answer for sample, reason in events for answer in self._answers_of(sample, reason)]
+            return [answer for sample, reason in events for answer in self._answers_of(self._jobs[sample.index], sample, reason)]
 
     def _next_pass(self) -> list[Event]:
         assert self._passes is not None
@@ -96,23 +87,11 @@ class NativeStream(Stream):
         return events or []
 
     def _renew(self) -> list[Event]:
-        """The weights are new: take in what was computed with the old ones, and forget the rest."""
-        events: list[Event] = []
-        scheduler, jobs = self._scheduler, self._jobs
-        if self._version is not None:
-            scheduler.is_stale = True
-            while self._passes is not None:
-                events += self._next_pass()
-            scheduler.forget()
-            self._ready.close()
+        """The weights are others than before; what came of passes meanwhile."""
+        self._ready.close()
         self._ready.enter_context(self._backend.ready())
         self._version = self._engine.version
-        for sample in scheduler.waiting:
-            if not sample.tokens:
-                jobs[sample.index].version = self._version
-                if sample.scores is not None:
-                    sample.scores.clear()
-        return events
+        return []
 
     def _take_aborts(self) -> Set[int]:
         aborts, self._to_abort = self._to_abort, frozenset()
@@ -122,48 +101,31 @@ class NativeStream(Stream):
         """A sample for each job, those of one prompt together, in the order in which the prompts first appear."""
         groups: dict[object, tuple[Prompt, list[Sample]]] = {}
         for job, key in zip(jobs, _keys(jobs), strict=True):
-            assert self._version is not None
-            job.version, request = self._version, job.request
-            # Who wants log-probs of the prompt, or has a part of it, computes it for itself.
-            alone = request.prompt_log_probs or request.continues is not None
-            own = job.index if alone else job.ids.numpy().tobytes()
-            if own not in groups:
-                groups[own] = Prompt(job.ids.tolist()), []
-                if request.continues is not None:
-                    self._scheduler.resume(groups[own][0], request.continues)
-            prompt, samples = groups[own]
-            sample = Sample(job.index, prompt, job.limits, key)
-            sample.params, sample.position, sample.streams, sample.keep = (
-                request.sampling,
-                job.position,
-                request.streams,
-                request.keep,
-            )
-            if request.prompt_log_probs or request.top_log_probs:
-                start = max(1, len(job.ids) - len(request.prompt_ids)) if request.prompt_log_probs else None
-                sample.scores = Scores(request.top_log_probs, start)
-            samples.append(sample)
+            job.version = self._engine.version
+            group = self._group_of(job)
+            if group not in groups:
+                groups[group] = self._prompt_of(job), []
+            prompt, samples = groups[group]
+            samples.append(self._sample_of(job, prompt, key))
         return [sample for _, samples in groups.values() for sample in samples]
 
-    def _answers_of(self, sample: Sample, reason: str | None) -> Iterator[Completion | Tokens]:
-        job, scores, tokens = self._jobs[sample.index], sample.scores, sample.tokens
-        top = None if scores is None or not scores.top else scores.response
-        if sample.streams:
-            end = len(tokens) - (reason == "error")
-            while end > job.num_sent and tokens[end - 1] == PENDING:
-                end -= 1
-            if end > job.num_sent:
-                new = slice(job.num_sent, end)
-                job.num_sent = end
-                ids, log_probs = torch.tensor(tokens[new], dtype=torch.int64), torch.tensor(sample.log_probs[new])
-                yield Tokens(job.index, ids, log_probs, None if top is None else top[new])
+    def _group_of(self, job: Job) -> object:
+        """Jobs with the same are computed together as far as their prompts go."""
+        return job.ids.numpy().tobytes()
+
+    def _prompt_of(self, job: Job) -> Prompt:
+        return Prompt(job.ids.tolist())
+
+    def _sample_of(self, job: Job, prompt: Prompt, key: int) -> Sample:
+        return Sample(job.index, prompt, job.limits, key, params=job.request.sampling)
+
+    def _answers_of(self, job: Job, sample: Sample, reason: str | None) -> list[Completion | Tokens]:
+        if reason is None:
+            return []
         if reason == "error":
-            yield not_finite(job.index, job.request, len(tokens) - 1, job.version)
-        elif reason is not None:
-            ids, log_probs = torch.tensor(tokens, dtype=torch.int64), torch.tensor(sample.log_probs, dtype=torch.float32)
-            extra = () if scores is None else prompt_scores(scores, len(job.ids), len(job.request.prompt_ids))
-            tops = None if top is None else top[: len(tokens)]
-            yield Completion(job.index, ids, log_probs, reason, job.version, None, tops, *extra)
+            return [not_finite(job.index, job.request, len(sample.tokens) - 1, job.version)]
+        ids, log_probs = torch.tensor(sample.tokens, dtype=torch.int64), torch.tensor(sample.log_probs, dtype=torch.float32)
+        return [Completion(job.index, ids, log_probs, reason, job.version)]
 
 
 def _keys(jobs: Sequence[Job]) -> list[int]:

@@ -19,11 +19,12 @@ import torch
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError, WorkerError
-from lockstep.workers.rollout.base import Completion, Request, Stopping, failed
+from lockstep.workers.rollout.base import Stopping, failed
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ProcessRollout
+from lockstep.workers.rollout.request import Completion, Job, Request, Tokens
 from lockstep.workers.rollout.sglang.server import SGLangServer
-from lockstep.workers.rollout.stream import Job, Stream, Tokens
+from lockstep.workers.rollout.stream import Stream
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.disk import DiskOffer
 

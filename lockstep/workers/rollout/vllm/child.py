@@ -14,9 +14,10 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Request, Stopping, TopLogProbs
+from lockstep.workers.rollout.base import Stopping
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.process import IDLE
+from lockstep.workers.rollout.request import Request, TopLogProbs
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 
 
@@ -83,13 +84,13 @@ class VLLMChild:
         )
         # A model that vLLM accepts but cannot compute (a head size without a kernel) fails here, and not in the first step.
         probe = SamplingParams(temperature=1.0, max_tokens=2, stop_token_ids=(), seed=0)
-        passes = self.serve(watches=False)
+        passes = self.generate(watches=False)
         next(passes)
         pieces = passes.send([("add", 0, Request(torch.tensor([0]), (0, 0, 0)), probe, 0)])
         while not (isinstance(pieces, list) and pieces[-1].reason):
             pieces = next(passes)
 
-    def serve(self, watches: bool) -> Generator[list[Piece] | str | None, list[Any] | None, None]:
+    def generate(self, watches: bool) -> Generator[list[Piece] | str | None, list[Any] | None, None]:
         """What came of the requests, pass by pass. Messages: ("add", index, request, parameters, tokens before the response) and ("abort",
         index). With `watches`, one that is aborted has the tokens that it had."""
         self._wake()

@@ -23,9 +23,9 @@ from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.flops import head_size
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.quiet import quiet_transformers
-from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.process import EngineProcess
+from lockstep.workers.rollout.request import Request
 from lockstep.workers.rollout.stream import Stream
 from lockstep.workers.rollout.vllm.stream import COLDEST, VLLMStream
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received

@@ -1,4 +1,4 @@
-"""VLLMStream: the trainer's side of an exchange with vLLM's process (`child.VLLMChild.serve`)."""
+"""VLLMStream: the trainer's side of an exchange with vLLM's process (`child.VLLMChild.generate`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.process import EngineProcess, Exchange
-from lockstep.workers.rollout.stream import Job, Stream, Tokens
+from lockstep.workers.rollout.request import Completion, Job, Tokens
+from lockstep.workers.rollout.stream import Stream
 from lockstep.workers.rollout.vllm.child import Piece
 
 COLDEST = 0.01
@@ -23,7 +23,7 @@ class VLLMStream(Stream):
 
     def __init__(self, engine: ProcessRollout, sampling: SamplingParams, process: EngineProcess, watches: bool) -> None:
         super().__init__(engine, sampling)
-        self._vllm, self._exchange = engine, Exchange(process, "serve", watches)
+        self._vllm, self._exchange = engine, Exchange(process, "generate", watches)
         self._had: dict[int, Piece] = {}
         """What has come of the jobs in flight."""
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lockstep.models.attention import causal_attention
 from lockstep.models.cached_attention import Variant
-from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, library, store
+from lockstep.workers.rollout.native.cpu.compiled import library
+from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, store
 from lockstep.workers.rollout.native.pages import KVCache
 
 if TYPE_CHECKING:

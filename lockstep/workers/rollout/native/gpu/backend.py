@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import free_device_memory
 from lockstep.workers.rollout.native.backend import Backend, Event, TakeAborts
+from lockstep.workers.rollout.native.family import is_fusable
 from lockstep.workers.rollout.native.gpu.draw import num_chunks
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
@@ -18,7 +19,6 @@ from lockstep.workers.rollout.native.gpu.loop import GenerationLoop
 from lockstep.workers.rollout.native.gpu.rows import RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket
 from lockstep.workers.rollout.native.pages import CacheShape, KVCache
-from lockstep.workers.rollout.native.probe import is_fusable
 from lockstep.workers.rollout.native.scheduler import Scheduler
 
 PAGE_SIZE = 64

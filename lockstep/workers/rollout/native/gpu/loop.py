@@ -109,13 +109,10 @@ class GenerationLoop:
     def run(self, take_aborts: TakeAborts) -> Iterator[list[Event]]:
         """See Backend.run."""
         scheduler = self._scheduler
-        while not scheduler.is_idle or self._in_flight:
-            if scheduler.is_stale:
-                self._send_unsent()
-                yield self._settled(self._read(leave=0))
-                scheduler.forget()
-                return
+        while (not scheduler.is_idle or self._in_flight) and not scheduler.is_stale:
             yield self._settled(self._pass(take_aborts()))
+        self._send_unsent()
+        yield self._settled(self._read(leave=0))
 
     def _settled(self, events: Iterator[Event]) -> list[Event]:
         found = list(events)

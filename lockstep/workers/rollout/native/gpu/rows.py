@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.base import MOST_TOP
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
+from lockstep.workers.rollout.request import MOST_TOP
 
 RING = 16
 """Tokens of a row that are kept for the host, which must look before they are overwritten."""
