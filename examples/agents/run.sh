@@ -8,9 +8,9 @@ out=${OUT:-checkpoints/agents}
 seed=${SEED:-0}
 $python examples/agents/lookup.py "$out/task" "$seed"
 $lockstep sft model.path="$out/task/model" data.train_files="$out/task/conversations.parquet" data.max_length=48 \
-    data.train_batch_size=64 optim.lr=3e-3 trainer.total_training_steps=250 trainer.device=cpu trainer.seed="$seed" \
+    data.train_batch_size=64 optim.lr=3e-3 trainer.total_training_steps=600 trainer.device=cpu trainer.seed="$seed" \
     trainer.default_local_dir="$out/sft"
-$lockstep ppo actor_rollout_ref.model.path="$out/sft/global_step_250/actor" \
+$lockstep ppo actor_rollout_ref.model.path="$out/sft/global_step_600/actor" \
     data.train_files="$out/task/train.parquet" data.val_files="$out/task/val.parquet" data.train_batch_size=32 \
     data.max_prompt_length=8 data.max_response_length=24 agent.environment=examples/agents/lookup.py:Lookup agent.max_turns=3 \
     algorithm.adv_estimator="${ESTIMATOR:-grpo}" actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.val_kwargs.temperature=1 \

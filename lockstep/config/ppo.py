@@ -155,6 +155,8 @@ class PPOConfig:
                 )
 
     def _check_rewards(self) -> None:
+        if self.algorithm.discount_unit == "turn" and not self.agent.is_on:
+            raise ConfigError("algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools")
         overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
         if overlong.enable and overlong.num_tokens(longest) > longest:
             raise ConfigError(

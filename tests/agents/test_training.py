@@ -45,7 +45,13 @@ def config_of(chat_model, tmp_path):
 def test_episodes_are_generated_scored_recorded_and_learned_from(config_of, tmp_path):
     for more in (
         (),
-        ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+        (
+            "algorithm.adv_estimator=gae",
+            "algorithm.use_kl_in_reward=true",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "algorithm.discount_unit=turn",
+            "algorithm.gamma=0.9",
+        ),
     ):
         config = config_of(*more, f"trainer.default_local_dir={tmp_path / str(len(more))}")
         names = ("ActorRolloutRef", *(["Critic"] if more else []))

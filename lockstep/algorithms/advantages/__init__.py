@@ -15,7 +15,7 @@ old_log_probs            [M] float     log-prob of each token under the policy b
 ref_log_prob             [M] float     the same under the reference, where the run has one
 sum_pi_squared           [M] float     sum over the vocabulary of squared probabilities; no worker writes it yet
 rollout_is_weights       [M] float     importance weights, where algorithm.rollout_correction makes them
-gamma, lam               float         discount, and decay of GAE
+gamma, lam               float         discount, and decay of GAE; [M] where algorithm.discount_unit=turn
 norm_adv_by_std_in_grpo  bool          divide by the group's standard deviation
 index                    [B] object    the prompt ids of the rows as a numpy array: `group` as estimators written for verl take it
 config                   object        the section `algorithm` of the configuration, for the same estimators

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
+from lockstep.algorithms.advantages.recursion import turn_discount
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.bound import read_estimate
 from lockstep.algorithms.kl import KLController, reward_penalty
@@ -169,6 +170,9 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "token_level_rewards": rewards,
         "response_mask": mask,
         **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
+        **{
+            name: turn_discount(batch.ragged("turn").values, mask, rows, value) for name, value in estimation.turn_discounts.items()
+        },
         "reward_parts": _reward_parts(batch, estimation.reward_keys),
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
