@@ -2,8 +2,8 @@
 
     lockstep ppo trainer.total_training_steps=40 | python docs/terminal_picture.py 'lockstep ppo' > docs/images/terminal.svg
 
-Of the steps some are shown, evenly; of progress within a stage and of the samples that a run prints, nothing. The picture names no font file:
-it needs no network.
+Of the steps some are shown, evenly; of progress within a stage and of the samples that a run prints, nothing. The picture names no font
+file: it needs no network.
 """
 
 import io
