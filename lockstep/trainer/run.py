@@ -117,9 +117,6 @@ class Run(ABC):
     def _step(self) -> dict[str, float]:
         """Do step number `global_steps + 1`; returns its metrics."""
 
-    def _keep_samples(self) -> None:  # noqa: B027
-        """Write what the run keeps of the samples of the step just done, outside its time."""
-
     def _validate(self) -> dict[str, float]:
         """Metrics of the model as it is. Called only where `has_validation`."""
         return {}
@@ -213,7 +210,6 @@ class Run(ABC):
                             self._steps_without = heed_skipped(
                                 metrics, self.global_steps, self._steps_without, self.display.message
                             )
-                        self._keep_samples()
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:

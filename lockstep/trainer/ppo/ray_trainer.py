@@ -227,12 +227,10 @@ class RayPPOTrainer(Run):
             metrics |= episode_metrics(batch)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
-    def _keep_samples(self) -> None:
-        log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
-        self.keeper.keep(f"train_{self.global_steps}", *self._last, log_probs)
-
     def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
         (batch, scored), self._last = self._last, None
+        log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
+        self.keeper.keep(f"train_{self.global_steps}", batch, scored, log_probs)
         if (n := self.config.actor_rollout_ref.rollout.n) > 1 and self.reward_fn is not None:
             metrics.setdefault("training/groups_with_signal", share_with_signal(scored, n))
         return choose_samples(batch, scored, self.tokenizer)
