@@ -77,9 +77,11 @@ class AlgorithmConfig:
     reinforce_plus_plus_baseline, gdpo, remax, optimal_token_baseline, distill (learn from actor_rollout_ref.ref.model.path), or
     path.py:function of your own; see docs/algorithms/."""
     gamma: float = 1.0
-    """Discount a token."""
+    """Discount per token, or per turn."""
     lam: float = 1.0
-    """GAE's lambda."""
+    """GAE's lambda, per token or per turn."""
+    discount_unit: str = "token"
+    """What gamma and lam count: token, or turn (of episodes: within a turn nothing is discounted)."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo: divide by the group's standard deviation; false is Dr.GRPO."""
     gdpo_reward_keys: list[str] | None = None
@@ -97,6 +99,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         in_range(self, "algorithm", 0.0, 1.0, "gamma", "lam")
+        one_of("algorithm.discount_unit", self.discount_unit, ("token", "turn"))
         self.adv_estimator = absolute_reference(self.adv_estimator)
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys or ()):

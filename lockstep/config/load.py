@@ -220,14 +220,27 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     else:
         check_key(key, root)
         named.append(key)
-    return key, value
+    return key, [value] if isinstance(value, str) and _is_list(key, root) else value
+
+
+def _is_list(key: str, root: type) -> bool:
+    """Whether a valid key takes a list: one word is then a list of one."""
+    section: Any = root
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(section):
+            return False
+        section = typing.get_type_hints(section)[part]
+    return typing.get_origin(section) is list
 
 
 def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
-    """The keys that the node sets. Raises ConfigError for an unknown one."""
+    """The keys that the node sets, where one word that stands for a list becomes one. Raises ConfigError for an unknown one."""
     keys = list(_leaf_keys(node, prefix))
     for key in keys:
         check_key(key, root)
+        value = OmegaConf.select(node, own := key.removeprefix(prefix))
+        if isinstance(value, str) and _is_list(key, root):
+            OmegaConf.update(node, own, [value])
     return keys
 
 

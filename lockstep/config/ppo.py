@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.agent import AgentConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import EMBEDDED, DataConfig
@@ -30,6 +31,7 @@ class PPOConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
 
@@ -153,6 +155,8 @@ class PPOConfig:
                 )
 
     def _check_rewards(self) -> None:
+        if self.algorithm.discount_unit == "turn" and not self.agent.is_on:
+            raise ConfigError("algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools")
         overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
         if overlong.enable and overlong.num_tokens(longest) > longest:
             raise ConfigError(

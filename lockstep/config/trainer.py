@@ -61,7 +61,8 @@ class RunConfig:
     default_local_dir: str | None = None
     """The run's folder; null means checkpoints/{project_name}/{experiment_name}."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Where metrics go besides metrics.jsonl in the run's folder: console, tensorboard, wandb."""
+    """Where metrics and samples go besides the files in the run's folder: console, tensorboard, wandb, mlflow, swanlab, trackio, or
+    file.py:name of your own; one, or a list such as [console,wandb]."""
     worker_timeout_s: float = 3600.0
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0
@@ -69,10 +70,14 @@ class RunConfig:
     max_restarts: int = 0
     """How often workers are started again, from the newest checkpoint, when one of them dies, hangs or runs out of memory."""
     on_nonfinite: str = "stop"
-    """When a loss, gradient or log-prob is not finite: stop, or rollback (go on from the newest checkpoint without that batch; it is one of
-    the max_restarts)."""
+    """When a loss, gradient or log-prob is not finite: stop, skip (leave the update out; three steps in a row without one stop the run), or
+    rollback (go on from the newest checkpoint without that batch; it is one of the max_restarts)."""
+
+    on_alarm: str = "warn"
+    """When a run does not learn as it should (docs/observability.md): warn, or stop with a checkpoint and exit status 3."""
 
     def __post_init__(self) -> None:
+        one_of("trainer.on_alarm", self.on_alarm, ("warn", "stop"))
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
         one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
         one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
@@ -87,7 +92,7 @@ class RunConfig:
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
         at_least(self, "trainer", 0.1, "stop_deadline_s")
         at_least(self, "trainer", 0, "max_restarts")
-        one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "rollback"))
+        one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback"))
         if self.on_nonfinite == "rollback" and not self.max_restarts:
             raise ConfigError("trainer.on_nonfinite=rollback needs trainer.max_restarts: how often it may be done")
         at_least(self, "trainer", -1, "test_freq", "save_freq", "val_before_train_samples")
@@ -120,10 +125,14 @@ class TrainerConfig(RunConfig):
     """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
     record_batch_freq: int = -1
     """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
+    report_rows: int = 64
+    """Samples of each step and validation that are kept, with their numbers by token, for `lockstep report`; -1 all, 0 none."""
+    report_ratio: bool = False
+    """Keep also how much the update changed each kept token's probability: one more forward pass over the kept samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "trainer", -1, "record_batch_freq")
+        at_least(self, "trainer", -1, "record_batch_freq", "report_rows")
 
 
 @dataclass

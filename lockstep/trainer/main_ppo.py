@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.compat.verl.command import check_arguments, from_verl
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
@@ -69,7 +70,8 @@ def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
     model = config.actor_rollout_ref.model
-    tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
     # The trainer starts no critic and no reference policy that the config does not use.
     role_worker_mapping: dict[Enum, type] = {

@@ -86,7 +86,7 @@ def test_a_section_is_not_a_value(value, tmp_path):
         ("data.train_batch_size", "null"),
         ("actor_rollout_ref.actor.optim.lr", "fast"),
         ("data.shuffle", "perhaps"),
-        ("trainer.logger", "console"),
+        ("trainer.logger", "3"),
         ("algorithm.kl_ctrl.type", "[fixed]"),
     ],
 )
@@ -164,6 +164,15 @@ def test_overrides_lie_over_the_file_over_the_preset_over_the_defaults(tmp_path)
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 16
     assert config.actor_rollout_ref.rollout.n == EMBEDDED_PRESET["actor_rollout_ref"]["rollout"]["n"]
     assert config.trainer.project_name == PPOConfig().trainer.project_name
+
+
+@pytest.mark.parametrize("word", ["tensorboard", "'my file.py:Mine'"])
+def test_one_word_for_a_list_is_a_list_of_one(tmp_path, word):
+    expected = [word.strip("'")]
+    assert load_config([f"trainer.logger={word}"]).trainer.logger == expected
+    assert load_config([], write(tmp_path, f"trainer: {{logger: {word}}}")).trainer.logger == expected
+    assert as_config({"trainer": {"logger": expected[0]}}).trainer.logger == expected
+    assert load_config(["trainer.logger=[console,wandb]"]).trainer.logger == ["console", "wandb"]
 
 
 def test_without_data_and_model_the_embedded_preset_applies():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.fake_backend import FakeBackend
 from helpers.fake_model import VOCABULARY, FakeModel
+from helpers.fake_streams import generate
 from helpers.rollouts import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.workers.rollout.base import Completion, Request, Stopping
 from lockstep.workers.rollout.counted import request_keys
-from lockstep.workers.rollout.native.generation import generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.scheduler import Pass, Prompt, Sample, Scheduler
 
@@ -34,8 +34,7 @@ class Loop:
         self.scheduler = Scheduler(PagePool(num_pages, page_size), seats, budget, 1, self.backend.mixed)
 
     def run(self, take_aborts=set) -> list[Completion]:  # type: ignore[no-untyped-def]
-        limits = {index: Stopping.of(request, PARAMS, None, None) for index, request in enumerate(self.requests)}
-        return list(generate(self.backend, self.scheduler, self.requests, limits, PARAMS, 0, take_aborts))
+        return generate(self.backend, self.scheduler, self.requests, PARAMS, take_aborts)
 
     def check(self) -> None:
         """Every request gets what it gets alone, and no page is held any more."""
