@@ -43,15 +43,12 @@ from lockstep.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from lockstep.observability.alarms import Alarm, Alarms
+from lockstep.observability.alarms import Alarms, shown_alarms
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
-
-_SHOWN = 200
-"""Characters of a sample's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +203,6 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
-                        if config.on_nonfinite == "skip":
-                            self._steps_without = heed_skipped(
-                                metrics, self.global_steps, self._steps_without, self.display.message
-                            )
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:
@@ -232,6 +225,8 @@ class Run(ABC):
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
         """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
         config, samples = self.section, self._examine(metrics)
+        if config.on_nonfinite == "skip":
+            self._steps_without = heed_skipped(metrics, self.global_steps, self._steps_without, self.display.message)
         if self.left_out:
             metrics["training/left_out_batches"] = len(self.left_out)
         if self._validates_after(self.global_steps) and not stop.asked:
@@ -251,7 +246,7 @@ class Run(ABC):
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)
         if alarms:
-            self.display.message(_shown(alarms, samples))
+            self.display.message(shown_alarms(alarms, samples))
         self._saver.check()
 
     def is_due(self, frequency: int, step: int) -> bool:
@@ -453,9 +448,3 @@ class Run(ABC):
                 self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
-
-
-def _shown(alarms: Sequence[Alarm], samples: Sequence[dict[str, Any]]) -> str:
-    """The alarms, and what the model wrote."""
-    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
-    return "\n".join([*map(str, alarms), *texts])
