@@ -280,7 +280,7 @@ class Run(ABC):
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
-            experiment_name=self.section.experiment_name,
+            experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,

@@ -35,7 +35,7 @@ class VerlNames:
             return None
         real = PathFinder.find_spec(fullname, path, target) if path else None
         if real is None or real.loader is None:
-            return ModuleSpec(fullname, self, is_package=True)
+            return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
         run = real.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
