@@ -52,13 +52,14 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"trainer/stop", "trainer/skipped", "data/schedule", "config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "trainer/skipped", "trainer/capsule", "data/schedule", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config"},
     "trainer/stop": set(),
     "trainer/skipped": set(),
+    "trainer/capsule": {"trainer/run", "data/schedule", "config", "checkpoint"},
     "trainer/ppo": {
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
         "rewards", "protocol", "config", "observability", "utils",
@@ -107,7 +108,7 @@ ARROWS: dict[str, set[str]] = {
 """Room -> rooms it may import from, beside itself and `errors`."""
 COMPOSITION_ROOTS = (
     "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
-    "trainer/setup", "tools/reward_check/command", "tools/compare", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/compare", "tools/replay", "tools/replay/make", "cli",
     "__init__",
 )  # fmt: skip
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,16 @@ from lockstep.trainer.program import run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
-    from lockstep.trainer.run import FitResult
+    from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit status. `--from-verl` takes file and arguments as verl's."""
-    return run_program(arguments, PPOConfig, _load, run)
+    return run_program(arguments, PPOConfig, load, run)
 
 
-def _load(overrides: list[str], config_file: Path | None) -> PPOConfig:
+def load(overrides: list[str], config_file: Path | None) -> PPOConfig:
+    """The configuration that the command line describes."""
     if "--from-verl" in overrides:
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
     check_arguments(overrides)
@@ -34,6 +36,16 @@ def run(config: PPOConfig) -> None:
     """Train, and say what came of it."""
     # After the configuration has been checked: these imports bring torch.
     from lockstep.trainer.summary import summarise
+
+    with opened(config) as trainer:
+        trainer.init_workers()
+        result = trainer.fit()
+    print(summarise(result, EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)))
+
+
+@contextmanager
+def opened(config: PPOConfig) -> Iterator[RayPPOTrainer]:
+    """The trainer, before its workers are started; closed at the end."""
     from lockstep.utils.device import resolve_device
     from lockstep.workers.rollout.registry import check_installed
 
@@ -46,11 +58,11 @@ def run(config: PPOConfig) -> None:
         if embedded:
             config = with_embedded_task(config)
             check_engines(config)
-        result = _train(config, group_cls)
-    print(summarise(result, embedded))
+        with closing(_trainer(config, group_cls)) as trainer:
+            yield trainer
 
 
-def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
+def _trainer(config: PPOConfig, ray_worker_group_cls: Any) -> RayPPOTrainer:
     """The tutorial's code: roles, workers, pools, rewards, trainer."""
     from lockstep.rewards.manager import RewardManager
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
@@ -88,7 +100,7 @@ def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
     val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, **judging)
     resource_pool_manager = ResourcePoolManager(resource_pool_spec=resource_pool_spec, mapping=mapping)
 
-    trainer = RayPPOTrainer(
+    return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping=role_worker_mapping,
@@ -97,11 +109,6 @@ def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
     )
-    try:
-        trainer.init_workers()
-        return trainer.fit()
-    finally:
-        trainer.close()
 
 
 if __name__ == "__main__":

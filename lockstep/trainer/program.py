@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
@@ -16,6 +16,8 @@ from lockstep.utils.printable import printable
 if TYPE_CHECKING:
     from lockstep.config.stage import StageConfig
     from lockstep.trainer.stage_run import StageRun
+
+T = TypeVar("T", bound="StageRun")
 
 
 def run_program(
@@ -45,17 +47,23 @@ def run_program(
     return 0
 
 
-def run_stage(config: StageConfig, make_trainer: Callable[[Any], StageRun]) -> None:
-    """Train the recipe that `make_trainer` makes for a class of worker groups, and say what came of it."""
+@contextmanager
+def opened_stage(config: StageConfig, make_trainer: Callable[[Any], T]) -> Iterator[T]:
+    """The recipe that `make_trainer` makes for a class of worker groups; none of its workers is left at the end."""
+    with (
+        worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
+        closing(make_trainer(group_cls)) as trainer,
+    ):
+        yield trainer
+
+
+def run_stage(opened: AbstractContextManager[StageRun]) -> None:
+    """Train, and say what came of it."""
     from lockstep.trainer.summary import summarise_stage
 
-    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
-        trainer = make_trainer(group_cls)
-        try:
-            trainer.init_workers()
-            result = trainer.fit()
-        finally:
-            trainer.close()
+    with opened as trainer:
+        trainer.init_workers()
+        result = trainer.fit()
     print(summarise_stage(result, trainer.view.validation))
 
 

@@ -236,6 +236,10 @@ class RayPPOTrainer(Run):
         options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir}
         return validate(self.val_dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
 
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """See Run."""
+        return self.train_dataset, self.prompts.schedule
+
     def _position(self) -> int:
         return self.prompts.num_taken
 
