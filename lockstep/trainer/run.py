@@ -31,7 +31,7 @@ from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
-from lockstep.data.schedule import batch_at
+from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.errors import (
     Alarmed,
     ConfigError,
@@ -146,6 +146,10 @@ class Run(ABC):
         """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
         return self.global_steps
 
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """The rows that are trained on, and their order."""
+        raise NotImplementedError("this recipe reads no files")
+
     def _describe(self) -> str:
         """What a step does, for the user to read at the start."""
         return ""
@@ -215,6 +219,8 @@ class Run(ABC):
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
+            if is_nonfinite(error):
+                self._write_capsule(error)
             if not self._begins_again_after(error):
                 raise
         finally:
@@ -325,8 +331,7 @@ class Run(ABC):
         """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
         detail = error.detail if isinstance(error, WorkerError) else ""
         is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
-        is_nonfinite = isinstance(error, NumericalError) or detail.startswith("NumericalError")
-        rolls_back = is_nonfinite and self.section.on_nonfinite == "rollback"
+        rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
         if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
         self.num_restarts += 1
@@ -341,6 +346,16 @@ class Run(ABC):
             "(trainer.max_restarts)"
         )
         return True
+
+    def _write_capsule(self, error: Exception) -> None:
+        """Keep what the failed step was made of, for `lockstep replay`."""
+        from lockstep.trainer.capsule import write_capsule
+
+        try:
+            path = write_capsule(self, self.global_steps + 1, str(error))
+            self.display.message(f"the step is in {path}: lockstep replay {path}")
+        except Exception as failure:  # the step's own error is what the user has to see
+            self.display.message(f"warning: no capsule of step {self.global_steps + 1} was written: {failure}")
 
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
@@ -448,3 +463,8 @@ class Run(ABC):
                 self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
+
+
+def is_nonfinite(error: Exception) -> bool:
+    """Whether numbers that are not finite ended a step, here or in a worker."""
+    return isinstance(error, NumericalError) or (isinstance(error, WorkerError) and error.detail.startswith("NumericalError"))
