@@ -37,6 +37,7 @@ from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
+from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
 
 
@@ -84,7 +85,7 @@ class Run(ABC):
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
-        self._position_before = 0
+        self._position_before = self._steps_without = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -102,9 +103,6 @@ class Run(ABC):
     @abstractmethod
     def _step(self) -> dict[str, float]:
         """Do step number `global_steps + 1`; returns its metrics."""
-
-    def _keep_samples(self) -> None:  # noqa: B027
-        """Write what the run keeps of the samples of the step just done, outside its time."""
 
     def _validate(self) -> dict[str, float]:
         """Metrics of the model as it is. Called only where `has_validation`."""
@@ -195,7 +193,10 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
-                        self._keep_samples()
+                        if config.on_nonfinite == "skip":
+                            self._steps_without = heed_skipped(
+                                metrics, self.global_steps, self._steps_without, self.display.message
+                            )
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:

@@ -118,7 +118,7 @@ class PassBackend(Backend):
         """Compute a pass; the logits [W, vocabulary] after its tokens `wanted` [W], of which samples of one prompt name the same."""
         distinct, inverse = wanted.unique(return_inverse=True)
         logits = self.forward(batch, distinct)
-        return logits[inverse.to(logits.device)] if len(distinct) < len(inverse) else logits
+        return logits if torch.equal(distinct, wanted) else logits[inverse.to(logits.device)]
 
     def draw(self, logits: Tensor, draws: Sequence[Sample], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs [S] of these samples, from their logits [S, vocabulary]."""
