@@ -32,18 +32,8 @@ from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import (
-    Alarmed,
-    ConfigError,
-    DataError,
-    NumericalError,
-    ResourceError,
-    Stopped,
-    WorkerDied,
-    WorkerError,
-    WorkerTimeout,
-)
-from lockstep.observability.alarms import Alarms, shown_alarms
+from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
@@ -212,9 +202,9 @@ class Run(ABC):
             if stop.asked and self.global_steps < self.total_steps:
                 raise Stopped(stop.asked, self._ended(stop.asked.name))
             if self._is_alarmed:
-                raise Alarmed(self._ended(f"{', '.join(alarm.name for alarm in self.alarms.sounded)}, and trainer.on_alarm=stop"))
+                self.alarms.stop(self._ended)
             return self._result()
-        except (Stopped, Alarmed):
+        except Stopped:
             raise
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
@@ -252,7 +242,7 @@ class Run(ABC):
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)
         if alarms:
-            self.display.message(shown_alarms(alarms, samples))
+            self.display.message(shown(alarms, samples))
         self._saver.check()
 
     def is_due(self, frequency: int, step: int) -> bool:
