@@ -39,7 +39,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.tools.load_model import find_model, load
 from lockstep.utils.model_source import model_folder
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 
 Measured = tuple[int, float, float]
 """Tokens, seconds, CPU seconds."""

@@ -14,18 +14,9 @@ from lockstep.workers.rollout.native.scheduler import Scheduler
 from lockstep.workers.rollout.native.stream import NativeStream
 
 
-def fake_stream(
-    backend: Backend,
-    scheduler: Scheduler,
-    params: SamplingParams,
-    decode_text: DecodeText | None = None,
-    context: int | None = None,
-) -> NativeStream:
-    """A stream of an engine that has nothing else."""
-    engine: Any = SimpleNamespace(
-        version=0, vocabulary=VOCABULARY, context=context, decode_text=decode_text, check_weights=lambda: None
-    )
-    return NativeStream(engine, params, backend, scheduler)
+def fake_engine(decode_text: DecodeText | None = None, context: int | None = None) -> Any:
+    """What a stream asks of its engine, and nothing else."""
+    return SimpleNamespace(version=0, vocabulary=VOCABULARY, context=context, decode_text=decode_text, check_weights=lambda: None)
 
 
 def generate(
@@ -37,7 +28,7 @@ def generate(
     decode_text: DecodeText | None = None,
 ) -> list[Completion]:
     """The completions of the requests, as they finish. `take_aborts` is asked before each pass."""
-    with fake_stream(backend, scheduler, params, decode_text) as stream:
+    with NativeStream(fake_engine(decode_text), params, backend, scheduler) as stream:
         stream._take_aborts = take_aborts  # type: ignore[method-assign]
         for request in requests:
             stream.add(request)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import socket
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, least in (("max_queue", 0), ("timeout_s", 0.001), ("max_body_bytes", 1), ("max_num_seqs", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}; it must be at least {least}")
+    # The HTTP server waits for requests that run, and raises the signal again: what was started here is then ended as after an error.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     api_key = options.api_key or os.environ.get(_KEY) or None
     with listening_socket(options.host, options.port, options.timeout_s) as bound:  # a port that is taken is said before loading
         from lockstep.tools.serve.app import Server, ServerOptions

@@ -25,7 +25,7 @@ from lockstep.tools.serve.metrics import Metrics
 from lockstep.tools.serve.prompts import PromptReader, requests_of
 from lockstep.tools.serve.protocol import Call, read_chat, read_completion, read_tokenize
 from lockstep.tools.serve.text import Vocabulary
-from lockstep.workers.rollout.base import Completion
+from lockstep.workers.rollout.request import Completion
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -317,6 +317,7 @@ class Server:
             "requests_waiting": stream.num_waiting,
             "cache_pages": stream.num_pages,
             "cache_pages_free": stream.num_free_pages,
+            "cache_pages_kept": stream.num_kept_pages,
             "engine_up": self.desk.broken is None,
         }
         return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")

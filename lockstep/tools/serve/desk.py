@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from lockstep.workers.rollout.stream import Tokens
 
 if TYPE_CHECKING:
-    from lockstep.workers.rollout.base import Completion, Request
+    from lockstep.workers.rollout.request import Completion, Request
     from lockstep.workers.rollout.stream import Stream
 
 _LOOK_UP_S = 0.5

@@ -13,7 +13,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError
 from lockstep.tools.serve.fields import BadRequest
 from lockstep.tools.serve.protocol import Call, Prompt
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -111,12 +111,12 @@ class ResponseText:
         return str(self._decode(self._ids[self._start :]))[len(known) :]
 
     def _cut(self, text: str) -> str:
-        """`text` up to the first stop string in it."""
-        places = [place for place in (text.find(string) for string in self._stop) if place >= 0]
-        if not places:
+        """`text` up to the stop string that is complete first, the longest of several: there the engine ended."""
+        ends = [(start + len(string), start) for string in self._stop if (start := text.find(string)) >= 0]
+        if not ends:
             return text
         self._is_over = True
-        return text[: min(places)]
+        return text[: min(ends)[1]]
 
     def _may_become_stop(self, text: str) -> int:
         """How many characters at the end of `text` are the beginning of a stop string."""

@@ -222,7 +222,9 @@ class RayPPOTrainer(Run):
             write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
-        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus) | episode_metrics(batch)
+        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
+        if self.config.agent.is_on:
+            metrics |= episode_metrics(batch)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
     def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:

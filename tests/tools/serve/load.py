@@ -30,7 +30,7 @@ import torch
 from helpers.serving import byte_tokenizer, load_served, save_served_model
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 
 LONGEST, NUM_PROMPTS, MAX_BODY = 24, 200, 1 << 16
 HANG_S = 120.0
@@ -310,7 +310,7 @@ def main() -> int:
     print(json.dumps(result, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if result["wrong"] or result["leaks"] or status else 0
+    return 1 if result["wrong"] or result["leaks"] or status != 128 + signal.SIGTERM else 0
 
 
 async def _measured(port: int, folder: str, count: int, at_once: int, server: psutil.Process) -> dict[str, Any]:
@@ -326,13 +326,16 @@ async def _measured(port: int, folder: str, count: int, at_once: int, server: ps
         "clients": count, "at_once": at_once, "warm_up": warm_up, "seconds": round(seconds, 1),
         "outcomes": dict(sorted(crowd.outcomes.items())), "wrong": [*first.wrong, *crowd.wrong][:20], "leaks": leaks,
         "server_after_warm_up": state, "server_at_the_end": last,
-        "cache": {name: [before[f"lockstep_{name}"], after[f"lockstep_{name}"]] for name in ("cache_pages", "cache_pages_free")},
+        "cache": {
+            name: [before[f"lockstep_cache_{name}"], after[f"lockstep_cache_{name}"]] for name in ("pages", "pages_free", "pages_kept")
+        },
     }  # fmt: skip
 
 
 def pages_lost(metrics: dict[str, float]) -> bool:
-    """Whether pages are neither free nor kept for prompts that may come again."""
-    return metrics["lockstep_cache_pages_free"] > metrics["lockstep_cache_pages"]
+    """Whether pages of an idle engine are neither free nor kept for prompts that may come again."""
+    free, kept = metrics["lockstep_cache_pages_free"], metrics["lockstep_cache_pages_kept"]
+    return free + kept != metrics["lockstep_cache_pages"]
 
 
 if __name__ == "__main__":

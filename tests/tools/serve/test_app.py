@@ -11,7 +11,7 @@ from helpers.serving import SERVED, load_served, save_served_model, serving
 from helpers.tiny import tiny_model
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 
 PROMPTS = [[5, 6, 7], [9, 8], [12, 13, 14, 15, 16], [20]]
 

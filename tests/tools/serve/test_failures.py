@@ -14,14 +14,15 @@ import torch
 from helpers.serving import HANG_S, byte_tokenizer, serving
 
 from lockstep.tools.load_model import LoadedModel, ModelSource
-from lockstep.workers.rollout.base import Completion, failed
+from lockstep.workers.rollout.base import failed
+from lockstep.workers.rollout.request import Completion
 from lockstep.workers.rollout.stream import Tokens
 
 
 class Script:
     """A stream whose answers the test gives. `next` raises an exception that is among them."""
 
-    num_running = num_waiting = num_pages = num_free_pages = 0
+    num_running = num_waiting = num_pages = num_free_pages = num_kept_pages = 0
 
     def __init__(self):
         self.added, self.aborted, self._answers, self._count = queue.Queue(), queue.Queue(), queue.Queue(), 0
@@ -166,10 +167,11 @@ def test_half_a_request_holds_up_nobody(serve, script):
         assert client.get("/health")[0] == 200
 
 
-def test_a_body_without_a_length_is_limited_too(serve):
+@pytest.mark.parametrize("rest", [b"0\r\n\r\n", (b"65\r\n" + b" " * 0x65 + b"\r\n") * 64])
+def test_a_body_without_a_length_is_limited_too(serve, rest):
     with serve(max_body_bytes=100) as client, socket.create_connection(("127.0.0.1", client.port), HANG_S) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        connection.sendall(head.encode() + b"65\r\n" + b" " * 0x65 + b"\r\n")
+        connection.sendall(head.encode() + b"65\r\n" + b" " * 0x65 + b"\r\n" + rest)
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 

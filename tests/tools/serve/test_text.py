@@ -30,7 +30,9 @@ texts = st.text(alphabet="ab \n\u00e9\u20ac\U0001f600", max_size=12)
 def test_pieces_are_the_whole_text_up_to_the_stop(vocabulary, text, stops, cuts, skips, ends):
     ids = vocabulary.tokenizer.encode(text + "<turn>" * ends)
     shown = text + "<turn>" * (ends and not skips)
-    wanted = shown[: min((shown.find(stop) for stop in stops if stop in shown), default=len(shown))]
+    first = min((end for end in range(len(shown) + 1) if shown[:end].endswith(tuple(stops))), default=None)
+    stop = "" if first is None else max((stop for stop in stops if shown[:first].endswith(stop)), key=len)
+    wanted = shown if first is None else shown[: first - len(stop)]
     assert ResponseText(vocabulary, stops, skips).whole(ids) == wanted
     growing, so_far, start = ResponseText(vocabulary, stops, skips), "", 0
     for cut in [*cuts, len(ids)]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.observability.spans import running
 from lockstep.utils.memory import available_ram
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.backend import Backend, Event, TakeAborts
@@ -117,7 +118,7 @@ class PassBackend(Backend):
         """Compute a pass; the logits [W, vocabulary] after its tokens `wanted` [W], of which samples of one prompt name the same."""
         distinct, inverse = wanted.unique(return_inverse=True)
         logits = self.forward(batch, distinct)
-        return logits[inverse.to(logits.device)] if len(distinct) < len(inverse) else logits
+        return logits if torch.equal(distinct, wanted) else logits[inverse.to(logits.device)]
 
     def draw(self, logits: Tensor, draws: Sequence[Sample], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs [S] of these samples, from their logits [S, vocabulary]."""
@@ -155,6 +156,8 @@ def _sample(
 
 def _take_in(scheduler: Scheduler, planned: Pass, tokens: Tensor, log_probs: Tensor) -> list[Event]:
     """The scheduler learns what a pass has drawn; what came of it."""
+    for one in running[-1:]:
+        one.written += len(tokens)
     events: list[Event] = []
     drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
     for row, draws in [(row, row.draws) for row in planned.rows]:
