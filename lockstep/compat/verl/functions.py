@@ -221,7 +221,7 @@ class VerlRewardManager(RewardManager):
 
     def __call__(self, data: DataProto, return_dict: bool = False, scoring: Any = None, ragged: bool = False) -> Any:
         """As the manager's; with `overlong_buffer_cfg.enable` less the penalty for length, which is among the parts."""
-        answer = super().__call__(data, return_dict, scoring, ragged=True)
+        answer: Any = super().__call__(data, return_dict, scoring, ragged=True)
         whole: dict[str, Any] = answer if return_dict else {"reward_tensor": answer, "reward_parts": {}}
         if self._overlong is not None and self._overlong.enable:
             rows = DataProto({"responses": data.ragged("responses"), "token_level_scores": whole["reward_tensor"]})
