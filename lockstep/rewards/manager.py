@@ -224,10 +224,11 @@ class Scoring:
         `RewardManager.__call__` for what is returned.
         """
         manager, responses = self._manager, data.ragged("responses")
+        judged_ids = data.ragged("last_turn") if "last_turn" in data else responses
         rm_scores = data.columns.get("rm_scores")
         judged = data.batch["rm_judged"].bool().tolist() if "rm_judged" in data else [rm_scores is not None] * len(data)
         chosen: list[JudgeWeights] = []
-        for i, (tag, row) in enumerate(zip(self._tags, responses.rows(), strict=True)):
+        for i, (tag, row) in enumerate(zip(self._tags, judged_ids.rows(), strict=True)):
             by_model = judged[i] and not manager.explicit(tag)
             chosen.append({MODEL: 1.0} if by_model else manager.judges_of(tag, judged[i]))
             self._ask(i, row, chosen[i])

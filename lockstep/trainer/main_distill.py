@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from lockstep.config.distill import DistillConfig
 from lockstep.config.load import load_recipe
-from lockstep.trainer.program import run_program, worker_group
+from lockstep.observability.spans import progress
+from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine, sampled_answers
 
 
@@ -24,7 +25,6 @@ def run(config: DistillConfig) -> None:
 
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.distill.distill_trainer import DistillTrainer
-    from lockstep.trainer.summary import summarise_stage
     from lockstep.utils.tokenizer import check_same_tokenizer, hf_tokenizer
     from lockstep.workers.distill_loss import make_distill_loss
     from lockstep.workers.distill_worker import DistillWorker
@@ -33,20 +33,12 @@ def run(config: DistillConfig) -> None:
     check_stage_engine(config, config.longest, "data.max_length + distill.max_response_length")
     as_teacher = dataclasses.replace(config, model=teacher)
     check_stage_engine(as_teacher, config.longest, "data.max_length + distill.max_response_length")
-    tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
     check_same_tokenizer(tokenizer, str(teacher.path), teacher.trust_remote_code, "teacher.path")
-    with (
-        sampled_answers(config, tokenizer) as sampled,
-        worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
-    ):
-        make_loss = functools.partial(make_distill_loss, STAGE_KEYS.name)
-        trainer = DistillTrainer(config, tokenizer, DistillWorker, group_cls, make_loss, sampled)
-        try:
-            trainer.init_workers()
-            result = trainer.fit()
-        finally:
-            trainer.close()
-    print(summarise_stage(result, trainer.view.validation))
+    make_loss = functools.partial(make_distill_loss, STAGE_KEYS.name)
+    with sampled_answers(config, tokenizer) as sampled:
+        run_stage(config, lambda groups: DistillTrainer(config, tokenizer, DistillWorker, groups, make_loss, sampled))
 
 
 if __name__ == "__main__":

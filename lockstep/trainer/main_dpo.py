@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import load_recipe
-from lockstep.trainer.program import run_program, worker_group
+from lockstep.observability.spans import progress
+from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine
 
 
@@ -22,7 +23,6 @@ def run(config: DPOConfig) -> None:
     # After the configuration has been checked: these imports bring torch.
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.dpo.dpo_trainer import DPOTrainer
-    from lockstep.trainer.summary import summarise_stage
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
     from lockstep.workers.preference_loss import make_preference_loss
@@ -30,15 +30,9 @@ def run(config: DPOConfig) -> None:
     check_stage_engine(config, config.data.max_length)
     loss = config.loss
     make_loss = functools.partial(make_preference_loss, STAGE_KEYS.name, loss.loss_mode, loss.parameters, loss.nll_coef)
-    tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
-    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
-        trainer = DPOTrainer(config, tokenizer, ActorRolloutRefWorker, group_cls, make_loss)
-        try:
-            trainer.init_workers()
-            result = trainer.fit()
-        finally:
-            trainer.close()
-    print(summarise_stage(result, trainer.view.validation))
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    run_stage(config, lambda groups: DPOTrainer(config, tokenizer, ActorRolloutRefWorker, groups, make_loss))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.verl.command import check_arguments, from_verl
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
@@ -18,16 +20,19 @@ if TYPE_CHECKING:
     from lockstep.trainer.run import FitResult
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line says; returns the exit status. `--from-verl` takes file and arguments as verl's."""
-    return run_program(arguments, PPOConfig, _load, run)
+def main(arguments: Sequence[str] | None = None, algorithm: str = "ppo") -> int:
+    """Train as the command line says; returns the exit status. `--from-verl` takes file and arguments as verl's.
+
+    `algorithm` names a preset of config/presets.py.
+    """
+    return run_program(arguments, PPOConfig, partial(_load, algorithm), run, algorithm)
 
 
-def _load(overrides: list[str], config_file: Path | None) -> PPOConfig:
+def _load(algorithm: str, overrides: list[str], config_file: Path | None) -> PPOConfig:
     if "--from-verl" in overrides:
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
     check_arguments(overrides)
-    return load_config(overrides, config_file)
+    return load_config(overrides, config_file, algorithm)
 
 
 def run(config: PPOConfig) -> None:
@@ -48,6 +53,13 @@ def run(config: PPOConfig) -> None:
             check_engines(config)
         result = _train(config, group_cls)
     print(summarise(result, embedded))
+    if resolve_device(config.trainer.device) == "cuda":
+        import torch
+
+        from lockstep.tools.plan.measured import one_line
+
+        if (line := one_line(config, result.metrics_file, torch.cuda.get_device_name())) is not None:
+            print(line)
 
 
 def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
@@ -58,7 +70,8 @@ def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
     model = config.actor_rollout_ref.model
-    tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
     # The trainer starts no critic and no reference policy that the config does not use.
     role_worker_mapping: dict[Enum, type] = {

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from lockstep.config.load import load_recipe
 from lockstep.config.reward_train import RewardTrainConfig
-from lockstep.trainer.program import run_program, worker_group
+from lockstep.observability.spans import progress
+from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine
 
 
@@ -22,23 +23,16 @@ def run(config: RewardTrainConfig) -> None:
     # After the configuration has been checked: these imports bring torch.
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.reward_model.reward_model_trainer import RewardModelTrainer
-    from lockstep.trainer.summary import summarise_stage
     from lockstep.utils.tokenizer import hf_tokenizer, separate_padding
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
     from lockstep.workers.reward_loss import make_reward_loss
 
     check_stage_engine(config, config.data.max_length)
-    tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     separate_padding(tokenizer)
-    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
-        make_loss = functools.partial(make_reward_loss, STAGE_KEYS.name, config.loss.center_rewards_coefficient)
-        trainer = RewardModelTrainer(config, tokenizer, ActorRolloutRefWorker, group_cls, make_loss)
-        try:
-            trainer.init_workers()
-            result = trainer.fit()
-        finally:
-            trainer.close()
-    print(summarise_stage(result, trainer.view.validation))
+    make_loss = functools.partial(make_reward_loss, STAGE_KEYS.name, config.loss.center_rewards_coefficient)
+    run_stage(config, lambda groups: RewardModelTrainer(config, tokenizer, ActorRolloutRefWorker, groups, make_loss))
 
 
 if __name__ == "__main__":

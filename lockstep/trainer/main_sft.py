@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from lockstep.config.load import load_recipe
 from lockstep.config.sft import SFTConfig
-from lockstep.trainer.program import run_program, worker_group
+from lockstep.observability.spans import progress
+from lockstep.trainer.program import run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine, sampled_answers
 
 
@@ -22,25 +23,16 @@ def run(config: SFTConfig) -> None:
     # After the configuration has been checked: these imports bring torch.
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.sft.sft_trainer import SFTTrainer
-    from lockstep.trainer.summary import summarise_stage
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
     from lockstep.workers.sft_loss import make_sft_loss
 
     check_stage_engine(config, config.data.max_length)
-    tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
-    with (
-        sampled_answers(config, tokenizer) as sampled,
-        worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
-    ):
-        make_loss = functools.partial(make_sft_loss, STAGE_KEYS.name)
-        trainer = SFTTrainer(config, tokenizer, ActorRolloutRefWorker, group_cls, make_loss, sampled)
-        try:
-            trainer.init_workers()
-            result = trainer.fit()
-        finally:
-            trainer.close()
-    print(summarise_stage(result, trainer.view.validation))
+    with progress("reading the tokenizer"):
+        tokenizer = hf_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    make_loss = functools.partial(make_sft_loss, STAGE_KEYS.name)
+    with sampled_answers(config, tokenizer) as sampled:
+        run_stage(config, lambda groups: SFTTrainer(config, tokenizer, ActorRolloutRefWorker, groups, make_loss, sampled))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from lockstep.config.reward import JudgeConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import StageConfig
 from lockstep.errors import ConfigError
+from lockstep.observability.spans import progress
 
 if TYPE_CHECKING:
     from lockstep.trainer.sft.sampled import SampledAnswers
@@ -26,7 +27,8 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
 
     directory = config.trainer.run_dir / "embedded_task"
     print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
-    task = prepare(directory, config.trainer.seed)
+    with progress("supervised warm-up"):
+        task = prepare(directory, config.trainer.seed)
     print(
         f"supervised warm-up: {task.warmup_steps} steps on careless examples; it writes a word backwards with probability "
         f"{task.warmup_accuracy:.2f}",
@@ -102,8 +104,11 @@ def reward_arguments(reward: JudgeConfig) -> dict[str, Any]:
     custom = reward.custom_reward_function
     for data_source, reference in reward.rules.items():
         register_score(data_source)(_function(f"reward.rules.{data_source}", reference))
+    own = load_object(custom.path, custom.name) if custom.path else None
+    if own is not None and not callable(own):
+        raise ConfigError(f"{custom.name} in reward.custom_reward_function.path={custom.path} is no function but {own!r}")
     return {
-        "compute_score": functools.partial(load_object(custom.path, custom.name), **custom.reward_kwargs) if custom.path else None,
+        "compute_score": functools.partial(own, **custom.reward_kwargs) if own is not None else None,
         "functions": {name: _function(f"reward.functions.{name}", reference) for name, reference in reward.functions.items()},
         "weights": reward.weights,
         "timeout_s": reward.timeout_s,
@@ -124,6 +129,6 @@ def _function(key: str, reference: str) -> Callable[..., Any]:
     from lockstep.utils.files import load_reference
 
     function = load_reference(reference)
-    if function is None:
+    if not callable(function):
         raise ConfigError(f"{key}={reference} must have the form file.py:function")
     return cast("Callable[..., Any]", function)

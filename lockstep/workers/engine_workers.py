@@ -28,7 +28,7 @@ from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.optim import update_metrics
+from lockstep.workers.engine.optim import update, update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
@@ -146,6 +146,20 @@ class ActorRolloutRefWorker(ModelWorker):
         return response_columns([finished[i] for i in range(len(requests))])
 
     @register(Dispatch.DP_COMPUTE_PROTO)
+    def run_episodes(
+        self, prompts: DataProto, sampling: SamplingParams, step: int, agent: Any, on_finished: Callable[[Any], None] | None = None
+    ) -> DataProto:
+        """`generate_sequences` for episodes: see `lockstep.agents.rows.play_rows`, whose arguments `agent` has."""
+        from lockstep.agents.rows import play_rows
+
+        counts, key = prompts.ragged("prompts").lengths.tolist(), "actor_rollout_ref.rollout.gpu_memory_utilization"
+        with self.memory.stage("gen", counts, None, key), self.rollout.borrowed():
+            columns = play_rows(self.rollout.engine, prompts, sampling, step, agent, on_finished)
+        if self.config.rollout.free_cache_engine:
+            self.rollout.engine.sleep()
+        return columns
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
         actor = self.actor
@@ -169,8 +183,8 @@ class ActorRolloutRefWorker(ModelWorker):
         temperature, entropy_grad = self.config.rollout.temperature, config.entropy_coeff != 0
         started = time.perf_counter()
         with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, self.keys.tokens), engine.on_device():
-            metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
-            result = engine.optim_step()
+            work = (mini_batch, loss_fn, budget, temperature, entropy_grad)
+            metrics, result = update(engine, work, self.keys.name if self.skips_nonfinite else None)
         metrics |= update_metrics(self.keys.name, engine, mini_batch, result, started)
         self._weights_changed()
         return metrics | self.memory.take_peaks()

@@ -19,6 +19,7 @@ import torch
 
 from lockstep.data.pairs import PairDataset
 from lockstep.errors import DataError
+from lockstep.observability.spans import progress
 from lockstep.protocol import DataProto
 from lockstep.trainer.dpo.stages import actor_log_prob
 from lockstep.utils.model_source import model_folder
@@ -83,10 +84,12 @@ def with_reference(rows: PairDataset, path: Path, actor: Any, batch_size: int) -
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path} cannot be read ({error}); delete it, and it is made again") from error
     log_probs, lengths = [], []
-    for start in range(0, len(rows), batch_size):
-        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
-        log_probs.append(actor_log_prob(actor, batch).numpy())
-        lengths.append(num_trained(batch))
+    with progress("computing the reference's log-probs", len(rows), "rows") as seen:
+        for start in range(0, len(rows), batch_size):
+            batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+            log_probs.append(actor_log_prob(actor, batch).numpy())
+            lengths.append(num_trained(batch))
+            seen.done = min(start + batch_size, len(rows))
     tables = [np.concatenate(part).reshape(len(rows), -1) for part in (log_probs, lengths)]
     found = Referenced(rows, tables[0], tables[1], path)
     _publish(path, found)

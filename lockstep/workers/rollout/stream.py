@@ -162,6 +162,11 @@ class Stream(ABC):
         """Pages that hold nothing: neither of a request in flight nor of one that others may share or continue."""
         return 0
 
+    @property
+    def num_kept_pages(self) -> int:
+        """Pages that hold tokens for requests that may come, whether or not one in flight shares them."""
+        return 0
+
     @abstractmethod
     def _work(self, arrived: Sequence[Job], aborted: set[int], left_s: float | None) -> list[Completion | Tokens]:
         """Take these in, end those, and compute for a while: one pass, or about `left_s`. Called while something is in flight."""

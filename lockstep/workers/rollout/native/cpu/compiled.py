@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from lockstep.observability.spans import progress
 from lockstep.utils.model_source import cache_folder
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
@@ -43,6 +44,7 @@ def _compiled(compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder) / file.name
             command = [compiler, *_FLAGS, "-o", str(made), *map(str, _SOURCES), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
+            with progress("compiling the CPU kernels"):
+                subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
             made.rename(file)
     return file

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.observability.spans import running
 from lockstep.workers.rollout.native.backend import Event, TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
 from lockstep.workers.rollout.native.gpu.draw import keep_by_row, make_filter
@@ -363,6 +364,8 @@ class GenerationLoop:
                 if seat.over or end == start:
                     continue
                 places = [place % RING for place in range(start, end)]
+                for one in running[-1:]:
+                    one.written += end - start
                 sample.tokens[start:end] = [tokens[row][place] for place in places]
                 sample.log_probs[start:end] = [log_probs[row][place] for place in places]
                 if sample.scores is not None and sample.scores.top:

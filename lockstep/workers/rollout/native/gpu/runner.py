@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.observability.spans import progress
 from lockstep.workers.rollout.native.gpu.attention import decode_slots
 from lockstep.workers.rollout.native.gpu.draw import Filter, draw, keep_top
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
@@ -48,7 +49,8 @@ class DecodeRunner:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
         kind = (size, keep, shared, top)
         if self._captures and kind not in self._graphs:
-            self._capture(kind)
+            with progress(f"compiling the decode step of {kind[0]} rows"):
+                self._capture(kind)
         graph = self._graphs.get(kind)
         for _ in range(count):
             if graph is None:
