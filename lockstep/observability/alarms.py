@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from lockstep.errors import Alarmed
 
 History = Sequence[Mapping[str, float]]
 
@@ -21,6 +23,8 @@ _FIRST, _LATEST = 20, 200
 """Steps that are kept of a long run: the first and, at least, the last."""
 _FEW, _SOME, _MANY = 3, 5, 10
 """Steps in a row: for what is never right, for what noise alone could give, for what takes time to learn."""
+_SHOWN = 200
+"""Characters of a sample's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,16 @@ class Alarms:
                     row = {"step": step, "name": alarm.name, "text": alarm.text, "numbers": alarm.numbers, "key": alarm.key}
                     file.write(json.dumps(row | {"samples": list(samples)}, default=str) + "\n")
         return found
+
+    def stop(self, ended: Callable[[str], str]) -> NoReturn:
+        """Raise Alarmed, with what `ended` makes of the reason."""
+        raise Alarmed(ended(f"{', '.join(alarm.name for alarm in self.sounded)}, and trainer.on_alarm=stop"))
+
+
+def shown(alarms: Sequence[Alarm], samples: Sequence[Mapping[str, Any]]) -> str:
+    """The alarms, and two of the samples, in which nothing that the model wrote controls a terminal."""
+    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
+    return "\n".join([*map(str, alarms), *texts])
 
 
 # -- the checks ------------------------------------------------------------------------------------------------------------

@@ -31,27 +31,15 @@ from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
-from lockstep.data.schedule import batch_at
-from lockstep.errors import (
-    Alarmed,
-    ConfigError,
-    DataError,
-    NumericalError,
-    ResourceError,
-    Stopped,
-    WorkerDied,
-    WorkerError,
-    WorkerTimeout,
-)
-from lockstep.observability.alarms import Alarm, Alarms
+from lockstep.data.schedule import PromptSchedule, batch_at
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
-from lockstep.trainer.skipped import heed_skipped
+from lockstep.trainer.capsule import keep_failed_step
+from lockstep.trainer.skipped import heed_skipped, is_nonfinite
 from lockstep.trainer.stop import StopSignals
-
-_SHOWN = 200
-"""Characters of a sample's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +137,10 @@ class Run(ABC):
         """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
         return self.global_steps
 
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """The rows that are trained on, and their order."""
+        raise NotImplementedError("this recipe reads no files")
+
     def _describe(self) -> str:
         """What a step does, for the user to read at the start."""
         return ""
@@ -206,22 +198,20 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
-                        if config.on_nonfinite == "skip":
-                            self._steps_without = heed_skipped(
-                                metrics, self.global_steps, self._steps_without, self.display.message
-                            )
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:
                 raise Stopped(stop.asked, self._ended(stop.asked.name))
             if self._is_alarmed:
-                raise Alarmed(self._ended(f"{', '.join(alarm.name for alarm in self.alarms.sounded)}, and trainer.on_alarm=stop"))
+                self.alarms.stop(self._ended)
             return self._result()
-        except (Stopped, Alarmed):
+        except Stopped:
             raise
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
+            if is_nonfinite(error):
+                keep_failed_step(self, error)
             if not self._begins_again_after(error):
                 raise
         finally:
@@ -232,6 +222,8 @@ class Run(ABC):
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
         """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
         config, samples = self.section, self._examine(metrics)
+        if config.on_nonfinite == "skip":
+            self._steps_without = heed_skipped(metrics, self.global_steps, self._steps_without, self.display.message)
         if self.left_out:
             metrics["training/left_out_batches"] = len(self.left_out)
         if self._validates_after(self.global_steps) and not stop.asked:
@@ -251,7 +243,7 @@ class Run(ABC):
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)
         if alarms:
-            self.display.message(_shown(alarms, samples))
+            self.display.message(shown(alarms, samples))
         self._saver.check()
 
     def is_due(self, frequency: int, step: int) -> bool:
@@ -285,7 +277,7 @@ class Run(ABC):
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
-            experiment_name=self.section.experiment_name,
+            experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,
@@ -330,8 +322,7 @@ class Run(ABC):
         """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
         detail = error.detail if isinstance(error, WorkerError) else ""
         is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
-        is_nonfinite = isinstance(error, NumericalError) or detail.startswith("NumericalError")
-        rolls_back = is_nonfinite and self.section.on_nonfinite == "rollback"
+        rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
         if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
         self.num_restarts += 1
@@ -453,9 +444,3 @@ class Run(ABC):
                 self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
-
-
-def _shown(alarms: Sequence[Alarm], samples: Sequence[dict[str, Any]]) -> str:
-    """The alarms, and what the model wrote."""
-    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
-    return "\n".join([*map(str, alarms), *texts])
