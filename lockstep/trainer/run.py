@@ -32,22 +32,13 @@ from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import (
-    Alarmed,
-    ConfigError,
-    DataError,
-    NumericalError,
-    ResourceError,
-    Stopped,
-    WorkerDied,
-    WorkerError,
-    WorkerTimeout,
-)
-from lockstep.observability.alarms import Alarms, shown_alarms
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
-from lockstep.trainer.skipped import heed_skipped
+from lockstep.trainer.capsule import keep_failed_step
+from lockstep.trainer.skipped import heed_skipped, is_nonfinite
 from lockstep.trainer.stop import StopSignals
 
 
@@ -212,15 +203,15 @@ class Run(ABC):
             if stop.asked and self.global_steps < self.total_steps:
                 raise Stopped(stop.asked, self._ended(stop.asked.name))
             if self._is_alarmed:
-                raise Alarmed(self._ended(f"{', '.join(alarm.name for alarm in self.alarms.sounded)}, and trainer.on_alarm=stop"))
+                self.alarms.stop(self._ended)
             return self._result()
-        except (Stopped, Alarmed):
+        except Stopped:
             raise
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
             if is_nonfinite(error):
-                self._write_capsule(error)
+                keep_failed_step(self, error)
             if not self._begins_again_after(error):
                 raise
         finally:
@@ -252,7 +243,7 @@ class Run(ABC):
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)
         if alarms:
-            self.display.message(shown_alarms(alarms, samples))
+            self.display.message(shown(alarms, samples))
         self._saver.check()
 
     def is_due(self, frequency: int, step: int) -> bool:
@@ -346,16 +337,6 @@ class Run(ABC):
             "(trainer.max_restarts)"
         )
         return True
-
-    def _write_capsule(self, error: Exception) -> None:
-        """Keep what the failed step was made of, for `lockstep replay`."""
-        from lockstep.trainer.capsule import write_capsule
-
-        try:
-            path = write_capsule(self, self.global_steps + 1, str(error))
-            self.display.message(f"the step is in {path}: lockstep replay {path}")
-        except Exception as failure:  # the step's own error is what the user has to see
-            self.display.message(f"warning: no capsule of step {self.global_steps + 1} was written: {failure}")
 
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
@@ -463,8 +444,3 @@ class Run(ABC):
                 self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
-
-
-def is_nonfinite(error: Exception) -> bool:
-    """Whether numbers that are not finite ended a step, here or in a worker."""
-    return isinstance(error, NumericalError) or (isinstance(error, WorkerError) and error.detail.startswith("NumericalError"))

@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.trainer.capsule import read_capsule, weights_differ
-from lockstep.trainer.run import Run, is_nonfinite
+from lockstep.trainer.run import Run
+from lockstep.trainer.skipped import is_nonfinite
 
 PROGRAMS = {
     "PPOConfig": "lockstep.trainer.main_ppo",
