@@ -110,7 +110,7 @@ ARROWS: dict[str, set[str]] = {
     "tools/report": {"config", "observability"},
     "tools/asked": {"config"},
     "tools/explain": {"tools/asked", "tools/plan", "planner", "trainer/ppo", "data", "config", "utils"},
-    "tools/plan": {"tools/asked", "planner", "trainer/ppo", "config"},
+    "tools/plan": {"tools/asked", "planner", "trainer/ppo", "trainer/setup", "config"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
