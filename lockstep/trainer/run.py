@@ -32,7 +32,7 @@ from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
 from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
@@ -210,7 +210,9 @@ class Run(ABC):
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
             if is_nonfinite(error):
-                self._write_capsule(error)
+                from lockstep.trainer.capsule import keep_failed_step
+
+                keep_failed_step(self, error)
             if not self._begins_again_after(error):
                 raise
         finally:
@@ -337,16 +339,6 @@ class Run(ABC):
         )
         return True
 
-    def _write_capsule(self, error: Exception) -> None:
-        """Keep what the failed step was made of, for `lockstep replay`."""
-        from lockstep.trainer.capsule import write_capsule
-
-        try:
-            path = write_capsule(self, self.global_steps + 1, str(error))
-            self.display.message(f"the step is in {path}: lockstep replay {path}")
-        except Exception as failure:  # the step's own error is what the user has to see
-            self.display.message(f"warning: no capsule of step {self.global_steps + 1} was written: {failure}")
-
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
         deadline = time.monotonic() + self.section.start_timeout_s
@@ -453,8 +445,3 @@ class Run(ABC):
                 self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
-
-
-def is_nonfinite(error: Exception) -> bool:
-    """Whether numbers that are not finite ended a step, here or in a worker."""
-    return isinstance(error, NumericalError) or (isinstance(error, WorkerError) and error.detail.startswith("NumericalError"))
