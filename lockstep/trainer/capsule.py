@@ -83,6 +83,16 @@ def write_capsule(run: Run, step: int, failure: str | None = None, path: Path | 
     return path
 
 
+def keep_failed_step(run: Run, error: Exception) -> None:
+    """Write the capsule of the step that `error` has ended, and say where it is."""
+    step = run.global_steps + 1
+    try:
+        path = write_capsule(run, step, str(error))
+        run.display.message(f"the step is in {path}: lockstep replay {path}")
+    except Exception as failure:  # the step's own error is what the user has to see
+        run.display.message(f"warning: no capsule of step {step} was written: {failure}")
+
+
 def read_capsule(path: Path) -> dict[str, Any]:
     """The contents. Raises DataError for a file that is none, or of another version."""
     try:
