@@ -183,10 +183,6 @@ def ActorConfig(**given: Any) -> config.ActorConfig:
     return config.ActorConfig(**{key: value for key, value in given.items() if key in config.ActorConfig.__dataclass_fields__})
 
 
-def hf_processor(name_or_path: str, **ignored: Any) -> None:
-    """None, as verl's gives for a model of text."""
-
-
 def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
     """Add each value, or each of a list, to the list (or `Metric`) of its name, in place."""
     for name, value in new_data.items():
