@@ -15,7 +15,7 @@ from lockstep.agents.tools import Tool
 from lockstep.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-SPECIAL = re.compile(r"<\|[A-Za-z_0-9]+\|>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>")
+SPECIAL = re.compile(r"<\|[A-Za-z_0-9]+\|>|\[/?[A-Z_]+\]|<(?:start|end)_of_(?:turn|utterance)>")
 REFUSED = {"falcon": "no special token", "glm4": "no special token", "mistral_v3": "depends on the turns before"}
 """Falcon has no token that ends a turn; Mistral moves the system message and the tools to the last question."""
 
