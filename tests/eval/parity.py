@@ -70,7 +70,8 @@ def evaluate(
             continue
         started = time.monotonic()
         found = simple_evaluate(
-            model=model, model_args=model_args, tasks=[task], limit=count, task_manager=TaskManager(include_path=str(folder)),
+            model=model, model_args=model_args, tasks=[task], limit=count,
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
             batch_size=batch_size, device="cpu", bootstrap_iters=0, log_samples=True,
         )  # fmt: skip
         rows = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
