@@ -109,9 +109,9 @@ $(REPORT_READY): constraints.txt
 test-report: $(REPORT_READY)
 	$(REPORT_BIN)/python -m pytest -s --confcutdir tests/tools/report/browser tests/tools/report/browser
 
-# Pictures of the report for the docs, of runs on the embedded task: `lockstep report` of two runs, photographed.
+# Pictures of the report for the docs: RUNS, two on the embedded task, and TEXT, one with long responses.
 report-images: $(REPORT_READY)
-	PYTHONPATH=. $(REPORT_BIN)/python tests/tools/report/browser/pictures.py docs/images $(RUNS)
+	PYTHONPATH=. $(REPORT_BIN)/python tests/tools/report/browser/pictures.py docs/images $(TEXT) $(RUNS)
 
 # Every dashboard with its real package, in an environment of its own, offline.
 TRACKERS_VENV := .venv-trackers

@@ -2,10 +2,12 @@
 
     lockstep ppo trainer.total_training_steps=40 | python docs/terminal_picture.py 'lockstep ppo' > docs/images/terminal.svg
 
-Of the steps some are shown, evenly; of the samples that a run prints, none. The picture names no font file: it needs no network.
+Of the steps some are shown, evenly; of progress within a stage and of the samples that a run prints, nothing. The picture names no font
+file: it needs no network.
 """
 
 import io
+import re
 import sys
 
 from rich.console import Console
@@ -50,7 +52,7 @@ def picture(command: str, printed: str) -> str:
     """The SVG."""
     console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text.assemble(("$ ", "bold green"), (command, "bold white")))
-    for line in chosen([line for line in printed.splitlines() if not line.startswith("[")]):
+    for line in chosen([line for line in printed.splitlines() if not re.match(r"\[|  .* \d+ s$", line)]):
         text = Text(line[:_WIDTH], "bold white" if line.startswith(("done", "validation")) else "")
         text.highlight_regex(r"(?<=  )reward \d\S*|\d\.\d+ after", "bold green")
         text.highlight_regex(r"\(gen .*", "blue")

@@ -11,6 +11,8 @@ COMMANDS = {
     "check": ("lockstep.tools.check", "check a loss or an advantage estimator of your own: does batching change it?"),
     "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
     "data": ("lockstep.tools.data_show", "data show: what each row of a file became, with the trained tokens marked"),
+    "doctor": ("lockstep.tools.doctor.command", "is what a run needs here, and does it work? A self-test in ten seconds"),
+    "explain": ("lockstep.tools.explain.command", "each value and where it comes from, what a step does, which model lives where"),
     "plan": ("lockstep.tools.plan.command", "memory, time and cost of a run before it starts, without a GPU"),
     "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
     "distill": ("lockstep.trainer.main_distill", "learn from a teacher, on given answers and on the student's own"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -69,7 +69,12 @@ class BatchView(Mapping[str, Tensor]):
         return any(name == other for other in self)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        """The number of rows, as a TensorDict says it."""
+        return len(self._data)
+
+    def keys(self) -> KeysView[str]:
+        """The names of the columns, those that are derived included."""
+        return dict.fromkeys(self).keys()
 
     @property
     def batch_size(self) -> torch.Size:
@@ -157,8 +162,10 @@ class ForOthers:
     def pop(
         self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = (), meta_info_keys: Sequence[str] | None = None
     ) -> Self:
-        """Remove columns, in place, and return them; with `meta_info_keys` these of meta_info too, else with a copy of all of it."""
-        tensors = {k: self.columns.pop(k) for k in batch_keys}
+        """Remove columns, in place, and return them; one that is derived goes with those that it is derived of. With `meta_info_keys` these
+        of meta_info too, else with a copy of all of it."""
+        stored = [k for k in batch_keys if k in self.columns or k not in DERIVED or not self.has_token_rows()]
+        tensors = {k: self.columns.pop(k) for k in stored}
         objects = {k: self.non_tensor_batch.pop(k) for k in non_tensor_batch_keys}
         meta = dict(self.meta_info) if meta_info_keys is None else {k: self.meta_info.pop(k) for k in meta_info_keys}
         return type(self)(tensors, objects, meta)

@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/value_loss": {"workers/engine", "workers/losses", "algorithms", "config"},
     "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
     "workers/distill_loss": {"workers/losses", "workers/engine", "algorithms"},
     "workers/distill_worker": {
@@ -46,7 +47,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {
-        "workers/engine", "workers/losses", "workers/model_worker", "single_controller/base", "planner", "models", "algorithms",
+        "workers/engine", "workers/losses", "workers/value_loss", "workers/model_worker",
+        "single_controller/base", "planner", "models", "algorithms",
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
@@ -54,12 +56,13 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"trainer/stop", "data/schedule", "config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "trainer/skipped", "data/schedule", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config", "observability/spans"},
     "trainer/stop": set(),
+    "trainer/skipped": set(),
     "trainer/ppo": {
         "agents",
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
@@ -105,13 +108,14 @@ ARROWS: dict[str, set[str]] = {
     "tools/data_show": {"data", "config", "utils"},
     "tools/report": {"config", "observability"},
     "tools/asked": {"config"},
+    "tools/explain": {"tools/asked", "tools/plan", "planner", "trainer/ppo", "data", "config", "utils"},
     "tools/plan": {"tools/asked", "planner", "trainer/ppo", "config"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
     "compat": {
-        "algorithms", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/ppo", "trainer/setup",
-        "utils",
+        "algorithms", "checkpoint", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/main_ppo",
+        "trainer/ppo", "trainer/resources", "trainer/role", "trainer/setup", "utils", "workers/engine_workers",
     },
     "trainer/ppo/core_algos": {"compat"},
     "utils/dataset": {"data"},
@@ -122,6 +126,8 @@ ARROWS: dict[str, set[str]] = {
 COMPOSITION_ROOTS = (
     "trainer/main_ppo", "trainer/main_sft", "trainer/main_distill", "trainer/main_dpo", "trainer/main_reward_model", "trainer/program",
     "trainer/setup", "tools/reward_check/command", "tools/evaluate/command", "tools/compare", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/compare",
+    "tools/doctor/command", "tools/doctor/parts", "tools/doctor/selftest", "tools/doctor", "cli",
     "__init__",
 )  # fmt: skip
 

@@ -311,7 +311,8 @@ def test_the_padded_view_equals_a_plain_loop(rows):
         expected["position_ids"].append([0] * left + list(range(tokens)) + [tokens - 1] * right)
     assert {name: batch.batch[name].tolist() for name in expected} == expected
     assert set(batch.batch) == {*expected, "weight"}
-    assert len(batch.batch) == 6
+    assert len(batch.batch) == len(rows)
+    assert len(batch.batch.keys()) == 6
     assert batch.token_counts().tolist() == [len(p) + len(r) for p, r in zip(prompts, rows, strict=True)]
 
 

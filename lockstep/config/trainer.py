@@ -70,8 +70,8 @@ class RunConfig:
     max_restarts: int = 0
     """How often workers are started again, from the newest checkpoint, when one of them dies, hangs or runs out of memory."""
     on_nonfinite: str = "stop"
-    """When a loss, gradient or log-prob is not finite: stop, or rollback (go on from the newest checkpoint without that batch; it is one of
-    the max_restarts)."""
+    """When a loss, gradient or log-prob is not finite: stop, skip (leave the update out; three steps in a row without one stop the run), or
+    rollback (go on from the newest checkpoint without that batch; it is one of the max_restarts)."""
 
     on_alarm: str = "warn"
     """When a run does not learn as it should (docs/observability.md): warn, or stop with a checkpoint and exit status 3."""
@@ -92,7 +92,7 @@ class RunConfig:
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
         at_least(self, "trainer", 0.1, "stop_deadline_s")
         at_least(self, "trainer", 0, "max_restarts")
-        one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "rollback"))
+        one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback"))
         if self.on_nonfinite == "rollback" and not self.max_restarts:
             raise ConfigError("trainer.on_nonfinite=rollback needs trainer.max_restarts: how often it may be done")
         at_least(self, "trainer", -1, "test_freq", "save_freq", "val_before_train_samples")

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from lockstep.data.encoder import PromptEncoder, num_bytes
+from lockstep.data.encoder import PromptEncoder
 from lockstep.data.row_files import RowFiles, Values
+from lockstep.data.token_bound import num_bytes
 from lockstep.errors import ConfigError, DataError
 from lockstep.observability.spans import progress
 

@@ -92,6 +92,18 @@ class TrainingRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def sources(self) -> dict[str, list[int]]:
+        """The positions of the rows of each `data_source`; of rows without one, under "unknown"."""
+        named = ["unknown"] * len(self._files)
+        for start, values in self._files.batches("data_source", missing_ok=True):
+            named[start : start + len(values)] = [
+                str(value) for value in (values if isinstance(values, list) else values.to_pylist())
+            ]
+        found: dict[str, list[int]] = {}
+        for position, row in enumerate(self._rows):
+            found.setdefault(named[row], []).append(position)
+        return found
+
     def spread(self, count: int) -> list[int]:
         """So many positions, at most, at even distances over all rows."""
         return sorted(set(np.linspace(0, len(self) - 1, count).astype(int).tolist()))

@@ -21,6 +21,8 @@ _FIRST, _LATEST = 20, 200
 """Steps that are kept of a long run: the first and, at least, the last."""
 _FEW, _SOME, _MANY = 3, 5, 10
 """Steps in a row: for what is never right, for what noise alone could give, for what takes time to learn."""
+_SHOWN = 200
+"""Characters of a sample's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,12 @@ def _numbers(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+def shown_alarms(alarms: Sequence[Alarm], samples: Sequence[Mapping[str, Any]]) -> str:
+    """The alarms, and what the model wrote."""
+    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
+    return "\n".join([*map(str, alarms), *texts])
 
 
 def _listed(values: Iterable[float]) -> str:

@@ -289,8 +289,8 @@ def _validation_lines(step: int, metrics: Mapping[str, float], view: View) -> li
 
 def with_interval(metrics: Mapping[str, float], name: str, spec: str) -> str:
     """The number, with its 95 % interval where it has one (`val-core/NAME` has it in `val-aux/NAME/low` and `/high`)."""
-    ends = [metrics.get(f"{name.replace('val-core/', 'val-aux/', 1)}/{end}") for end in ("low", "high")]
-    interval = "" if None in ends else f" [{', '.join(_number(end, spec) for end in ends)}]"
+    names = [f"{name.replace('val-core/', 'val-aux/', 1)}/{end}" for end in ("low", "high")]
+    interval = f" [{', '.join(_number(metrics[end], spec) for end in names)}]" if all(end in metrics for end in names) else ""
     return _number(metrics[name], spec) + interval
 
 

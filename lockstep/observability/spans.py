@@ -18,6 +18,8 @@ class Progress:
     unit: str = ""
     done: int = 0
     tokens: int = 0
+    written: int = 0
+    """Tokens that this process has written, those of what is not done yet included; `tokens` are those of what is done."""
 
 
 running: list[Progress] = []

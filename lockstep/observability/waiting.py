@@ -35,9 +35,8 @@ def describe(one: Progress, now: float | None = None) -> str:
         parts.append(f"{one.done:,} of {one.total:,} {one.unit}".rstrip())
     elif one.done:
         parts.append(f"{one.done:,} {one.unit}".rstrip())
-    if one.tokens:
-        parts.append(f"{one.tokens:,} tokens")
-        parts.append(f"{one.tokens / max(seconds, 1e-3):,.0f} tokens/s")
+    if tokens := max(one.tokens, one.written):
+        parts += [f"{tokens:,} tokens", f"{tokens / max(seconds, 1e-3):,.0f} tokens/s"]
     return "  ".join([*parts, f"{seconds:.0f} s"])
 
 

@@ -92,7 +92,7 @@ class Chat:
             self.messages.pop()
             print(f"error: {completion.error}; /reset begins a new conversation", file=sys.stderr)
             return
-        text = self._tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True)
+        text = str(self._tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": text})
         notes = {"abort": " (stopped)", "length": " (cut: --max-tokens)"}
         print(notes.get(completion.finish_reason, ""))
@@ -109,7 +109,7 @@ class Chat:
             if came is None or came.index != index:
                 continue
             ids = ids + came.ids.tolist() if isinstance(came, Tokens) else came.ids.tolist()
-            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
             whole = text.rstrip(_UNFINISHED) if isinstance(came, Tokens) else text
             print(printable(whole[num_printed:]), end="", flush=True)
             num_printed = max(num_printed, len(whole))

@@ -60,7 +60,7 @@ def _generate(loaded: LoadedModel, prompts: Sequence[Any], options: argparse.Nam
         elif options.log_probs:
             _print_log_probs(loaded.tokenizer, completion)
         else:
-            print(printable(loaded.tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True)))
+            print(printable(str(loaded.tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True))))
     return int(failed)
 
 

@@ -93,6 +93,8 @@ class Workers:
             if hasattr(view, "init_model"):
                 with progress(f"loading the model of {view.name} ({number} of {len(self.by_role)})"):
                     view.init_model()
+            if section.on_nonfinite == "skip" and hasattr(view, "skip_nonfinite"):
+                view.skip_nonfinite()
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]], specs: Mapping[Enum, RoleSpec]) -> None:
         """Decide, for each device, which models are offloaded while others work, and say so."""

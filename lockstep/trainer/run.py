@@ -43,14 +43,12 @@ from lockstep.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from lockstep.observability.alarms import Alarm, Alarms
+from lockstep.observability.alarms import Alarms, shown_alarms
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
+from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
-
-_SHOWN = 200
-"""Characters of a sample's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class Run(ABC):
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
-        self._position_before = 0
+        self._position_before = self._steps_without = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -115,9 +113,6 @@ class Run(ABC):
     @abstractmethod
     def _step(self) -> dict[str, float]:
         """Do step number `global_steps + 1`; returns its metrics."""
-
-    def _keep_samples(self) -> None:  # noqa: B027
-        """Write what the run keeps of the samples of the step just done, outside its time."""
 
     def _validate(self) -> dict[str, float]:
         """Metrics of the model as it is. Called only where `has_validation`."""
@@ -208,13 +203,12 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
-                        self._keep_samples()
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:
                 raise Stopped(stop.asked, self._ended(stop.asked.name))
             if self._is_alarmed:
-                raise Alarmed(f"{self._ended('trainer.on_alarm=stop')}\n{self.alarms.sounded[-1]}")
+                raise Alarmed(self._ended(f"{', '.join(alarm.name for alarm in self.alarms.sounded)}, and trainer.on_alarm=stop"))
             return self._result()
         except (Stopped, Alarmed):
             raise
@@ -231,6 +225,8 @@ class Run(ABC):
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
         """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
         config, samples = self.section, self._examine(metrics)
+        if config.on_nonfinite == "skip":
+            self._steps_without = heed_skipped(metrics, self.global_steps, self._steps_without, self.display.message)
         if self.left_out:
             metrics["training/left_out_batches"] = len(self.left_out)
         if self._validates_after(self.global_steps) and not stop.asked:
@@ -249,8 +245,8 @@ class Run(ABC):
         if draft is not None:
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)
-        for alarm in alarms:
-            self.display.message(_shown(alarm, samples))
+        if alarms:
+            self.display.message(shown_alarms(alarms, samples))
         self._saver.check()
 
     def is_due(self, frequency: int, step: int) -> bool:
@@ -376,9 +372,10 @@ class Run(ABC):
                 return None
 
     def _wait_for_save(self) -> None:
-        for error in self._finish_save():
-            self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
-        self._saver.wait()
+        with progress("writing the checkpoint"):
+            for error in self._finish_save():
+                self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
+            self._saver.wait()
 
     def _end_save(self) -> None:
         """Wait for the last save. Raises ResourceError where that of the last step failed, whatever trainer.on_save_failure says."""
@@ -451,9 +448,3 @@ class Run(ABC):
                 self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
-
-
-def _shown(alarm: Alarm, samples: Sequence[dict[str, Any]]) -> str:
-    """The alarm, and what the model wrote."""
-    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
-    return "\n".join([str(alarm), *texts])

@@ -39,6 +39,10 @@ MODEL = "actor"
 """The model's folder in a checkpoint, as in PPO's."""
 
 
+Measured = tuple[DataProto, list[dict[str, Metric]]]
+"""A batch, and what each rank measured on its share of it."""
+
+
 class Examples(Protocol):
     """Training rows in files."""
 
@@ -133,8 +137,11 @@ class StageRun(Run):
             with timer.stage("update"):
                 measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
         tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]
+        found = values(measured)
+        skipped = found.pop("train/skipped_updates", None)
         return {
-            **self._metrics(batch, values(measured)),
+            **(self._metrics(batch, found) if not skipped else {}),
+            **({} if skipped is None else {"train/skipped_updates": skipped}),
             **{f"timing_s/{name}": value for name, value in timer.seconds.items()},
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / (seconds * self.workers.manager.get_n_gpus()),
@@ -145,16 +152,22 @@ class StageRun(Run):
     def _validate(self) -> dict[str, float]:
         """The same metrics of all validation rows, under val/."""
         assert self.val_data is not None
-        parts, measured = [], []
-        rows = self._validated_rows(len(self.val_data), 1, self.rows_per_step)
-        seen = expect(len(rows), "rows")
-        for start in range(0, len(rows), self.rows_per_step):
-            batch = self._prepare(self.val_data.batch(rows[start : start + self.rows_per_step]))
-            measured += self._evaluate(batch)
-            parts.append(batch)
-            seen.done = min(start + self.rows_per_step, len(rows))
+        return self._val_metrics(self._measure(self._validated_rows(len(self.val_data), 1, self.rows_per_step)))
+
+    def _measure(self, positions: Sequence[int]) -> list[Measured]:
+        """What the workers measure on these validation rows, a batch at a time."""
+        assert self.val_data is not None
+        found, seen = [], expect(len(positions), "rows")
+        for start in range(0, len(positions), self.rows_per_step):
+            batch = self._prepare(self.val_data.batch(positions[start : start + self.rows_per_step]))
+            found.append((batch, self._evaluate(batch)))
+            seen.done = min(start + self.rows_per_step, len(positions))
             seen.tokens += int(batch.token_counts().sum())
-        found = self._metrics(DataProto.concat(parts), values(merge_metrics(measured)))
+        return found
+
+    def _val_metrics(self, measured: Sequence[Measured]) -> dict[str, float]:
+        found = values(merge_metrics([metrics for _, ranks in measured for metrics in ranks]))
+        found = self._metrics(DataProto.concat([batch for batch, _ in measured]), found)
         return {f"val/{name.removeprefix('train/')}": value for name, value in found.items() if name.startswith("train/")}
 
     def _evaluate(self, batch: DataProto) -> list[dict[str, Metric]]:

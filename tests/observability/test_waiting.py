@@ -12,6 +12,9 @@ from lockstep.observability.waiting import LINES, describe, leave_terminal, now_
 def test_a_line_says_what_how_much_of_how_much_and_how_fast() -> None:
     one = Progress("gen", 100.0, total=64, unit="responses", done=37, tokens=4210)
     assert describe(one, now=110.0) == "generating  37 of 64 responses  4,210 tokens  421 tokens/s  10 s"
+    assert "generating  0 of 64 responses  900 tokens  90 tokens/s" in describe(
+        Progress("gen", 100.0, total=64, unit="responses", written=900), now=110.0
+    )
     assert describe(Progress("loading the model of actor", 100.0), now=112.4) == "loading the model of actor  12 s"
     assert describe(Progress("steps", 0.0, done=12000), now=1.0) == "steps  12,000  1 s"
 

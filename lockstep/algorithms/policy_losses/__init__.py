@@ -33,7 +33,8 @@ A loss or `prepare` that is added and does not name `rows` is written for padded
 [B, T], T the longest row (see `blocks`).
 
 ```text
-per_token     each token has a weight of its own: vanilla, cispo, gpg, sapo, dro
+clipped       PPO's: vanilla
+per_token     each token has a weight of its own: cispo, gpg, sapo, dro
 per_sequence  the tokens of a row share one ratio: gspo, geo_mean
 divergence    a trust region of probabilities: dppo_tv, dppo_kl
 covariance    tokens chosen by their covariance in the mini-batch: clip_cov, kl_cov
@@ -60,10 +61,11 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.policy_losses.clipped import vanilla
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
-from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
+from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo
 from lockstep.algorithms.registry import LossTable, input_names
 from lockstep.algorithms.rows import Rows
 

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.compat.verl.keys import is_ours, judge_all, overrides, table
+from lockstep.compat.verl.keys import Verdict, is_ours, judge_all, overrides, table
 from lockstep.errors import ConfigError, LockstepError
 
 _USAGE = "usage: lockstep verl-keys SCRIPT.sh|CONFIG.yaml [key=value ...]"
@@ -56,14 +56,20 @@ def from_verl(arguments: Sequence[str], config_file: Path | None = None) -> list
 
     Raises ConfigError with all keys that are refused.
     """
-    verdicts = judge_all((read_yaml(config_file) if config_file else {}) | read_arguments(arguments))
+    verdicts = accept((read_yaml(config_file) if config_file else {}) | read_arguments(arguments))
+    print("from verl:\n" + table([verdict for verdict in verdicts if verdict.kind != "accepted"]), flush=True)
+    return overrides(verdicts)
+
+
+def accept(given: Mapping[str, Any]) -> list[Verdict]:
+    """The verdicts on these keys of verl's. Raises ConfigError with all that are refused."""
+    verdicts = judge_all(given)
     refused = [verdict for verdict in verdicts if verdict.kind in ("refused", "unknown")]
     if refused:
         raise ConfigError(
             f"these keys of the verl command have no counterpart here; leave them out or change them:\n{table(refused)}"
         )
-    print("from verl:\n" + table([verdict for verdict in verdicts if verdict.kind != "accepted"]), flush=True)
-    return overrides(verdicts)
+    return verdicts
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -91,7 +97,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
             given[_FLAGS.get(flag, flag)] = value if equals else next(words, "") if flag in (*_FLAGS, *_FLAGS.values()) else True
         else:
             key, value = _read_override(word)
-            given |= dict(_leaves(value, key)) if isinstance(value, dict) and value else {key: value}
+            given |= dict(leaves(value, key)) if isinstance(value, dict) and value else {key: value}
     return given
 
 
@@ -133,14 +139,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
     assert isinstance(values, dict)
-    return dict(_leaves(values, ""))
+    return dict(leaves(values, ""))
 
 
-def _leaves(values: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
+def leaves(values: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
+    """Key -> value of nested mappings; an empty one is a value."""
     found = []
     for name, value in values.items():
         key = f"{prefix}.{name}" if prefix else str(name)
-        found += _leaves(value, key) if isinstance(value, dict) and value else [(key, value)]
+        found += leaves(value, key) if isinstance(value, dict) and value else [(key, value)]
     return found
 
 

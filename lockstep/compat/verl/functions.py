@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,91 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms import kl, mismatch
-from lockstep.algorithms.rows import Rows
+from lockstep.algorithms import kl
+from lockstep.checkpoint import folders
 from lockstep.compat.verl.core_algos import get_adv_estimator_fn
+from lockstep.compat.verl.numbers import Metric
+from lockstep.compat.verl.runner import our_config
 from lockstep.config import actor_rollout_ref as config
-from lockstep.config import as_config
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.errors import ConfigError
 from lockstep.observability.trackers import Tracking as OurTracking
-from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol import DataProto
 from lockstep.rewards.graders.math import last_boxed
 from lockstep.rewards.manager import RewardManager
+from lockstep.single_controller.base import Dispatch
 from lockstep.single_controller.base.dispatch import balanced_partition
-from lockstep.trainer.ppo import metrics, stages
-from lockstep.trainer.ppo.validation import validation_metrics
+from lockstep.trainer.ppo.reward_columns import penalise_overlong
+from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.setup import reward_arguments
-
-SUPPORTED_ROLLOUT_RS_OPTIONS = {kind for kind in mismatch.RS_KINDS if not kind.startswith("group")}
-
-
-def _compute_response_info(batch: Any) -> dict[str, Tensor]:
-    """Tokens of each prompt and response, from `attention_mask`, and the mask of the latter."""
-    attention, width = batch.batch["attention_mask"].float(), batch.batch["responses"].shape[-1]
-    prompt, response = attention[:, :-width], attention[:, -width:]
-    return {"response_mask": response, "prompt_length": prompt.sum(-1), "response_length": response.sum(-1)}
-
-
-def _as_rows(batch: Any) -> DataProto:
-    info, blocks = _compute_response_info(batch), batch.batch
-    lengths, prompts = info["response_length"].long(), info["prompt_length"].long()
-    names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values", "response_mask", "responses")
-    columns: dict[str, Tensor | Ragged] = {name: Ragged.from_padded(blocks[name], lengths) for name in names if name in blocks}
-    return DataProto(columns | {"prompts": Ragged(torch.zeros(int(prompts.sum())), prompts)})
-
-
-def compute_data_metrics(batch: Any, use_critic: bool = True) -> dict[str, float]:
-    """`trainer.ppo.metrics.data_metrics`; the limits are the widths of the padded blocks."""
-    rows = _as_rows(batch)
-    if not use_critic:
-        rows.columns.pop("values", None)
-    return metrics.data_metrics(rows, batch.batch["responses"].shape[-1], batch.batch["prompts"].shape[-1])
-
-
-def compute_timing_metrics(batch: Any, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """timing_s/* and timing_per_token_ms/* of `trainer.ppo.metrics.timing_metrics`."""
-    found = metrics.timing_metrics(_as_rows(batch), {"step": 1.0} | dict(timing_raw), 1)
-    return {name: value for name, value in found.items() if name.startswith("timing_") and name.partition("/")[2] in timing_raw}
-
-
-def compute_throughout_metrics(batch: Any, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """perf/total_num_tokens, time_per_step and throughput of `batch.meta_info["global_token_num"]`."""
-    tokens, seconds = sum(batch.meta_info["global_token_num"]), timing_raw["step"]
-    return {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / (seconds * n_gpus)}
-
-
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The largest of a list whose name has max, the smallest where it has min, else the mean."""
-    return {name: (np.max if "max" in name else np.min if "min" in name else np.mean)(values) for name, values in metrics.items()}
-
-
-def bootstrap_metric(
-    data: Sequence[Any], subset_size: int, reduce_fns: Sequence[Callable[..., float]], n_bootstrap: int = 1000, seed: int = 42
-) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each function over subsets drawn with replacement."""
-    drawn = np.random.default_rng(seed).choice(len(data), size=(n_bootstrap, subset_size))
-    found = np.array([[function([data[i] for i in subset]) for function in reduce_fns] for subset in drawn])
-    return [(float(column.mean()), float(column.std())) for column in found.T]
-
-
-def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value of the first entry with the most frequent vote."""
-    votes = [entry[vote_key] for entry in data]
-    return float(data[votes.index(max(votes, key=votes.count))][val_key])
-
-
-def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[Any], infos_dict: dict[str, list[Any]], seed: int = 42
-) -> dict[str, Any]:
-    """`validation.validation_metrics` as source -> variable -> name -> value."""
-    numbers = {uid: i for i, uid in enumerate(dict.fromkeys(sample_uids))}
-    found: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
-    for name, value in validation_metrics(data_sources, [numbers[uid] for uid in sample_uids], infos_dict).items():
-        source = next(source for source in data_sources if name.split("/", 1)[1].startswith(f"{source}/"))
-        variable, _, rest = name.split("/", 1)[1].removeprefix(f"{source}/").partition("/")
-        found[source][variable][rest] = value
-    return found
 
 
 def compute_response_mask(data: Any) -> Tensor:
@@ -126,60 +60,15 @@ def compute_advantage(
     known = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config, **data.batch}
     known |= {"index": data.non_tensor_batch.get("uid"), "non_tensor_batch": data.non_tensor_batch}
     function = get_adv_estimator_fn(getattr(adv_estimator, "value", adv_estimator))
-    names = function.__signature__.parameters if hasattr(function, "__signature__") else known
+    names = inspect.signature(function).parameters
     advantages, returns = function(**{name: known[name] for name in names if known.get(name) is not None})
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
 
 
-def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, float]:
-    """`mismatch.mismatch_metrics` of padded blocks; without `rollout_log_prob` those of the trainer's policy."""
-    other = old_log_prob if rollout_log_prob is None else rollout_log_prob
-    rows = Rows.of_padded(response_mask)
-    found = mismatch.mismatch_metrics(old_log_prob.flatten(), other.flatten(), response_mask.flatten(), rows)
-    return found if rollout_log_prob is not None else {name: value for name, value in found.items() if name.startswith("training")}
-
-
-def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, rollout_is: str | None = None,
-    rollout_is_threshold: float | str | None = 2.0, rollout_is_batch_normalize: bool = False, rollout_rs: str | None = None,
-    rollout_rs_threshold: float | str | None = None,
-) -> tuple[DataProto | None, Tensor, dict[str, float]]:  # fmt: skip
-    """`stages.correct` of padded blocks: the weights (None where there are none), the mask that is left, and the metrics."""
-    if isinstance(rollout_is_threshold, bool):
-        raise TypeError("rollout_is_threshold must be a float or a string threshold specification, not a boolean")
-    lengths = torch.full((len(response_mask),), response_mask.shape[1])
-    blocks = {"old_log_probs": old_log_prob, "rollout_log_probs": rollout_log_prob, "response_mask": response_mask.long()}
-    data = DataProto({name: Ragged(block.flatten(), lengths) for name, block in blocks.items()}, {"uid": list(range(len(lengths)))})
-    data.set("responses", data.ragged("response_mask"))
-    options = (rollout_is, rollout_is_threshold or 2.0, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
-    found = stages.correct(data, mismatch.make_correction(*options))
-    weights = DataProto({"rollout_is_weights": data.batch["rollout_is_weights"]}) if rollout_is else None
-    return weights, data.batch["response_mask"].to(response_mask.dtype), found
-
-
-def compute_is_metrics(
-    rollout_is_weights: Tensor, raw_rollout_is_weights: Tensor, log_ratio_for_metrics: Tensor, response_mask: Tensor, rollout_is: str,
-    rollout_is_threshold: float, rollout_is_threshold_lower: float | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """`mismatch.weight_metrics` of padded blocks; the cut weights follow from the raw ones."""
-    band, rows = mismatch.Bounds(rollout_is_threshold_lower or 0.0, rollout_is_threshold), Rows.of_padded(response_mask)
-    return mismatch.weight_metrics(raw_rollout_is_weights.flatten(), response_mask.flatten(), rows, rollout_is, band)
-
-
-def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
-    """The same over a batch: response_mask is replaced, rollout_is_weights added where there are weights."""
-    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
-    read = rollout_corr_config.get if hasattr(rollout_corr_config, "get") else lambda name: getattr(rollout_corr_config, name, None)
-    options: dict[str, Any] = {name: read(name) for name in names if read(name) is not None}
-    blocks: Any = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    weights, batch.batch["response_mask"], found = compute_rollout_correction_and_rejection_mask(*blocks, **options)
-    return (batch if weights is None else batch.union(weights)), found
-
-
 def need_critic(config: Any) -> bool:
     """Whether the run trains a value model."""
-    return as_config(config).use_critic
+    return our_config(config).use_critic
 
 
 def need_reference_policy(config: Any) -> bool:
@@ -194,14 +83,13 @@ def need_reward_model(config: Any) -> bool:
 
 def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> RewardManager:
     """The manager that the configuration describes."""
-    return RewardManager(
-        tokenizer=tokenizer, num_examine=num_examine, **(reward_arguments(as_config(config).reward) | reward_kwargs)
-    )
+    arguments = reward_arguments(our_config(config).reward) | reward_kwargs
+    return VerlRewardManager(tokenizer=tokenizer, num_examine=num_examine, **arguments)
 
 
 def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
     """The function of reward.custom_reward_function, None without one."""
-    return reward_arguments(as_config(config).reward)["compute_score"]
+    return reward_arguments(our_config(config).reward)["compute_score"]
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -252,12 +140,17 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 
 
 class Tracking(OurTracking):
-    """`observability.trackers.Tracking` with verl's arguments; files go to checkpoints/{project_name}/{experiment_name}."""
+    """`observability.trackers.Tracking` with verl's arguments; files go to trainer.default_local_dir of `config`, or where a run without
+    that key has its folder."""
 
     def __init__(self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         named: dict[str, Any] = {"project_name": project_name, "experiment_name": experiment_name}
-        super().__init__(names, **named, run_dir=Path("checkpoints", project_name, experiment_name), config=dict(config or {}))
+        folder = dict((config or {}).get("trainer", {})).get("default_local_dir")
+        run_dir = Path(folder or Path("checkpoints", project_name, experiment_name))
+        newest = folders.newest(run_dir)  # what was logged before it stays
+        step = int(newest.name.rpartition("_")[2]) if newest else None
+        super().__init__(names, **named, run_dir=run_dir, config=dict(config or {}), resume_step=step)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
         """Record the metrics of one step."""
@@ -294,12 +187,69 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> None:
-    """Add each value to the list of its name, in place."""
+def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
+    """Add each value, or each of a list, to the list (or `Metric`) of its name, in place."""
     for name, value in new_data.items():
-        data.setdefault(name, []).append(value)
+        found = data.setdefault(name, value.init_list() if isinstance(value, Metric) else [])
+        (found.extend if isinstance(value, list) else found.append)(value)
 
 
 def get_reward_manager_cls(name: str) -> type[RewardManager]:
     """The one manager there is."""
-    return RewardManager
+    return VerlRewardManager
+
+
+class VerlRewardManager(RewardManager):
+    """`rewards.manager.RewardManager` with the arguments of verl's managers: DAPO's limit of length, and more for `compute_score`."""
+
+    def __init__(
+        self, tokenizer: Any, num_examine: int, compute_score: Any = None, reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **reward_kwargs: Any,
+    ) -> None:  # fmt: skip
+        ours = {name: reward_kwargs.pop(name) for name in inspect.signature(RewardManager).parameters if name in reward_kwargs}
+        function = functools.partial(compute_score, **reward_kwargs) if compute_score and reward_kwargs else compute_score
+        super().__init__(tokenizer, num_examine, function, reward_fn_key, **ours)
+        self._limit, self._overlong = max_resp_len, overlong_buffer_cfg
+
+    def __call__(self, data: DataProto, return_dict: bool = False, scoring: Any = None, ragged: bool = False) -> Any:
+        """As the manager's; with `overlong_buffer_cfg.enable` less the penalty for length, which is among the parts."""
+        answer = super().__call__(data, return_dict, scoring, ragged=True)
+        whole: dict[str, Any] = answer if return_dict else {"reward_tensor": answer, "reward_parts": {}}
+        if self._overlong is not None and self._overlong.enable:
+            rows = DataProto({"responses": data.ragged("responses"), "token_level_scores": whole["reward_tensor"]})
+            penalise_overlong(rows, Scored([], [], parts=whole["reward_parts"]), self._overlong, int(self._limit or 0))
+            whole["reward_tensor"] = rows.ragged("token_level_scores")
+        if not ragged:
+            whole["reward_tensor"] = whole["reward_tensor"].pad()
+        return whole if return_dict else whole["reward_tensor"]
+
+
+def extract_reward(batch: DataProto) -> tuple[Tensor, dict[str, Any]]:
+    """The rewards that came with the responses, and what the reward function said beside them."""
+    extra = {name: batch.non_tensor_batch[name] for name in batch.meta_info.get("reward_extra_keys", ())}
+    return batch.batch["rm_scores"], extra
+
+
+def auto_set_device(config: Any) -> None:
+    """Nothing: trainer.device is resolved when the run starts."""
+
+
+def migrate_legacy_reward_impl(config: Any) -> Any:
+    """The same: the reward's keys are read wherever verl has had them."""
+    return config
+
+
+class DataProtoConfig:
+    """verl's switch for padding batches to the number of workers, which nothing here needs."""
+
+    auto_padding = False
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
+    """Rows shared out over the data-parallel ranks, whichever mesh of devices a worker has."""
+    return Dispatch.DP_COMPUTE_PROTO
+
+
+def RolloutSkip(config: Any, worker_group: Any) -> None:
+    """Raises ConfigError: what was generated once is not replayed in training."""
+    raise ConfigError("actor_rollout_ref.rollout.skip_rollout: generations cannot be replayed in training; leave it out")

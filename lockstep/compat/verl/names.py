@@ -15,6 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_TRAINER = "lockstep.trainer.ppo.ray_trainer"
+
+
+def _adopt(trainer_class: type) -> None:
+    """See `loop.adopt`, which is imported for a subclass only."""
+    importlib.import_module("lockstep.compat.verl.loop").adopt(trainer_class)
+
 
 class VerlNames:
     """Finds the modules of the table: those that are not here are made of the table alone.
@@ -36,6 +43,8 @@ class VerlNames:
             if any(name.startswith(f"{fullname}.") for name in table()) and "__path__" not in vars(module):
                 module.__path__ = []  # so that the table's modules below it are looked for
             module.__getattr__ = functools.partial(resolve, fullname)  # type: ignore[method-assign]
+            if fullname == _TRAINER:
+                module.RayPPOTrainer.__init_subclass__ = classmethod(_adopt)
 
         real.loader.exec_module = exec_module  # type: ignore[method-assign]
         return real
@@ -75,7 +84,7 @@ def table() -> dict[str, tuple[dict[str, str], str]]:
         for word in names.split():
             name, _, other = word.partition("=")
             if word.endswith(":"):
-                ours = "compat.verl.functions" if word == "functions:" else word[:-1]
+                ours = f"compat.verl.{word[:-1]}" if word in ("functions:", "numbers:", "runner:") else word[:-1]
                 place = ours[1:] if ours.startswith("/") else f"lockstep.{ours}"
             else:
                 targets[name] = place if other == "." else f"{place}:{other or name}"

@@ -161,19 +161,18 @@ def _drawing(options: argparse.Namespace, config: PPOConfig, is_run: bool, stop:
         rollout = config.actor_rollout_ref.rollout
         values |= {name: getattr(rollout.val_kwargs, name) for name in names} | {"seed": config.trainer.seed}
         values["stop"] = stop or tuple(rollout.stop)
-    names = tuple(field.name for field in dataclasses.fields(Drawing))
-    given = {name: getattr(options, name, None) for name in names}
+    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Drawing)}
     return Drawing(**values | {name: value for name, value in given.items() if value is not None})
 
 
 def _config(options: argparse.Namespace) -> tuple[PPOConfig, bool]:
     """The configuration that rewards and data are read with: a PPO run's own, under what the command line says; whether it is a run's."""
-    import yaml
+    from omegaconf import OmegaConf
 
     path = Path(options.model).expanduser()
     for folder in (path, path.parent, path.parent.parent):
         file = folder / "config.yaml"
-        if file.is_file() and folders.found(folder) and "actor_rollout_ref" in (yaml.safe_load(file.read_text()) or {}):
+        if file.is_file() and folders.found(folder) and "actor_rollout_ref" in OmegaConf.load(file):
             return load_config(options.overrides, file), True
     # The model is not the configuration's to name; without one, the configuration would mean the embedded task.
     return load_config(["actor_rollout_ref.model.path=none", *options.overrides]), False

@@ -29,12 +29,14 @@ def find_contaminated(questions: Sequence[Question], texts: Iterable[str]) -> se
         if size >= _FEWEST:
             for gram in _grams(words, size):
                 places[size][gram].add(i)
+    ends = {size: {(gram[0], gram[-1]) for gram in known} for size, known in places.items()}
     found: set[int] = set()
     for text in texts:
         words = _words(text)
         for size, known in places.items():
-            for gram in _grams(words, size):
-                found |= known.get(gram, set())
+            for i, pair in enumerate(zip(words, words[size - 1 :], strict=False)):
+                if pair in ends[size]:  # of millions of places few are looked at further
+                    found |= known.get(tuple(words[i : i + size]), set())
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ def summarise(questions: Sequence[Question], samples: Sequence[Sample], shown: S
             "num_samples": len(own),
             "num_missing": len(own) - len(judged),
             "scores": {name: _numbers(groups, name) for name in variables} if judged else {},
-            "cut_by_length": _share(groups, lambda sample: sample.finish_reason == "length"),
         }
+        if judged and not questions[judged[0].question].choices:
+            found[source]["cut_by_length"] = _share(groups, lambda sample: sample.finish_reason == "length")
         if judged and all(FORMATTED in sample.scores for sample in judged):
             found[source]["format_failures"] = _share(groups, lambda sample: not sample.scores[FORMATTED])
     return found
@@ -100,7 +101,7 @@ def read_results(path: Path) -> dict[str, Any]:
         earlier = json.loads((path / "results.json" if path.is_dir() else path).read_text())
         for entry in earlier["questions"]:
             entry["hash"], entry["source"], entry["scores"].items()
-        return earlier  # type: ignore[no-any-return]
+        return earlier
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"--against {path} is not a result file of lockstep eval: {error!r}") from error
 
@@ -202,10 +203,8 @@ def _pred(sample: Sample, variable: str) -> str:
     return sample.preds.get(variable, sample.preds.get("*", f"\0no answer {sample.number}"))
 
 
-def _share(groups: dict[int, list[Sample]], holds: Any) -> dict[str, Any] | None:
-    if not groups:
-        return None
-    shares = [float(np.mean([bool(holds(sample)) for sample in group])) for group in groups.values()]
+def _share(groups: dict[int, list[Sample]], holds: Callable[[Sample], bool]) -> dict[str, Any]:
+    shares = [float(np.mean([holds(sample) for sample in group])) for group in groups.values()]
     return _number(estimate(shares, sum(map(len, groups.values()))))
 
 

@@ -110,7 +110,8 @@ class Collector:
         return [rows.block(), *texts.blocks(first), *tokens.blocks(), *vocabulary]
 
     def _new_words(self, number: int, batches: list[tuple[int, Batch]]) -> dict[str, Any]:
-        known, new = self._vocabularies[number], {}
+        known = self._vocabularies[number]
+        new: dict[str, str] = {}
         for run, batch in batches:
             if run == number:
                 new |= {token: text for token, text in batch.vocabulary.items() if token not in known}
@@ -157,17 +158,15 @@ class _Rows:
         groups = {group: i for i, group in enumerate(dict.fromkeys(str(row["group"]) for row in batch.rows))}
         with_tokens = np.full(count, -1, np.int32)
         with_tokens[: len(batch.lengths)] = np.arange(len(batch.lengths)) + first_with_tokens
-        self._parts.append(
-            {
-                "run": np.full(count, run, np.uint8),
-                "step": np.full(count, batch.step, np.int32),
-                "validation": np.full(count, batch.is_validation, np.uint8),
-                "prompt": np.array(prompts, np.int32),
-                "group": np.array([groups[str(row["group"])] for row in batch.rows], np.int32),
-                "tokens": with_tokens,
-            }
-            | row_numbers(batch)
-        )
+        columns: dict[str, np.ndarray] = {
+            "run": np.full(count, run, np.uint8),
+            "step": np.full(count, batch.step, np.int32),
+            "validation": np.full(count, batch.is_validation, np.uint8),
+            "prompt": np.array(prompts, np.int32),
+            "group": np.array([groups[str(row["group"])] for row in batch.rows], np.int32),
+            "tokens": with_tokens,
+        }
+        self._parts.append(columns | row_numbers(batch))
 
     def block(self) -> Block:
         names = self._parts[0]

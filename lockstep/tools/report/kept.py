@@ -67,18 +67,20 @@ def find_files(folder: Path, others: dict[str, Path]) -> dict[tuple[int, bool], 
     return dict(sorted(found.items()))
 
 
-def read_batch(step: int, is_validation: bool, files: list[Path], gamma: float) -> Batch:
-    """The samples in those files. Raises ValueError where one cannot be read."""
+def read_batch(step: int, is_validation: bool, files: list[Path], gamma: float, by_turn: bool = False) -> Batch:
+    """The samples in those files, with the TD errors that `gamma` gives. Raises ValueError where one cannot be read."""
     batch = Batch(step, is_validation, [], np.zeros(0, np.int32), {})
     for file in sorted(files, key=lambda path: path.suffix, reverse=True):  # npz first
         if file.suffix == ".npz":
-            _read_npz(file, batch, gamma)
+            _read_npz(file, batch)
+            if "value" in batch.columns and "reward" in batch.columns:
+                batch.columns["td_error"] = td_errors(batch.columns, batch.lengths, gamma, by_turn)
         else:
             batch.rows += [_plain_row(row) for row in JsonLines(file).read_new()][len(batch.rows) :]
     return batch
 
 
-def _read_npz(file: Path, batch: Batch, gamma: float) -> None:
+def _read_npz(file: Path, batch: Batch) -> None:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             texts = json.loads(arrays["rows"].tobytes())
@@ -90,18 +92,22 @@ def _read_npz(file: Path, batch: Batch, gamma: float) -> None:
             raise ValueError("its columns have different lengths")
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file.name} cannot be read: {error}") from error
-    if "value" in batch.columns and "reward" in batch.columns:
-        batch.columns["td_error"] = td_errors(batch.columns, batch.lengths, gamma)
 
 
-def td_errors(columns: dict[str, np.ndarray], lengths: np.ndarray, gamma: float) -> np.ndarray:
-    """reward + gamma * value of the policy's next token - value, 0 at tokens that are not the policy's (float16, as the columns)."""
+def td_errors(columns: dict[str, np.ndarray], lengths: np.ndarray, gamma: float, by_turn: bool = False) -> np.ndarray:
+    """reward + gamma * value of the policy's next token - value, 0 at tokens that are not the policy's (float16, as the columns).
+
+    `by_turn` (algorithm.discount_unit=turn): gamma is between turns only.
+    """
     out = np.zeros(len(columns["value"]), np.float16)
     rewards, values, mask = columns["reward"].astype(np.float32), columns["value"].astype(np.float32), columns["mask"].astype(bool)
     for start, end in _spans(lengths):
         own = np.flatnonzero(mask[start:end]) + start
         following = np.append(values[own[1:]], 0.0) if len(own) else values[own]
-        out[own] = rewards[own] + gamma * following - values[own]
+        discount = np.full(len(own), gamma)
+        if by_turn and "turn" in columns:
+            discount[:-1][np.diff(columns["turn"][own]) == 0] = 1.0
+        out[own] = rewards[own] + discount * following - values[own]
     return out
 
 

@@ -56,9 +56,10 @@ class RunFolder:
 
     def read(self, key: tuple[int, bool], files: list[Path]) -> Batch | None:
         """The samples in those files; None, and a note, where they cannot be read."""
-        gamma = self.settings["values"].get("algorithm.gamma", 1.0)
+        values = self.settings["values"]
+        gamma, by_turn = values.get("algorithm.gamma", 1.0), values.get("algorithm.discount_unit") == "turn"
         try:
-            batch = read_batch(*key, files, float(gamma) if isinstance(gamma, int | float) else 1.0)
+            batch = read_batch(*key, files, float(gamma) if isinstance(gamma, int | float) else 1.0, by_turn)
         except ValueError as error:
             self.notes.append(str(error))
             return None

@@ -24,9 +24,7 @@ def episode_rollout(config: PPOConfig, group: Any) -> Any:
 
 
 def episode_metrics(batch: Any) -> dict[str, float]:
-    """agent/*, of a batch of episodes; nothing of any other."""
-    if "episode" not in batch.non_tensor_batch:
-        return {}
+    """agent/*, of a batch of episodes."""
     from lockstep.agents import rows
 
     return rows.episode_metrics(batch.non_tensor_batch["episode"])

@@ -222,15 +222,15 @@ class RayPPOTrainer(Run):
             write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
-        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus) | episode_metrics(batch)
+        metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
+        if self.config.agent.is_on:
+            metrics |= episode_metrics(batch)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
-
-    def _keep_samples(self) -> None:
-        log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
-        self.keeper.keep(f"train_{self.global_steps}", *self._last, log_probs)
 
     def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
         (batch, scored), self._last = self._last, None
+        log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
+        self.keeper.keep(f"train_{self.global_steps}", batch, scored, log_probs)
         if (n := self.config.actor_rollout_ref.rollout.n) > 1 and self.reward_fn is not None:
             metrics.setdefault("training/groups_with_signal", share_with_signal(scored, n))
         return choose_samples(batch, scored, self.tokenizer)

@@ -127,23 +127,10 @@ def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[st
         return {}
     rows, mask = _rows_and_mask(batch)
     old, rollout = (batch.ragged(name).values for name in ("old_log_probs", "rollout_log_probs"))
-    metrics = mismatch.mismatch_metrics(old, rollout, mask, rows)
-    x = mismatch.log_ratio(old, rollout, mask)
-    if correction.level is not None:
-        raw = mismatch.raw_weights(x, mask, rows, correction.level)
-        metrics |= mismatch.weight_metrics(raw, mask, rows, correction.level, correction.band, correction.normalise)
-        weights = mismatch.importance_weights(x, mask, rows, correction.level, correction.band, correction.normalise)
+    weights, kept, metrics = mismatch.correct(correction, old, rollout, mask, rows, _group(batch))
+    if weights is not None:
         _set_tokens(batch, "rollout_is_weights", weights)
-    kept = mask
-    for kind, bounds in correction.rejections:
-        passed = mismatch.kept_tokens(x, mask, rows, kind, bounds, _group(batch))
-        metrics |= mismatch.rejection_metrics(
-            mismatch.rejection_statistic(x, mask, rows, kind, _group(batch)), mask, rows, kind, bounds
-        )
-        metrics |= _lost(f"rollout_rs_{kind}", mask, passed, rows)
-        kept = kept & passed
     if correction.rejections:
-        metrics |= _lost("rollout_rs", mask, kept, rows)
         _set_tokens(batch, "response_mask", kept.long())
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -315,16 +302,6 @@ def _reward_parts(batch: DataProto, keys: Sequence[str] | None) -> Tensor | None
             f"return a dict with {missing or keys}, or change the keys"
         )
     return batch.batch["reward_parts"][:, [names.index(key) for key in keys]]
-
-
-def _lost(name: str, before: Tensor, after: Tensor, rows: Rows) -> dict[str, float]:
-    """The share of tokens that left the mask, and of rows that lost at least one."""
-    lost = before & ~after
-    touched, counted = (int((rows.sum(tokens) > 0).sum()) for tokens in (lost, before))
-    return {
-        f"{name}_masked_fraction": int(lost.sum()) / max(int(before.sum()), 1),
-        f"{name}_seq_masked_fraction": touched / max(counted, 1),
-    }
 
 
 def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:

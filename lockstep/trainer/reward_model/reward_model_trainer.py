@@ -75,6 +75,16 @@ class RewardModelTrainer(StageRun):
         batch.columns["unit"] = torch.arange(len(batch)) // 2
         return batch
 
+    def _validate(self) -> dict[str, float]:
+        """As every recipe; where the rows are of several sources (`data_source`), also the accuracy on each, as val/accuracy/SOURCE."""
+        assert isinstance(self.val_data, PairDataset)
+        by_source = {source: self._measure(positions) for source, positions in self.val_data.sources().items()}
+        metrics = self._val_metrics([part for measured in by_source.values() for part in measured])
+        for source, measured in by_source.items() if len(by_source) > 1 else ():
+            found = self._val_metrics(measured)
+            metrics |= {f"val/{name}/{source}": found[f"val/{name}"] for name in ("accuracy", "accuracy_low", "accuracy_high")}
+        return metrics
+
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         pairs = len(batch) // 2
         bins = [measured.pop(name) for name in list(measured) if name.startswith("train/bin/")]

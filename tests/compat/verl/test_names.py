@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.algorithms.kl import FixedKLController
-from lockstep.compat.verl import functions
+from lockstep.compat.verl import functions, numbers
 from lockstep.compat.verl.names import table
 from lockstep.config import as_config
 from lockstep.protocol import DataProto, Ragged
@@ -64,7 +64,7 @@ def test_an_import_line_of_a_recipe_works(line):
         ("from lockstep.tools.base_tool import BaseTool", "no multi-turn rollouts"),
         ("from lockstep.workers.actor.dp_actor import DataParallelPPOActor", "lockstep.workers.engine"),
         ("from lockstep.protocol import serialize_tensordict", "its own serialiser"),
-        ("from lockstep.utils.metric.utils import Metric", "lockstep.observability.metrics"),
+        ("from lockstep.utils.metric.utils import MetricValue", "lockstep.observability.metrics"),
     ],
 )
 def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
@@ -97,22 +97,22 @@ def blocks():
 
 def test_metrics_of_padded_blocks():
     batch = SimpleNamespace(batch=blocks(), meta_info={"global_token_num": [5, 3]}, non_tensor_batch={})
-    found = functions.compute_data_metrics(batch)
+    found = numbers.compute_data_metrics(batch)
     assert (found["critic/score/mean"], found["response_length/mean"], found["prompt_length/min"]) == (5.0, 2.5, 1.0)
     assert found["response_length/clip_ratio"] == 0.5
     assert "critic/values/mean" in found
-    assert "critic/values/mean" not in functions.compute_data_metrics(batch, use_critic=False)
-    assert functions.compute_timing_metrics(batch, {"gen": 1.0}) == {"timing_s/gen": 1.0, "timing_per_token_ms/gen": 200.0}
-    assert functions.compute_throughout_metrics(batch, {"step": 2.0}, 2)["perf/throughput"] == 2.0
-    assert functions.reduce_metrics({"a": [1, 3], "a/max": [1, 3], "min": [1, 3]}) == {"a": 2.0, "a/max": 3, "min": 1}
+    assert "critic/values/mean" not in numbers.compute_data_metrics(batch, use_critic=False)
+    assert numbers.compute_timing_metrics(batch, {"gen": 1.0}) == {"timing_s/gen": 1.0, "timing_per_token_ms/gen": 200.0}
+    assert numbers.compute_throughout_metrics(batch, {"step": 2.0}, 2)["perf/throughput"] == 2.0
+    assert numbers.reduce_metrics({"a": [1, 3], "a/max": [1, 3], "min": [1, 3]}) == {"a": 2.0, "a/max": 3, "min": 1}
 
 
 def test_validation_metrics_are_nested_by_source_and_variable():
-    found = functions.process_validation_metrics(["s/1", "s/1"], ["a", "a"], {"reward": [1.0, 0.0], "pred": ["x", "y"]})
+    found = numbers.process_validation_metrics(["s/1", "s/1"], ["a", "a"], {"reward": [1.0, 0.0], "pred": ["x", "y"]})
     assert found["s/1"]["reward"]["mean@2"] == 0.5
     assert "maj@2/mean" in found["s/1"]["reward"]
-    assert functions.calc_maj_val([{"p": "a", "v": 1}, {"p": "b", "v": 2}, {"p": "b", "v": 3}], "p", "v") == 2.0
-    mean, largest = functions.bootstrap_metric([1, 2, 3], 3, [np.mean, np.max])
+    assert numbers.calc_maj_val([{"p": "a", "v": 1}, {"p": "b", "v": 2}, {"p": "b", "v": 3}], "p", "v") == 2.0
+    mean, largest = numbers.bootstrap_metric([1, 2, 3], 3, [np.mean, np.max])
     assert mean[0] == pytest.approx(2.0, abs=0.1)
     assert 2.0 < largest[0] < 3.0
 
@@ -133,17 +133,17 @@ def test_kl_and_advantages_are_written_into_a_batch():
 def test_a_correction_of_padded_blocks():
     old, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]])
     rollout = torch.tensor([[0.0, -1.0], [0.0, 5.0]])
-    weights, left, told = functions.compute_rollout_correction_and_rejection_mask(
+    weights, left, told = numbers.compute_rollout_correction_and_rejection_mask(
         old, rollout, mask, rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token_k1", rollout_rs_threshold=2.0
     )
     assert weights.batch["rollout_is_weights"].tolist() == [[1.0, 2.0], [1.0, 0.0]]
     assert left.tolist() == [[1, 0], [1, 0]]
     assert told["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
     batch = DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask})
-    batch, _ = functions.compute_rollout_correction_and_add_to_batch(batch, {"rollout_is": "token"})
+    batch, _ = numbers.compute_rollout_correction_and_add_to_batch(batch, {"rollout_is": "token"})
     assert "rollout_is_weights" in batch
     with pytest.raises(TypeError, match="not a boolean"):
-        functions.compute_rollout_correction_and_rejection_mask(old, rollout, mask, rollout_is="token", rollout_is_threshold=True)
+        numbers.compute_rollout_correction_and_rejection_mask(old, rollout, mask, rollout_is="token", rollout_is_threshold=True)
 
 
 def test_small_helpers(tmp_path, monkeypatch):

@@ -24,14 +24,26 @@ def keys(model, *more):
 
 
 def test_a_plan_says_memory_time_cost_and_what_would_be_faster(model, capsys):
-    assert main(["grpo", *keys(model, "data.train_batch_size=256"), "--gpu", "h200", "--price", "3.6"]) == 0
+    assert (
+        main(
+            [
+                "grpo",
+                *keys(model, "data.train_batch_size=256", "actor_rollout_ref.rollout.max_num_seqs=16"),
+                "--gpu",
+                "h200",
+                "--price",
+                "3.6",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     rows = dict(re.findall(r"^(\w+) +([\d.]+) ", text, re.MULTILINE))
     assert {"gen", "ref", "update_actor", "save_checkpoint"} <= set(rows)
     step, cost = re.search(r"a step: ([\d.]+) s.*, ([\d.]+) at 3.6 per GPU hour", text).groups()
-    assert float(cost) == pytest.approx(float(step) / 1000, rel=0.01)
+    assert float(cost) == pytest.approx(float(step) / 1000, abs=1e-4)
     assert "it fits:" in text
-    assert re.search(r"max_num_seqs=1024\n.*-> [\d.]+ s a step", text)
+    assert re.search(r"max_num_seqs=\d+\n.*-> [\d.]+ s a step", text)
 
 
 def test_the_parts_of_a_stage_are_its_peak(model, capsys):

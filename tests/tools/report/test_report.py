@@ -70,6 +70,10 @@ def test_td_errors_are_the_definition():
     # Two rows: three tokens, of which a tool wrote the second, and one.
     expected = [0.5 * 0.75 - 0.25, 0.0, 1 - 0.75, 0.5 - 0.125]
     assert td_errors(columns, np.array([3, 1]), gamma=0.5).tolist() == expected
+    columns["turn"] = np.array([1, 1, 2, 1], np.float16)
+    assert td_errors(columns, np.array([3, 1]), gamma=0.5, by_turn=True).tolist() == expected
+    columns["turn"] = np.ones(4, np.float16)
+    assert td_errors(columns, np.array([3, 1]), gamma=0.5, by_turn=True).tolist() == [0.75 - 0.25, *expected[1:]]
 
 
 def test_validations_have_wilsons_interval_of_their_prompts(run):

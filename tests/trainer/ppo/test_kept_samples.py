@@ -32,8 +32,8 @@ def run(embedded_config, tmp_path):
         )  # fmt: skip
         trainer = make_trainer(config, {"global_pool": [1]}, roles("ActorRollout", "RefPolicy", "Critic"))
         batches = []
-        keep = trainer._keep_samples
-        trainer._keep_samples = lambda: (batches.append(trainer._trained[0]), keep())
+        record = trainer._record
+        trainer._record = lambda step, batch, scored: (batches.append(batch), record(step, batch, scored))[1]
         try:
             trainer.init_workers()
             trainer.fit()

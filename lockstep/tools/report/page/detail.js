@@ -22,7 +22,7 @@ async function showDetail(row) {
         el("button", { class: "quiet", "aria-label": "Next sample", text: "j ↓", on: { click: () => moveSelection(1) } }))),
     el("dl", { class: "facts" }, ...facts.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text })))),
     texts.failure ? el("pre", { class: "failure", text: visible(texts.failure) }) : null,
-    textBox("Prompt", texts.prompt),
+    textBox("Prompt", texts.prompt, "prompt"),
     tokens ? tokenPart(tokens, run) : textBox("Response", texts.response, "response"),
     texts.truth === null || texts.truth === undefined ? null : textBox("Ground truth", asText(texts.truth)),
     texts.said ? saidTable(texts.said) : null,

@@ -27,7 +27,8 @@ function stripsOf(tokens) {
       if (strip.low === undefined) low = Math.min(low, value);
       if (strip.high === undefined) high = Math.max(high, value);
     }
-    if (strip.least) high = Math.max(high, strip.least);
+    const least = strip.least || 1e-3; // rounding is not worth a colour
+    if (values.length) high = Math.max(high, strip.kind === "signed" ? least : low + least);
     const shown = strip.shown || ((value) => value);
     return [{ name: strip.name, about: strip.about, values, scale: { kind: strip.kind, low, high }, text: (i) => short(shown(values[i])),
       range: values.length ? `${short(shown(low))} … ${short(shown(high))}` : "" }];

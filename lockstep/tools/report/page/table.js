@@ -78,8 +78,8 @@ function fillRow(cells, place) {
   cells.response.textContent = "…";
   textsOf(row).then((texts) => {
     if (cells.row !== row) return;
-    cells.prompt.textContent = excerpt(texts.prompt, 60, true);
-    cells.response.textContent = excerpt(texts.response, 160, false);
+    cells.prompt.textContent = excerpt(question(texts.prompt), 60);
+    cells.response.textContent = excerpt(texts.response, 160);
   });
 }
 
@@ -88,8 +88,15 @@ function rewardClass(reward) {
   return reward > 0 ? "good" : "bad";
 }
 
-function excerpt(text, most, fromEnd) {
-  const cut = text.length <= most ? text : fromEnd ? `…${text.slice(-most)}` : `${text.slice(0, most)}…`;
+/** A prompt from the last message of a user on, in the usual chat templates: what tells it from others. */
+function question(prompt) {
+  const marks = [...prompt.matchAll(/<[^<>]*user(?:[^<>]*>|\n)|>user\n|>user<[^<>]*>/g)];
+  const last = marks[marks.length - 1];
+  return last ? prompt.slice(last.index + last[0].length).trimStart() : prompt;
+}
+
+function excerpt(text, most) {
+  const cut = text.length <= most ? text : `${text.slice(0, most)}…`;
   return visible(cut).replace(/\s+/g, " ");
 }
 

@@ -1,4 +1,4 @@
-"""`make report-images RUNS='ppo_run grpo_run'`: the pictures of docs/report.md, as WebP under 150 kB each."""
+"""`make report-images RUNS='ppo_run grpo_run' TEXT=gsm8k_run`: the pictures of docs/report.md, as WebP under 150 kB each."""
 
 import io
 import sys
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from lockstep.tools.report import write_report
 
@@ -39,7 +39,20 @@ def choose_sample(page: Page) -> None:
     page.wait_for_timeout(300)
 
 
-def main(folder: Path, runs: list[Path]) -> None:
+def text_picture(browser: Browser, folder: Path, run: Path) -> None:
+    """A long response of a real model."""
+    with tempfile.TemporaryDirectory() as temporary:
+        write_report([run], Path(temporary) / "report.html")
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, device_scale_factor=1.5)
+        page.goto(f"{(Path(temporary) / 'report.html').as_uri()}#samples/3")
+        page.wait_for_selector(".strips")
+        page.locator("h3", has_text="Response").scroll_into_view_if_needed()
+        page.evaluate("() => detail.strips.move(17)")
+        page.evaluate("() => { document.querySelector('.response').scrollIntoView(); }")
+        save(page, folder / "report_text.webp")
+
+
+def main(folder: Path, runs: list[Path], text_run: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         report = Path(temporary) / "report.html"
@@ -55,8 +68,10 @@ def main(folder: Path, runs: list[Path]) -> None:
                 save(page, folder / "report_overview.webp")
             choose_sample(page)
             save(page, folder / (f"report{name}.webp" if name else "report_tokens.webp"))
+        text_picture(browser, folder, text_run)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(run) for run in sys.argv[2:]])
+    folder, text_run, *runs = map(Path, sys.argv[1:])
+    main(folder, runs, text_run)

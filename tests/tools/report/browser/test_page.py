@@ -147,6 +147,19 @@ def test_strips_are_the_files_numbers_and_follow_the_cursor(report, open_page):
     assert page.evaluate("() => getComputedStyle(document.querySelector('.tokens span')).backgroundColor") != before
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n",
+        "<|start_header_id|>system<|end_header_id|>\n\nx<|start_header_id|>user<|end_header_id|>\n\nHow many?<|eot_id|>",
+        "<user>How many?<assistant>",
+        "How many?",
+    ],
+)
+def test_the_list_shows_what_tells_prompts_apart(report, open_page, prompt):
+    assert open_page(report).evaluate("prompt => question(prompt)", prompt).startswith("How many?")
+
+
 def test_an_episode_is_shown_turn_by_turn(report, open_page):
     page = samples(open_page(report))
     page.fill('[data-limit="step-1"]', "0")

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.observability.spans import running
 from lockstep.utils.memory import available_ram
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.backend import Backend, Event, TakeAborts
@@ -155,6 +156,8 @@ def _sample(
 
 def _take_in(scheduler: Scheduler, planned: Pass, tokens: Tensor, log_probs: Tensor) -> list[Event]:
     """The scheduler learns what a pass has drawn; what came of it."""
+    for one in running[-1:]:
+        one.written += len(tokens)
     events: list[Event] = []
     drawn = zip(tokens.tolist(), log_probs.tolist(), strict=True)
     for row, draws in [(row, row.draws) for row in planned.rows]:

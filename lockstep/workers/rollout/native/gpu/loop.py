@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.observability.spans import running
 from lockstep.workers.rollout.native.backend import Event, TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
 from lockstep.workers.rollout.native.gpu.draw import keep_by_row, make_filter
@@ -127,6 +128,7 @@ class GenerationLoop:
         if aborts:
             yield from self._abort(aborts)
         planned = scheduler.plan()
+        waits = not planned.rows
         if planned.copies:
             targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
             copy_pages(self._cache.pool, sources, targets)
@@ -140,9 +142,10 @@ class GenerationLoop:
                 planned.rows = [row for row in planned.rows if row.sample.pages]
             for rows in [[row] for row in planned.rows] if self._batch_invariant else [planned.rows]:
                 self._prefill(rows)
-        if scheduler.is_idle:
+        waits = waits or scheduler.is_idle
+        if waits:
             self._move([])
-        yield from self._read(leave=0 if scheduler.is_idle else 1)
+        yield from self._read(leave=0 if waits else 1)
 
     def _abort(self, indices: Set[int]) -> Iterator[Event]:
         """End these samples with the tokens that they have; those that turn out to have ended already are reported as such."""
@@ -361,6 +364,8 @@ class GenerationLoop:
                 if seat.over or end == start:
                     continue
                 places = [place % RING for place in range(start, end)]
+                for one in running[-1:]:
+                    one.written += end - start
                 sample.tokens[start:end] = [tokens[row][place] for place in places]
                 sample.log_probs[start:end] = [log_probs[row][place] for place in places]
                 if sample.scores is not None and sample.scores.top:

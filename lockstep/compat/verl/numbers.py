@@ -1,0 +1,190 @@
+"""verl's metrics and corrections over Lockstep's, with verl's arguments. A batch is a DataProto, or has padded tensors as `batch`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.algorithms import mismatch
+from lockstep.algorithms.rows import Rows
+from lockstep.protocol import DataProto, Ragged
+from lockstep.trainer.ppo import metrics, stages
+from lockstep.trainer.ppo.validation import validation_metrics
+
+SUPPORTED_ROLLOUT_RS_OPTIONS = {kind for kind in mismatch.RS_KINDS if not kind.startswith("group")}
+
+
+def _compute_response_info(batch: Any) -> dict[str, Tensor]:
+    """Tokens of each prompt and response, from `attention_mask`, and the mask of the latter."""
+    attention, width = batch.batch["attention_mask"].float(), batch.batch["responses"].shape[-1]
+    prompt, response = attention[:, :-width], attention[:, -width:]
+    return {"response_mask": response, "prompt_length": prompt.sum(-1), "response_length": response.sum(-1)}
+
+
+def _as_rows(batch: Any) -> DataProto:
+    info, blocks = _compute_response_info(batch), batch.batch
+    lengths, prompts = info["response_length"].long(), info["prompt_length"].long()
+    names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values", "response_mask", "responses")
+    columns: dict[str, Tensor | Ragged] = {name: Ragged.from_padded(blocks[name], lengths) for name in names if name in blocks}
+    return DataProto(columns | {"prompts": Ragged(torch.zeros(int(prompts.sum())), prompts)})
+
+
+def compute_data_metrics(batch: Any, use_critic: bool = True) -> dict[str, float]:
+    """`trainer.ppo.metrics.data_metrics`; the limits are the widths of the padded blocks."""
+    rows = _as_rows(batch)
+    if not use_critic:
+        rows.columns.pop("values", None)
+    return metrics.data_metrics(rows, batch.batch["responses"].shape[-1], batch.batch["prompts"].shape[-1])
+
+
+def compute_timing_metrics(batch: Any, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """timing_s/* and timing_per_token_ms/* of `trainer.ppo.metrics.timing_metrics`."""
+    found = metrics.timing_metrics(_as_rows(batch), {"step": 1.0} | dict(timing_raw), 1)
+    return {name: value for name, value in found.items() if name.startswith("timing_") and name.partition("/")[2] in timing_raw}
+
+
+def compute_throughout_metrics(batch: Any, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """perf/total_num_tokens, time_per_step and throughput of `batch.meta_info["global_token_num"]`."""
+    tokens, seconds = sum(batch.meta_info["global_token_num"]), timing_raw["step"]
+    return {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / (seconds * n_gpus)}
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of a `Metric`; the largest of a list whose name has max, the smallest where it has min, else the mean."""
+    kinds = {name: "max" if "max" in name else "min" if "min" in name else "mean" for name in metrics}
+    return {
+        name: values.aggregate() if isinstance(values, Metric) else getattr(np, kinds[name])(values)
+        for name, values in metrics.items()
+    }
+
+
+def bootstrap_metric(
+    data: Sequence[Any], subset_size: int, reduce_fns: Sequence[Callable[..., float]], n_bootstrap: int = 1000, seed: int = 42
+) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each function over subsets drawn with replacement."""
+    drawn = np.random.default_rng(seed).choice(len(data), size=(n_bootstrap, subset_size))
+    found = np.array([[function([data[i] for i in subset]) for function in reduce_fns] for subset in drawn])
+    return [(float(column.mean()), float(column.std())) for column in found.T]
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """The value of the first entry with the most frequent vote."""
+    votes = [entry[vote_key] for entry in data]
+    return float(data[votes.index(max(votes, key=votes.count))][val_key])
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str], sample_uids: Sequence[Any], infos_dict: dict[str, list[Any]], seed: int = 42
+) -> dict[str, Any]:
+    """`validation.validation_metrics` as source -> variable -> name -> value."""
+    numbers = {uid: i for i, uid in enumerate(dict.fromkeys(sample_uids))}
+    found: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    for name, value in validation_metrics(data_sources, [numbers[uid] for uid in sample_uids], infos_dict).items():
+        source = next(source for source in data_sources if name.split("/", 1)[1].startswith(f"{source}/"))
+        variable, _, rest = name.split("/", 1)[1].removeprefix(f"{source}/").partition("/")
+        found[source][variable][rest] = value
+    return found
+
+
+def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, float]:
+    """`mismatch.mismatch_metrics` of padded blocks; without `rollout_log_prob` those of the trainer's policy."""
+    other = old_log_prob if rollout_log_prob is None else rollout_log_prob
+    rows = Rows.of_padded(response_mask)
+    found = mismatch.mismatch_metrics(old_log_prob.flatten(), other.flatten(), response_mask.flatten(), rows)
+    return found if rollout_log_prob is not None else {name: value for name, value in found.items() if name.startswith("training")}
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, rollout_is: str | None = None,
+    rollout_is_threshold: float | str | None = 2.0, rollout_is_batch_normalize: bool = False, rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:  # fmt: skip
+    """`stages.correct` of padded blocks: the weights (None where there are none), the mask that is left, and the metrics."""
+    if isinstance(rollout_is_threshold, bool):
+        raise TypeError("rollout_is_threshold must be a float or a string threshold specification, not a boolean")
+    lengths = torch.full((len(response_mask),), response_mask.shape[1])
+    blocks = {"old_log_probs": old_log_prob, "rollout_log_probs": rollout_log_prob, "response_mask": response_mask.long()}
+    data = DataProto({name: Ragged(block.flatten(), lengths) for name, block in blocks.items()}, {"uid": list(range(len(lengths)))})
+    data.set("responses", data.ragged("response_mask"))
+    options = (rollout_is, rollout_is_threshold or 2.0, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
+    found = stages.correct(data, mismatch.make_correction(*options))
+    weights = DataProto({"rollout_is_weights": data.batch["rollout_is_weights"]}) if rollout_is else None
+    return weights, data.batch["response_mask"].to(response_mask.dtype), found
+
+
+def compute_is_metrics(
+    rollout_is_weights: Tensor, raw_rollout_is_weights: Tensor, log_ratio_for_metrics: Tensor, response_mask: Tensor, rollout_is: str,
+    rollout_is_threshold: float, rollout_is_threshold_lower: float | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """`mismatch.weight_metrics` of padded blocks; the cut weights follow from the raw ones."""
+    band, rows = mismatch.Bounds(rollout_is_threshold_lower or 0.0, rollout_is_threshold), Rows.of_padded(response_mask)
+    return mismatch.weight_metrics(raw_rollout_is_weights.flatten(), response_mask.flatten(), rows, rollout_is, band)
+
+
+def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
+    """The same over a batch: response_mask is replaced, rollout_is_weights added where there are weights."""
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    read = rollout_corr_config.get if hasattr(rollout_corr_config, "get") else lambda name: getattr(rollout_corr_config, name, None)
+    options: dict[str, Any] = {name: read(name) for name in names if read(name) is not None}
+    blocks: Any = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    weights, batch.batch["response_mask"], found = compute_rollout_correction_and_rejection_mask(*blocks, **options)
+    return (batch if weights is None else batch.union(weights)), found
+
+
+class AggregationType(Enum):
+    """How a `Metric` makes one number of its values."""
+
+    MEAN, SUM, MIN, MAX = "mean", "sum", "min", "max"
+
+
+class Metric:
+    """Numbers, and how they become one."""
+
+    def __init__(self, aggregation: str | AggregationType, value: Any = None) -> None:
+        self.aggregation = AggregationType(aggregation)
+        self.values: list[Any] = []
+        self.extend([] if value is None else [value])
+
+    def append(self, value: Any) -> None:
+        """Add a number, or those of another metric. Raises ValueError for what is neither."""
+        if isinstance(value, Metric):
+            return self.extend(value)
+        value = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+        if not isinstance(value, int | float | np.number | np.ndarray) or np.size(value) != 1:
+            raise ValueError(f"a metric takes single numbers, not {value!r}")
+        return self.values.append(np.asarray(value).item())
+
+    def extend(self, values: Any) -> None:
+        """Add several, or those of another metric. Raises ValueError for one with another aggregation."""
+        if isinstance(values, Metric) and values.aggregation != self.aggregation:
+            raise ValueError(f"one metric is a {self.aggregation.value}, the other a {values.aggregation.value}")
+        for value in values.values if isinstance(values, Metric) else values:
+            self.append(value)
+
+    def aggregate(self) -> Any:
+        """The one number."""
+        return getattr(np, self.aggregation.value)(self.values)
+
+    @classmethod
+    def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> Any:
+        """The number over data-parallel ranks: the mean of their sums or means, or the extreme of all. Raises ValueError unless they have
+        the same number of values."""
+        if len({len(metric.values) for metric in metric_lists}) != 1:
+            raise ValueError(f"ranks differ in their number of values: {[len(metric.values) for metric in metric_lists]}")
+        kind = metric_lists[0].aggregation.value
+        return getattr(np, "mean" if kind == "sum" else kind)([metric.aggregate() for metric in metric_lists])
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], aggregation: str | AggregationType) -> dict[str, Metric]:
+        """A metric of each number."""
+        return {name: cls(aggregation, value) for name, value in data.items()}
+
+    def init_list(self) -> Metric:
+        """An empty one of the same kind."""
+        return Metric(self.aggregation)
