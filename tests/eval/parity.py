@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 options.keep.write_text(json.dumps([theirs, their_scores]))
         if options.only_hf:
             return {}
-        with served("smollm2-135m", "--dtype", "float32", "--num-tokens", "65536") as address:
+        with served("smollm2-135m", "--dtype", "float32", "--num-tokens", "16384") as address:
             arguments = {
                 "model": "smollm2-135m", "base_url": f"{address}/v1/completions", "num_concurrent": 8, "max_length": 8192,
                 "tokenizer_backend": "remote", "timeout": 600,
