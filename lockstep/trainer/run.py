@@ -16,7 +16,7 @@ import dataclasses
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +32,12 @@ from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
 from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
-from lockstep.trainer.capsule import keep_failed_step
-from lockstep.trainer.skipped import heed_skipped, is_nonfinite
+from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
 
 
@@ -211,6 +210,8 @@ class Run(ABC):
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
             if is_nonfinite(error):
+                from lockstep.trainer.capsule import keep_failed_step
+
                 keep_failed_step(self, error)
             if not self._begins_again_after(error):
                 raise
@@ -285,7 +286,10 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        due: dict[str, Callable[[int], bool]] = {
+            "testing": self._validates_after,
+            "save_checkpoint": partial(self.is_due, self.section.save_freq),
+        }
         self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:

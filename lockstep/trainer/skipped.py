@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lockstep.errors import NumericalError, WorkerError
+from lockstep.errors import NumericalError
 
 MOST_STEPS = 3
 """Steps in a row in which a model has no update."""
@@ -26,8 +26,3 @@ def heed_skipped(metrics: Mapping[str, float], step: int, before: int, say: Call
             "learning rate"
         )
     return without
-
-
-def is_nonfinite(error: Exception) -> bool:
-    """Whether numbers that are not finite ended a step, here or in a worker."""
-    return isinstance(error, NumericalError) or (isinstance(error, WorkerError) and error.detail.startswith("NumericalError"))

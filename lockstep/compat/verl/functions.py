@@ -183,10 +183,6 @@ def ActorConfig(**given: Any) -> config.ActorConfig:
     return config.ActorConfig(**{key: value for key, value in given.items() if key in config.ActorConfig.__dataclass_fields__})
 
 
-def hf_processor(name_or_path: str, **ignored: Any) -> None:
-    """None, as verl's gives for a model of text."""
-
-
 def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
     """Add each value, or each of a list, to the list (or `Metric`) of its name, in place."""
     for name, value in new_data.items():
@@ -221,7 +217,7 @@ class VerlRewardManager(RewardManager):
 
     def __call__(self, data: DataProto, return_dict: bool = False, scoring: Any = None, ragged: bool = False) -> Any:
         """As the manager's; with `overlong_buffer_cfg.enable` less the penalty for length, which is among the parts."""
-        answer = super().__call__(data, return_dict, scoring, ragged=True)
+        answer: Any = super().__call__(data, return_dict, scoring, ragged=True)
         whole: dict[str, Any] = answer if return_dict else {"reward_tensor": answer, "reward_parts": {}}
         if self._overlong is not None and self._overlong.enable:
             rows = DataProto({"responses": data.ragged("responses"), "token_level_scores": whole["reward_tensor"]})

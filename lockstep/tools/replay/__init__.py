@@ -17,10 +17,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep.errors import ConfigError, DataError, as_command
+from lockstep.errors import ConfigError, DataError, as_command, is_nonfinite
 from lockstep.trainer.capsule import read_capsule, weights_differ
 from lockstep.trainer.run import Run
-from lockstep.trainer.skipped import is_nonfinite
 
 PROGRAMS = {
     "PPOConfig": "lockstep.trainer.main_ppo",
