@@ -35,6 +35,7 @@ from lockstep.data.schedule import batch_at
 from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
+from lockstep.observability.eta import Due
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.skipped import heed_skipped
@@ -272,7 +273,7 @@ class Run(ABC):
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
-            experiment_name=self.section.experiment_name,
+            experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,
@@ -280,7 +281,7 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        due: Due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
         self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:
