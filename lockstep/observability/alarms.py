@@ -19,12 +19,12 @@ from lockstep.errors import Alarmed
 History = Sequence[Mapping[str, float]]
 
 FILE = "alarms.jsonl"
-_SHOWN = 200
-"""Characters of a sample's text that are shown."""
 _FIRST, _LATEST = 20, 200
 """Steps that are kept of a long run: the first and, at least, the last."""
 _FEW, _SOME, _MANY = 3, 5, 10
 """Steps in a row: for what is never right, for what noise alone could give, for what takes time to learn."""
+_SHOWN = 200
+"""Characters of a sample's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +31,10 @@ from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
-from lockstep.data.schedule import batch_at
-from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.data.schedule import PromptSchedule, batch_at
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
 from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
-from lockstep.observability.eta import Due
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.skipped import heed_skipped
@@ -137,6 +136,10 @@ class Run(ABC):
         """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
         return self.global_steps
 
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """The rows that are trained on, and their order."""
+        raise NotImplementedError("this recipe reads no files")
+
     def _describe(self) -> str:
         """What a step does, for the user to read at the start."""
         return ""
@@ -194,10 +197,6 @@ class Run(ABC):
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
-                        if config.on_nonfinite == "skip":
-                            self._steps_without = heed_skipped(
-                                metrics, self.global_steps, self._steps_without, self.display.message
-                            )
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:
@@ -210,6 +209,10 @@ class Run(ABC):
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
+            if is_nonfinite(error):
+                from lockstep.trainer.capsule import keep_failed_step
+
+                keep_failed_step(self, error)
             if not self._begins_again_after(error):
                 raise
         finally:
@@ -220,6 +223,8 @@ class Run(ABC):
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
         """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
         config, samples = self.section, self._examine(metrics)
+        if config.on_nonfinite == "skip":
+            self._steps_without = heed_skipped(metrics, self.global_steps, self._steps_without, self.display.message)
         if self.left_out:
             metrics["training/left_out_batches"] = len(self.left_out)
         if self._validates_after(self.global_steps) and not stop.asked:
@@ -281,7 +286,10 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        due: Due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        due: dict[str, Callable[[int], bool]] = {
+            "testing": self._validates_after,
+            "save_checkpoint": partial(self.is_due, self.section.save_freq),
+        }
         self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:
@@ -318,8 +326,7 @@ class Run(ABC):
         """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
         detail = error.detail if isinstance(error, WorkerError) else ""
         is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
-        is_nonfinite = isinstance(error, NumericalError) or detail.startswith("NumericalError")
-        rolls_back = is_nonfinite and self.section.on_nonfinite == "rollback"
+        rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
         if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
         self.num_restarts += 1

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         print(f"error: port {options.port} cannot be taken: {error}; choose another with --port", file=sys.stderr)
         return 1
     print(f"http://localhost:{server.server_address[1]}/  (Ctrl-C ends it; the run does not notice)", flush=True)
@@ -44,9 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
-    """A server of the live page on 127.0.0.1, to be run. Raises DataError where a folder is no run's, OSError for the port."""
+    """A server of the live page on 127.0.0.1, to be run. Raises DataError where a folder is not there, OSError for the port."""
+    for run in runs:
+        if not run.is_dir():
+            raise DataError(f"{run} is not a folder; give the folder of a run, which it names at its start")
     live = LiveRuns(runs)
-    live.update()
 
     class Handler(_Handler):
         source = live
@@ -59,13 +61,19 @@ class LiveRuns:
 
     def __init__(self, runs: Sequence[Path]) -> None:
         self._runs, self._lock = list(runs), threading.Lock()
-        self._collector, self._blocks = Collector(self._runs), list[Block]()
+        self._collector: Collector | None = None
+        self._blocks: list[Block] = []
         self._epoch = 0
 
     def update(self) -> tuple[int, list[Block]]:
-        """Read what is new; returns all blocks, and how often they were begun anew since a run went back to an earlier step."""
+        """Read what is new; returns all blocks, and how often they were begun anew since a run went back to an earlier step.
+
+        Raises DataError while a run has written nothing.
+        """
         with self._lock:
-            if self._collector.was_rewritten():
+            if self._collector is None:
+                self._collector = Collector(self._runs)
+            elif self._collector.was_rewritten():
                 self._collector, self._blocks, self._epoch = Collector(self._runs), [], self._epoch + 1
             self._blocks += self._collector.collect()
             return self._epoch, list(self._blocks)
@@ -91,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(400, "text/plain", b"since and epoch are numbers\n")
         try:
             epoch, blocks = self.source.update()
-        except (DataError, OSError) as error:  # a folder that is being moved or deleted
+        except (DataError, OSError) as error:  # no step yet, or a folder that is being moved
             return self._answer(503, "text/plain", f"{error}\n".encode())
         first = max(0, asked.get("since", 0)) if asked.get("epoch", epoch) == epoch else 0
         data = [{"kind": block.kind, "first": block.first, "data": block.base64} for block in blocks[first:]]

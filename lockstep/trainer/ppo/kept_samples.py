@@ -117,12 +117,21 @@ def _token_columns(batch: DataProto) -> dict[str, np.ndarray]:
         ("kl", log_probs, column("ref_log_prob")),
     ):
         columns[name] = None if after is None or before is None else after - before
+    mask = batch.ragged("response_mask").values[:total].cpu().numpy().astype(np.uint8)
+    others = _tokens_of_others(mask, lengths[:count])
+    for name in ("log_probs", "log_ratio", "sampler_log_ratio", "kl"):
+        if (values := columns[name]) is not None:
+            columns[name] = np.where(others, np.nan, values)
     arrays = {name: values.clip(-_HALF, _HALF).astype(np.float16) for name, values in columns.items() if values is not None}
-    return arrays | {
-        "lengths": lengths[:count].astype(np.int32),
-        "tokens": batch.ragged("responses").values[:total].cpu().numpy().astype(np.int32),
-        "mask": batch.ragged("response_mask").values[:total].cpu().numpy().astype(np.uint8),
-    }
+    tokens = batch.ragged("responses").values[:total].cpu().numpy().astype(np.int32)
+    return arrays | {"lengths": lengths[:count].astype(np.int32), "tokens": tokens, "mask": mask}
+
+
+def _tokens_of_others(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Tokens that the policy did not write, of which its probability says nothing; a row whose mask is all 0 was left out, not written."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    has_own = np.bincount(rows, weights=mask, minlength=len(lengths)) > 0
+    return np.asarray((mask == 0) & has_own[rows])
 
 
 def _counts(batch: DataProto, scored: Scored) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,8 @@ import urllib.request
 import pytest
 from helpers.report_run import make_run
 
-from lockstep.tools.report.watch import main, make_server
+from lockstep.errors import DataError
+from lockstep.tools.report.watch import LiveRuns, main, make_server
 
 
 @pytest.fixture
@@ -72,6 +73,19 @@ def test_a_folder_that_went_away_is_an_answer_not_a_crash(served):
     assert error.value.code == 503
 
 
-def test_a_wrong_folder_is_one_line(capsys):
-    assert main(["nowhere"]) == 1
-    assert "nowhere is not a folder" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["nowhere"], "nowhere is not a folder"), ([".", "--port", "99999"], "choose another")]
+)
+def test_a_wrong_command_is_one_line(arguments, message, capsys):
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_may_begin_later_than_its_watch(tmp_path):
+    live = LiveRuns([tmp_path / "run"])
+    (tmp_path / "run").mkdir()
+    with pytest.raises(DataError, match="a run writes it with its first step"):
+        live.update()
+    (tmp_path / "run").rmdir()
+    make_run(tmp_path / "run", num_steps=1)
+    assert live.update()[1][0].kind == "head"

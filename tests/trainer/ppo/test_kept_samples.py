@@ -98,6 +98,17 @@ def test_numbers_by_token_are_bounded_and_missing_rewards_are_none(tmp_path, mon
     assert texts["sources"] == {"unknown": {"rows": 2, "prompts": 2, "is_binary": True}}
 
 
+def test_the_environments_tokens_have_no_probability_but_a_row_that_was_left_out_keeps_its_own(tmp_path):
+    batch, scored = batch_of([3, 2])
+    mask = batch.ragged("response_mask")
+    batch.set("response_mask", mask.like(torch.tensor([1, 0, 1, 0, 0])))
+    batch.set("rollout_log_probs", mask.like(torch.full((5,), -0.5)))
+    SampleKeeper(tmp_path, -1, Letters()).keep("train_1", batch, scored)
+    _, arrays = read(tmp_path / "samples/train_1.npz")
+    assert np.isnan(arrays["log_probs"]).tolist() == [False, True, False, False, False]
+    assert arrays["mask"].tolist() == [1, 0, 1, 0, 0]
+
+
 def test_a_disk_that_cannot_take_them_is_a_warning(tmp_path):
     (tmp_path / "samples").write_text("in the way")
     with pytest.warns(UserWarning, match="train_1 are not kept for lockstep report"):

@@ -97,7 +97,7 @@ async function poll() {
     live.epoch = epoch;
     status.textContent = "live";
   } catch (error) {
-    status.textContent = `not connected: ${error.message}`;
+    status.textContent = `waiting: ${error.message}`;
   }
   setTimeout(poll, POLL_MS);
 }

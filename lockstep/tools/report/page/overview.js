@@ -7,6 +7,7 @@ const FIRST_CURVES = [
 ];
 const HIDDEN_CURVES = /^(training\/global_step|training\/epoch)$|^val-aux\/.*\/(low|high)$/;
 let curves = [];
+let shownNames = "";
 
 /** Series of a metric in the runs that are shown. */
 function seriesOf(metric) {
@@ -28,6 +29,12 @@ function metricNames() {
 
 function drawOverview() {
   const names = metricNames();
+  const top = () => [el("div", { class: "cards" }, ...store.runs.map(card)), alarmSummary()];
+  if (names.length && names.join("\n") === shownNames) { // a live run: what the reader has opened, searched and scrolled to stays
+    refill(byId("overview-top"), ...top());
+    return redrawCurves();
+  }
+  shownNames = names.join("\n");
   const first = FIRST_CURVES.flatMap((pattern) => names.filter((name) => pattern.test(name))).filter((name, i, all) => all.indexOf(name) === i);
   const rest = names.filter((name) => !first.includes(name)).sort();
   curves = [];
@@ -39,8 +46,7 @@ function drawOverview() {
   }));
   const groups = Map.groupBy ? Map.groupBy(rest, (name) => name.split("/")[0]) : groupBy(rest);
   refill(panel,
-    el("div", { class: "cards" }, ...store.runs.map(card)),
-    alarmSummary(),
+    fill(el("div", { id: "overview-top" }), {}, top()),
     curveControls(),
     names.length ? charts(first) : el("p", { class: "empty", text: "No step is done yet." }),
     ...[...groups].map(([group, list]) => el("details", { class: "group" },

@@ -332,6 +332,7 @@ def test_watch_shows_a_step_when_it_is_done(tmp_path, open_page):
     try:
         page = open_page(f"http://127.0.0.1:{server.server_address[1]}/")
         assert page.inner_text(".card dd >> nth=0") == "2"
+        page.fill("#metric-search", "score")
         samples(page)
         page.click(".scroller .row")
         before = page.evaluate("() => list.selected")
@@ -342,6 +343,8 @@ def test_watch_shows_a_step_when_it_is_done(tmp_path, open_page):
         page.click("#tab-overview")
         assert page.inner_text(".card dd >> nth=0") == "3"
         assert page.inner_text("#status") == "live"
+        assert page.input_value("#metric-search") == "score"
+        assert "last 0.9" in page.get_attribute('figure[data-metric="critic/score/mean"] svg', "aria-label")
     finally:
         server.shutdown()
         server.server_close()
