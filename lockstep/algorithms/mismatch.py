@@ -100,6 +100,39 @@ def make_correction(
     return Correction(rollout_is, band, rollout_is_batch_normalize, rejections)
 
 
+def correct(
+    correction: Correction, old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, rows: Rows, group: Tensor
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """What a correction makes of a batch: the weights [M] of its tokens (None without), the mask [M] of those that no rejection took, and
+    metrics of all of it."""
+    mask = response_mask
+    metrics = mismatch_metrics(old_log_prob, rollout_log_prob, mask, rows)
+    x, weights = log_ratio(old_log_prob, rollout_log_prob, mask), None
+    if correction.level is not None:
+        raw = raw_weights(x, mask, rows, correction.level)
+        metrics |= weight_metrics(raw, mask, rows, correction.level, correction.band, correction.normalise)
+        weights = importance_weights(x, mask, rows, correction.level, correction.band, correction.normalise)
+    kept = mask
+    for kind, bounds in correction.rejections:
+        passed = kept_tokens(x, mask, rows, kind, bounds, group)
+        metrics |= rejection_metrics(rejection_statistic(x, mask, rows, kind, group), mask, rows, kind, bounds)
+        metrics |= _lost(f"rollout_rs_{kind}", mask, passed, rows)
+        kept = kept & passed
+    if correction.rejections:
+        metrics |= _lost("rollout_rs", mask, kept, rows)
+    return weights, kept, metrics
+
+
+def _lost(name: str, before: Tensor, after: Tensor, rows: Rows) -> dict[str, float]:
+    """The share of tokens that left the mask, and of rows that lost at least one."""
+    lost = before & ~after
+    touched, counted = (int((rows.sum(tokens) > 0).sum()) for tokens in (lost, before))
+    return {
+        f"{name}_masked_fraction": int(lost.sum()) / max(int(before.sum()), 1),
+        f"{name}_seq_masked_fraction": touched / max(counted, 1),
+    }
+
+
 def log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """x = old_log_prob - rollout_log_prob [M], 0 outside the mask."""
     return zero_outside(old_log_prob - rollout_log_prob, response_mask)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.errors import ConfigError
@@ -42,3 +43,46 @@ def input_names(what: str, function: Callable[..., Any]) -> dict[str, bool]:
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise ConfigError(f"{what} takes {str(parameter)!r}, but its arguments are given by name: name each of them")
     return {p.name: p.default is p.empty for p in parameters}
+
+
+@dataclass(frozen=True, slots=True)
+class LossTable:
+    """Losses by name. A loss may have a `prepare`, which is called once with a whole mini-batch before it is cut."""
+
+    kind: str
+    """What messages call one of them."""
+    losses: dict[str, Callable[..., Any]]
+    prepares: dict[Callable[..., Any], Callable[..., dict[str, Any]]]
+    batch_inputs: tuple[str, ...]
+    """The arguments that come from the batch."""
+
+    def register(self, name: str, prepare: Callable[..., dict[str, Any]] | None = None) -> Callable[[F], F]:
+        """Make the decorated function the loss `name`, with its whole-mini-batch `prepare` if it has one.
+
+        Raises ConfigError when the name is taken, or when an argument is not keyword-only (arguments are matched by name).
+        """
+
+        def decorate(loss: Any) -> Any:
+            input_names(self.what(name), loss)
+            registering(self.kind, self.losses, name)(loss)
+            if prepare is not None:
+                input_names(f"the prepare of {self.what(name)}", prepare)
+                self.prepares[loss] = prepare
+            return loss
+
+        return decorate
+
+    def get(self, name: str) -> Callable[..., Any]:
+        """The loss registered as `name`; ConfigError when there is none."""
+        if name not in self.losses:
+            raise unknown_name(self.kind, name, self.losses)
+        return self.losses[name]
+
+    def missing_numbers(self, loss: Callable[..., Any], given: Collection[str]) -> list[str]:
+        """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
+        required = [name for name, needed in input_names(self.what(loss), self.prepares.get(loss, loss)).items() if needed]
+        return [name for name in required if name not in given and name not in self.batch_inputs]
+
+    def what(self, loss: str | Callable[..., Any]) -> str:
+        """What messages call this one."""
+        return f"{self.kind} {loss if isinstance(loss, str) else getattr(loss, '__name__', loss)!r}"

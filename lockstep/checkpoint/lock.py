@@ -5,14 +5,35 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
 from lockstep.errors import ResourceError
 
 LOCK = "run.lock"
+_LEAST_BYTES = 8 << 20
+"""Where less is free, not even metrics and samples of a run have room."""
 _held: set[Path] = set()
 """Locked by this process, whose own locks never stand in its way."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ResourceError where the folder can neither be written nor made. Makes nothing."""
+    advice = "choose another with trainer.default_local_dir"
+    try:
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not nearest.is_dir():
+            raise ResourceError(f"the run's folder {folder} cannot be made: {nearest} is a file; {advice}")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ResourceError(f"the run's folder {folder} cannot be written: {nearest} is read-only for this user; {advice}")
+        free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        raise ResourceError(
+            f"the run's folder {folder} cannot be written: {error.strerror} ({error.filename}); {advice}"
+        ) from error
+    if free < _LEAST_BYTES:
+        raise ResourceError(f"no space left for the run's folder {folder}: {free / 1e6:.1f} MB are free; free some, or {advice}")
 
 
 class FolderLock:

@@ -51,6 +51,8 @@ ROLLOUTS = ("native", "hf", "vllm", "sglang")
 
 @dataclass
 class PolicyLossConfig:
+    """Which policy loss, and its numbers."""
+
     loss_mode: str = "vanilla"
     """The policy loss: vanilla (PPO's clipped loss with dual clip), gspo, cispo, gpg, geo_mean, sapo, dro, dppo_tv, dppo_kl, clip_cov,
     kl_cov, or path.py:function of your own; see docs/algorithms/."""
@@ -81,6 +83,8 @@ class PolicyLossConfig:
 
 @dataclass
 class ActorConfig(EngineChoice):
+    """Training of the policy: batches, clipping, loss."""
+
     ppo_mini_batch_size: int | None = None
     """Prompts an optimizer step (their n samples go with them); null means data.train_batch_size: one step a batch."""
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -158,12 +162,16 @@ class ActorConfig(EngineChoice):
 
 @dataclass
 class RefModelConfig:
+    """A reference of its own."""
+
     path: str | None = None
     """A model of its own as the reference, a teacher, with the actor's tokenizer; null means what the actor starts from."""
 
 
 @dataclass
 class RefConfig:
+    """The frozen policy that a KL term measures against."""
+
     model: RefModelConfig = field(default_factory=RefModelConfig)
     log_prob_micro_batch_size_per_gpu: int | None = None
     """Rows computed at once; null cuts by log_prob_max_token_len_per_gpu."""
@@ -203,6 +211,8 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
+    """Generation: engine, sampling, memory."""
+
     name: str = "native"
     """Generation engine: native (decodes from the trainer's own weights), hf (transformers.generate, slow reference), vllm, or sglang."""
     n: int = 1
@@ -290,6 +300,8 @@ class RolloutConfig:
 
 @dataclass
 class ActorRolloutRefConfig:
+    """The policy: its model, training, generation and reference."""
+
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path=EMBEDDED))
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)

@@ -9,6 +9,8 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class KLControlConfig:
+    """The weight of the KL in the reward."""
+
     type: str = "fixed"
     """fixed keeps kl_coef; adaptive steers it towards target_kl."""
     kl_coef: float = 0.001
@@ -27,6 +29,8 @@ class KLControlConfig:
 
 @dataclass
 class FilterGroupsConfig:
+    """Dynamic sampling (DAPO)."""
+
     enable: bool = False
     """Dynamic sampling, as in DAPO: drop prompts whose responses all have the same score, and generate more until the batch is full."""
     metric: str = "score"
@@ -66,14 +70,18 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class AlgorithmConfig:
+    """How rewards become advantages."""
+
     adv_estimator: str = "gae"
     """How advantages are estimated: gae (needs a critic), grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus,
     reinforce_plus_plus_baseline, gdpo, remax, optimal_token_baseline, distill (learn from actor_rollout_ref.ref.model.path), or
     path.py:function of your own; see docs/algorithms/."""
     gamma: float = 1.0
-    """Discount a token."""
+    """Discount per token, or per turn."""
     lam: float = 1.0
-    """GAE's lambda."""
+    """GAE's lambda, per token or per turn."""
+    discount_unit: str = "token"
+    """What gamma and lam count: token, or turn (of episodes: within a turn nothing is discounted)."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo: divide by the group's standard deviation; false is Dr.GRPO."""
     gdpo_reward_keys: list[str] | None = None
@@ -91,6 +99,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         in_range(self, "algorithm", 0.0, 1.0, "gamma", "lam")
+        one_of("algorithm.discount_unit", self.discount_unit, ("token", "turn"))
         self.adv_estimator = absolute_reference(self.adv_estimator)
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys or ()):

@@ -8,6 +8,8 @@ from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check
 
 @dataclass
 class CriticConfig(EngineChoice):
+    """The value model of PPO."""
+
     enable: bool | None = None
     """Train a value model; null means: when the advantage estimator needs values."""
     model: ModelConfig = field(default_factory=ModelConfig)

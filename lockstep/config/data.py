@@ -11,6 +11,8 @@ EMBEDDED = "embedded"
 
 @dataclass
 class CustomClassConfig:
+    """A dataset class of your own."""
+
     path: str | None = None
     """A Python file with a dataset class of your own; null uses RLHFDataset."""
     name: str | None = None
@@ -19,6 +21,8 @@ class CustomClassConfig:
 
 @dataclass
 class DataConfig:
+    """Prompts: their files, their lengths, how many a step takes."""
+
     train_files: Any = EMBEDDED
     """Prompts to train on: one file or a list of files (parquet, json, jsonl), or 'embedded'."""
     val_files: Any = None

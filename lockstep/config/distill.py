@@ -8,8 +8,10 @@ from lockstep.config.check import above, at_least, auto_or_bool, in_range
 from lockstep.config.engine import OptimConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import stage_optim
-from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
+
+_DIVIDED = ("pipeline_model_parallel_size", "pipeline_parallel_size", "ulysses_sequence_parallel_size", "ulysses_parallel_size")
+"""Keys of the engines' sections that keep a rank from having whole rows at the end of a model."""
 
 
 @dataclass
@@ -58,7 +60,6 @@ class DistillConfig(SFTConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     distill: DistillationConfig = field(default_factory=DistillationConfig)
     optim: OptimConfig = field(default_factory=lambda: stage_optim(2e-5))
-    trainer: RunConfig = field(default_factory=lambda: RunConfig(experiment_name="distill"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,15 +78,11 @@ class DistillConfig(SFTConfig):
         return replace(super().policy(sampling), ref=ref)
 
     def _check_engine(self) -> None:
-        engine = self.engine
-        if engine.strategy not in ("fsdp", "fsdp2"):
-            raise ConfigError(
-                f"engine.strategy={engine.strategy} cannot hand out the hidden states that both models' distributions are compared by; "
-                "use fsdp2 or fsdp, or lockstep ppo algorithm.adv_estimator=distill"
-            )
-        for key in ("tensor_parallel_size", "ulysses_sequence_parallel_size"):
-            if getattr(engine.fsdp_config, key) > 1:
+        strategy, section = self.engine.strategy, self.engine.engine
+        where = strategy if hasattr(self.engine, strategy) else "fsdp_config"
+        for key in _DIVIDED:
+            if getattr(section, key, 1) > 1:
                 raise ConfigError(
-                    f"engine.fsdp_config.{key}={getattr(engine.fsdp_config, key)}: distillation needs whole rows and the whole "
-                    "vocabulary on each rank; set it to 1"
+                    f"engine.{where}.{key}={getattr(section, key)}: the two models are compared where one rank has the whole rows at the "
+                    "end of both; set it to 1, or use lockstep ppo algorithm.adv_estimator=distill"
                 )

@@ -7,7 +7,6 @@ from lockstep.config.check import absolute_reference, at_least, one_of
 from lockstep.config.engine import OptimConfig
 from lockstep.config.reward_train import PairsConfig
 from lockstep.config.stage import StageConfig, stage_optim
-from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
 REFERENCES = ("auto", "model", "adapter", "file")
@@ -87,7 +86,6 @@ class DPOConfig(StageConfig):
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     optim: OptimConfig = field(default_factory=lambda: stage_optim(1e-6))
-    trainer: RunConfig = field(default_factory=lambda: RunConfig(experiment_name="dpo"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,6 +17,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 @dataclass
 class ModelConfig:
+    """A model: its folder, adapters (LoRA), what is recomputed."""
+
     path: str | None = None
     """A Hugging Face model folder or hub id, a .gguf file, or smollm2-135m (a small real model without a hub; see docs/generation.md).
     For the critic, null means the actor's model with a new value head."""
@@ -66,6 +68,8 @@ class ModelConfig:
 
 @dataclass
 class FSDPConfig:
+    """strategy=fsdp and fsdp2: precision, sharding, offload."""
+
     dtype: str = "auto"
     """Type of the computation: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). Master weights are float32."""
     reshard_after_forward: bool = True
@@ -94,6 +98,8 @@ class FSDPConfig:
 
 @dataclass
 class MegatronConfig:
+    """strategy=megatron: how the model is divided."""
+
     dtype: str = "auto"
     """Type of the computation; see fsdp_config.dtype."""
     tensor_model_parallel_size: int = 1
@@ -113,6 +119,8 @@ class MegatronConfig:
 
 @dataclass
 class TorchtitanConfig:
+    """strategy=torchtitan: how the model is divided."""
+
     dtype: str = "auto"
     """Type of the computation; see fsdp_config.dtype."""
     tensor_parallel_size: int = 1
@@ -130,6 +138,8 @@ class TorchtitanConfig:
 
 @dataclass
 class VeOmniConfig:
+    """strategy=veomni: how the model is divided."""
+
     dtype: str = "auto"
     """Type of the computation; see fsdp_config.dtype."""
     fsdp_size: int = -1
@@ -203,6 +213,8 @@ def check_lora(model: ModelConfig, choice: EngineChoice, key: str, model_key: st
 
 @dataclass
 class OptimConfig:
+    """AdamW: learning rate, its schedule, clipping of gradients."""
+
     lr: float = 1e-6
     """Learning rate after warm-up."""
     weight_decay: float = 0.01

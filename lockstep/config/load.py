@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.presets import EMBEDDED_PRESET
+from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
 from lockstep.config.secrets import redacted, remember
 from lockstep.errors import ConfigError
 
@@ -34,38 +34,77 @@ REMOVED_KEYS = {
 """Keys of other systems that need no counterpart here, and why."""
 
 
-def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = None) -> PPOConfig:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """Values that are laid over the defaults, from one place."""
+
+    origin: str
+    """Where they come from, for the user to read."""
+    values: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    """Nested, as a file has them, or key and value, as arguments are."""
+    keys: tuple[str, ...]
+    """The keys that they set."""
+
+
+def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = None, algorithm: str = "ppo") -> PPOConfig:
     """PPO's configuration that Hydra-style `overrides` ("data.train_batch_size=64") and a YAML file describe.
 
     Values are laid over each other in this order: dataclass defaults, the embedded preset (only when neither data nor model is
-    named), the file, the overrides. Raises ConfigError for an unknown key (naming the nearest valid one) or a value that cannot work.
+    named), the preset of `algorithm`, the file, the overrides. Raises ConfigError for an unknown key (naming the nearest valid one) or a
+    value that cannot work.
     """
-    from_file = _read_file(config_file) if config_file else OmegaConf.create()
-    named = _checked_keys(from_file, PPOConfig)
-    given = [_read_override(text, named, PPOConfig) for text in overrides]
-    is_embedded = not {"data.train_files", "actor_rollout_ref.model.path"} & set(named)
-    composed = _compose(PPOConfig, EMBEDDED_PRESET if is_embedded else {}, from_file, given)
-    if is_embedded and "trainer.critic_warmup" not in named and composed.algorithm.adv_estimator != "gae":
-        composed.trainer.critic_warmup = 0  # the preset's is for the preset's critic
-    return _to_object(composed, PPOConfig)
+    return _to_object(_compose(PPOConfig, read_layers(PPOConfig, overrides, config_file, algorithm)), PPOConfig)
 
 
 def load_recipe(root: type[T], overrides: Sequence[str] = (), config_file: str | Path | None = None) -> T:
     """The configuration of another recipe, whose class is `root`, in the same way; without a preset."""
+    return _to_object(_compose(root, read_layers(root, overrides, config_file)), root)
+
+
+def read_layers(
+    root: type, overrides: Sequence[str] = (), config_file: str | Path | None = None, algorithm: str = "ppo"
+) -> list[Layer]:
+    """What is laid over the defaults of `root`, in that order. Raises ConfigError as `load_config` does for keys."""
     from_file = _read_file(config_file) if config_file else OmegaConf.create()
-    named = _checked_keys(from_file, root)
+    user = [Layer(f"file {config_file}", from_file, tuple(_checked_keys(from_file, root)))] if config_file else []
+    named: list[str] = []
     given = [_read_override(text, named, root) for text in overrides]
-    return _to_object(_compose(root, {}, from_file, given), root)
+    user.append(Layer("command line", given, tuple(named)))
+    return _presets(algorithm, {key for layer in user for key in layer.keys}) + user if root is PPOConfig else user
 
 
-def _compose(root: type, preset: Mapping[str, Any], from_file: DictConfig, given: Sequence[tuple[str, Any]]) -> Any:
-    """The defaults with the preset, the file and the overrides laid over them."""
+def _presets(algorithm: str, named: set[str]) -> list[Layer]:
+    """The layers below the user's, who set the keys `named`."""
+    embedded = not {"data.train_files", "actor_rollout_ref.model.path"} & named
+    own = ALGORITHMS[algorithm]
+    presets = [("the embedded task", EMBEDDED_PRESET)] if embedded else []
+    presets += [(f"lockstep {algorithm}", own)] if own else []
+    presets += [("the embedded task", EMBEDDED_CHANGES[algorithm])] if embedded and algorithm in EMBEDDED_CHANGES else []
+    return [Layer(origin, values, tuple(_leaf_keys(OmegaConf.create(values)))) for origin, values in presets]
+
+
+def _compose(root: type, layers: Sequence[Layer]) -> Any:
+    """The defaults with the layers over them."""
     with _readable_errors():
-        composed = OmegaConf.merge(_schema(root), preset, from_file)
-        for key, value in given:
-            # Added by force: the schema cannot know the keys of its free-form dicts; every other key was checked above.
-            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        composed = _schema(root)
+        for layer in layers:
+            if isinstance(layer.values, Mapping | DictConfig):
+                composed = OmegaConf.merge(composed, layer.values)
+                continue
+            composed = OmegaConf.merge(composed, {})  # a copy, which may be changed
+            for key, value in layer.values:
+                # Added by force: the schema cannot know the keys of its free-form dicts; every other key was checked above.
+                OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        if root is PPOConfig and composed.algorithm.adv_estimator != "gae":
+            _drop_warmup(composed, layers)
         return composed
+
+
+def _drop_warmup(composed: Any, layers: Sequence[Layer]) -> None:
+    """The embedded task's critic_warmup is for its critic: without one it is 0, unless the user says something else."""
+    setting = [layer.values for layer in layers if "trainer.critic_warmup" in layer.keys]
+    if setting == [EMBEDDED_PRESET]:
+        composed.trainer.critic_warmup = 0
 
 
 @cache
@@ -138,6 +177,11 @@ def valid_keys(section: Any = PPOConfig, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{item.name}"
 
 
+def section_type(section: Any, name: str) -> Any:
+    """The type of the field `name` of a section's dataclass, without None where it may be that."""
+    return _section_type(typing.get_type_hints(section)[name])
+
+
 def _section_type(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
@@ -176,14 +220,27 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     else:
         check_key(key, root)
         named.append(key)
-    return key, value
+    return key, [value] if isinstance(value, str) and _is_list(key, root) else value
+
+
+def _is_list(key: str, root: type) -> bool:
+    """Whether a valid key takes a list: one word is then a list of one."""
+    section: Any = root
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(section):
+            return False
+        section = typing.get_type_hints(section)[part]
+    return typing.get_origin(section) is list
 
 
 def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
-    """The keys that the node sets. Raises ConfigError for an unknown one."""
+    """The keys that the node sets, where one word that stands for a list becomes one. Raises ConfigError for an unknown one."""
     keys = list(_leaf_keys(node, prefix))
     for key in keys:
         check_key(key, root)
+        value = OmegaConf.select(node, own := key.removeprefix(prefix))
+        if isinstance(value, str) and _is_list(key, root):
+            OmegaConf.update(node, own, [value])
     return keys
 
 
@@ -194,6 +251,13 @@ def _leaf_keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _leaf_keys(value, f"{key}.")
         else:
             yield key
+
+
+def leaf_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Key and value of each leaf of nested values."""
+    node = OmegaConf.create(dict(values))
+    for key in _leaf_keys(node):
+        yield key, OmegaConf.select(node, key)
 
 
 def _read_file(path: str | Path) -> DictConfig:
@@ -210,8 +274,9 @@ def _read_file(path: str | Path) -> DictConfig:
 
 def _to_object(node: Any, root: type[T]) -> T:
     with _readable_errors():
-        config = OmegaConf.to_object(node)
+        # Before the object is made, which gets a name that must not depend on what was loaded before.
         remember(OmegaConf.to_container(node), OmegaConf.to_container(node, resolve=True))
+        config = OmegaConf.to_object(node)
     assert isinstance(config, root)
     return config
 

@@ -1,13 +1,15 @@
 """The whole configuration, and the checks that need more than one section."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.agent import AgentConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import EMBEDDED, DataConfig
 from lockstep.config.reward import RewardConfig, RewardModelConfig
+from lockstep.config.run_name import default_name
 from lockstep.config.sampling import SamplingParams
 from lockstep.config.trainer import RayConfig, TrainerConfig
 from lockstep.errors import ConfigError
@@ -29,6 +31,7 @@ class PPOConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
 
@@ -38,6 +41,19 @@ class PPOConfig:
         self._check_rewards()
         self._check_kl()
         self._check_placement()
+        if self.trainer.experiment_name is None:
+            name = default_name(self, self._algorithm, str(self.actor_rollout_ref.model.path))
+            self.trainer = replace(self.trainer, experiment_name=name)
+
+    @property
+    def _algorithm(self) -> str:
+        """What the run is called after: the loss where that makes the algorithm, else the estimator."""
+        estimator, loss = self.algorithm.adv_estimator, self.actor_rollout_ref.actor.policy_loss.loss_mode
+        if estimator == "gae":
+            return "ppo"
+        if estimator == "grpo" and loss == "vanilla":
+            return "dapo" if self.algorithm.filter_groups.enable else "grpo"
+        return (loss if estimator == "grpo" else estimator).rpartition(":")[2]
 
     @property
     def use_critic(self) -> bool:
@@ -139,8 +155,10 @@ class PPOConfig:
                 )
 
     def _check_rewards(self) -> None:
+        if self.algorithm.discount_unit == "turn" and not self.agent.is_on:
+            raise ConfigError("algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools")
         overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
-        if overlong.enable and overlong.len > longest:
+        if overlong.enable and overlong.num_tokens(longest) > longest:
             raise ConfigError(
                 f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length={longest}, so every response would lose "
                 "reward; lower it, or set reward.overlong_buffer.enable=false"

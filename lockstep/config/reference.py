@@ -38,15 +38,6 @@ def keys(root: Any = PPOConfig) -> Iterator[tuple[str, Any, str]]:
         yield key, getattr(section, name), _meanings(type(section))[name]  # type: ignore[arg-type]  # a class is hashable
 
 
-def command_line_help(root: Any = PPOConfig) -> str:
-    """What the command's `--help` prints."""
-    lines = [f"usage: {root.command} [--config FILE.yaml]{root.flags} [key=value ...]", "", root.about, ""]
-    for key, default, meaning in keys(root):
-        lines.append(f"{key}={default}")
-        lines.append(textwrap.fill(meaning, 110, initial_indent="    ", subsequent_indent="    "))
-    return "\n".join(lines)
-
-
 def markdown(root: Any = PPOConfig) -> str:
     """The page of the command's keys, docs/config_ppo.md and docs/config_COMMAND.md."""
     command = root.command.removeprefix("lockstep ")

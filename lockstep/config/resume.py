@@ -1,6 +1,7 @@
 """What of a configuration a run must keep when it goes on from a checkpoint: all that decides what is computed."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,7 +24,12 @@ _FREE = (
 
 def kept_values(config: Any) -> dict[str, Any]:
     """Key -> value, as JSON has it, of all that a resumed run must have in common with the one that saved."""
-    values = json.loads(json.dumps(redacted(dataclasses.asdict(config)), default=str))
+    return kept_of(dataclasses.asdict(config))
+
+
+def kept_of(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a configuration's sections as nested dicts."""
+    values = json.loads(json.dumps(redacted(sections), default=str))
     return {key: value for key, value in _leaves(values, "") if _is_kept(key)}
 
 
@@ -40,6 +46,7 @@ def check_resumable(saved: Mapping[str, Any], present: Mapping[str, Any], allowe
         )
 
 
+@functools.cache
 def _is_kept(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in _KEPT) or not any(fnmatchcase(key, pattern) for pattern in _FREE)
 

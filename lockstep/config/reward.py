@@ -10,6 +10,8 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class CustomRewardConfig:
+    """A reward function of your own."""
+
     path: str | None = None
     """A Python file with a reward function of your own; null chooses the rule by data_source."""
     name: str = "compute_score"
@@ -20,6 +22,8 @@ class CustomRewardConfig:
 
 @dataclass
 class SandboxConfig:
+    """Where the programs of code rewards run."""
+
     url: str | None = None
     """A SandboxFusion server that runs the programs of code rewards; null runs them on the driver's machine, isolated by bubblewrap."""
     max_concurrent: int | None = None
@@ -39,16 +43,22 @@ class SandboxConfig:
 
 @dataclass
 class OverlongConfig:
+    """A penalty for responses near the limit of length (DAPO)."""
+
     enable: bool = False
     """Lower the reward of responses that come close to data.max_response_length, as DAPO does."""
-    len: int = 512
-    """Tokens before the limit over which the penalty grows from 0 to penalty_factor."""
+    len: int | None = None
+    """Tokens before the limit over which the penalty grows from 0 to penalty_factor; null: a fifth of data.max_response_length."""
     penalty_factor: float = 1.0
     """The penalty at the limit."""
 
     def __post_init__(self) -> None:
         at_least(self, "reward.overlong_buffer", 1, "len")
         at_least(self, "reward.overlong_buffer", 0.0, "penalty_factor")
+
+    def num_tokens(self, max_response_length: int) -> int:
+        """`len`, or what it is where it is not set."""
+        return max(1, max_response_length // 5) if self.len is None else self.len
 
 
 @dataclass
@@ -81,13 +91,15 @@ class JudgeConfig:
 
 @dataclass
 class RewardConfig(JudgeConfig):
-    """PPO's `reward` section."""
+    """Who judges a response, and within which limits."""
 
     overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
 
 
 @dataclass
 class RewardModelConfig(EngineChoice):
+    """A reward model that scores training responses."""
+
     enable: bool = False
     """Score training responses with a reward model (an AutoModelForSequenceClassification folder)."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from lockstep.config.check import at_least
 from lockstep.config.stage import FilesConfig, StageConfig
-from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
 
@@ -28,6 +27,8 @@ class PairsConfig(FilesConfig):
 
 @dataclass
 class RewardLossConfig:
+    """What is made of a pair."""
+
     center_rewards_coefficient: float = 0.01
     """Weight of the square of a pair's added scores, which keeps their mean at 0; 0 leaves it free."""
 
@@ -44,7 +45,6 @@ class RewardTrainConfig(StageConfig):
 
     data: PairsConfig = field(default_factory=PairsConfig)
     loss: RewardLossConfig = field(default_factory=RewardLossConfig)
-    trainer: RunConfig = field(default_factory=lambda: RunConfig(experiment_name="reward_model"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One set of sampling parameters for a whole call. Raises ConfigError, naming the parameter, when one is out of range."""
+    """How the tokens of a call, or of one request, are drawn. Raises ConfigError, naming the parameter, when one is out of range."""
 
     temperature: float
     """Divides the logits; 0 takes the most likely token."""
@@ -22,6 +22,10 @@ class SamplingParams:
     """Keep the tokens that have at least this share of the most likely one's probability; 0 keeps all."""
     repetition_penalty: float = 1.0
     """Divides the positive logits, and multiplies the negative ones, of tokens that the prompt or the response has; 1 does nothing."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the response has."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token once for each time that the response has it."""
     max_tokens: int
     """Longest response."""
     stop_token_ids: tuple[int, ...]
@@ -32,11 +36,16 @@ class SamplingParams:
     """The run's seed."""
     truncates: bool = field(init=False)
     """Whether some tokens cannot be drawn."""
+    penalises: bool = field(init=False)
+    """Whether what was said before changes what is drawn."""
 
     def __post_init__(self) -> None:
         check_sampling("sampling", self, "max_tokens")
         check_stop("sampling", self.stop)
+        in_range(self, "sampling", -100.0, 100.0, "presence_penalty", "frequency_penalty")
         object.__setattr__(self, "truncates", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        penalises = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        object.__setattr__(self, "penalises", penalises)
 
 
 def check_stop(prefix: str, stop: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -27,16 +27,20 @@ def remember(raw: Any, resolved: Any) -> None:
         _interpolated[resolved] = raw
 
 
-def redacted(values: Any, key: str = "") -> Any:
+def redacted(values: Any) -> Any:
     """The values (dicts and lists of plain values, as `dataclasses.asdict` gives them) without what is secret.
 
     A value that came from the environment is again `${oc.env:NAME}`, which reads back. Hidden are the other values of environment variables
     and keys whose names say that they are secret, what stands below `env_vars`, and passwords and keys in URLs.
     """
+    return _redacted(values, "", [value for name, value in os.environ.items() if len(value) >= _SHORTEST and _SECRET.search(name)])
+
+
+def _redacted(values: Any, key: str, secrets: Sequence[str]) -> Any:
     if isinstance(values, Mapping):
-        return {name: redacted(value, "secret" if key == "env_vars" else str(name)) for name, value in values.items()}
+        return {name: _redacted(value, "secret" if key == "env_vars" else str(name), secrets) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return [redacted(value, key) for value in values]
+        return [_redacted(value, key, secrets) for value in values]
     if not isinstance(values, str) or not values:
         return values
     if values in _interpolated:
@@ -45,7 +49,6 @@ def redacted(values: Any, key: str = "") -> Any:
         return HIDDEN
     text = _IN_URL.sub(rf"\1:{HIDDEN}@", values)
     text = _IN_QUERY.sub(lambda found: found[1] + HIDDEN if _SECRET.search(found[2]) else found[0], text)
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST and _SECRET.search(name):
-            text = text.replace(value, HIDDEN)
+    for value in secrets:
+        text = text.replace(value, HIDDEN)
     return text

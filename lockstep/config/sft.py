@@ -7,7 +7,6 @@ from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.check import at_least, one_of
 from lockstep.config.reward import JudgeConfig
 from lockstep.config.stage import FilesConfig, StageConfig
-from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError
 
 TRAIN_ON = ("assistant", "last", "all", "flag")
@@ -64,7 +63,6 @@ class SFTConfig(StageConfig):
     data: ExamplesConfig = field(default_factory=ExamplesConfig)
     sampled: SampledConfig = field(default_factory=SampledConfig)
     reward: JudgeConfig = field(default_factory=JudgeConfig)
-    trainer: RunConfig = field(default_factory=lambda: RunConfig(experiment_name="sft"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,11 +1,12 @@
 """What the recipes around RL (sft, ...) have in common: the model that learns, its engine, its optimizer, the run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.check import at_least, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.run_name import default_name
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError
 
@@ -74,6 +75,7 @@ def stage_optim(lr: float) -> OptimConfig:
 class StageConfig:
     """The sections that these recipes share."""
 
+    command: ClassVar[str]
     flags: ClassVar[str] = ""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -85,6 +87,9 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not self.model.path:
             raise ConfigError("model.path is empty; name a Hugging Face model folder")
+        if self.trainer.experiment_name is None:
+            name = default_name(self, self.command.removeprefix("lockstep "), self.model.path)
+            self.trainer = replace(self.trainer, experiment_name=name)
         self.model.check("model")
         self.optim.check("optim")
         check_lora(self.model, self.engine, "engine", "model")

@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class RunConfig:
-    """What every recipe's `trainer` section has."""
+    """The run: how long, where, how often to save and validate."""
 
     total_epochs: int = 1
     """Passes over the training data."""
@@ -28,6 +28,8 @@ class RunConfig:
     """local (everything in this process), ray (one process a device), or auto (local where one device is enough)."""
     val_before_train: bool = True
     """Validate before the first step."""
+    val_before_train_samples: int | None = None
+    """Samples of that validation, spread over the data; null: as many as a step has, so that it takes no longer. -1 takes all."""
     val_only: bool = False
     """Validate and stop."""
     test_freq: int = -1
@@ -54,12 +56,13 @@ class RunConfig:
     """Keys in which a resumed run may differ from its checkpoint, such as [actor_rollout_ref.actor.optim.lr]."""
     project_name: str = "lockstep"
     """Groups runs in the trackers, and names a folder."""
-    experiment_name: str = "ppo"
-    """Names the run, and its folder."""
+    experiment_name: str | None = None
+    """Names the run, and its folder; null makes a name of algorithm, model and a fingerprint of the settings that decide the result."""
     default_local_dir: str | None = None
     """The run's folder; null means checkpoints/{project_name}/{experiment_name}."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Where metrics go besides metrics.jsonl in the run's folder: console, tensorboard, wandb."""
+    """Where metrics and samples go besides the files in the run's folder: console, tensorboard, wandb, mlflow, swanlab, trackio, or
+    file.py:name of your own; one, or a list such as [console,wandb]."""
     worker_timeout_s: float = 3600.0
     """Longest time one call to the workers may take before the run stops."""
     start_timeout_s: float = 600.0
@@ -67,10 +70,14 @@ class RunConfig:
     max_restarts: int = 0
     """How often workers are started again, from the newest checkpoint, when one of them dies, hangs or runs out of memory."""
     on_nonfinite: str = "stop"
-    """When a loss, gradient or log-prob is not finite: stop, or rollback (go on from the newest checkpoint without that batch; it is one of
-    the max_restarts)."""
+    """When a loss, gradient or log-prob is not finite: stop, skip (leave the update out; three steps in a row without one stop the run), or
+    rollback (go on from the newest checkpoint without that batch; it is one of the max_restarts)."""
+
+    on_alarm: str = "warn"
+    """When a run does not learn as it should (docs/observability.md): warn, or stop with a checkpoint and exit status 3."""
 
     def __post_init__(self) -> None:
+        one_of("trainer.on_alarm", self.on_alarm, ("warn", "stop"))
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
         one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
         one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
@@ -85,21 +92,28 @@ class RunConfig:
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
         at_least(self, "trainer", 0.1, "stop_deadline_s")
         at_least(self, "trainer", 0, "max_restarts")
-        one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "rollback"))
+        one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback"))
         if self.on_nonfinite == "rollback" and not self.max_restarts:
             raise ConfigError("trainer.on_nonfinite=rollback needs trainer.max_restarts: how often it may be done")
-        at_least(self, "trainer", -1, "test_freq", "save_freq")
+        at_least(self, "trainer", -1, "test_freq", "save_freq", "val_before_train_samples")
+        if self.val_before_train_samples == 0:
+            raise ConfigError("trainer.val_before_train_samples=0 validates nothing; set trainer.val_before_train=false")
 
     @property
     def run_dir(self) -> Path:
         """The run's folder."""
-        default = Path("checkpoints") / self.project_name / self.experiment_name
-        return Path(self.default_local_dir) if self.default_local_dir else default
+        return Path(self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}")
+
+    def first_validation_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
+        """The rows of `num_rows` that are validated before the first step: all, or some that are spread evenly."""
+        limit = samples_per_step if self.val_before_train_samples is None else self.val_before_train_samples
+        count = num_rows if limit < 0 else min(num_rows, max(1, limit // samples_per_row))
+        return [i * num_rows // count for i in range(count)]
 
 
 @dataclass
 class TrainerConfig(RunConfig):
-    """PPO's `trainer` section."""
+    """The run: how long, where, how often to save and validate, what is logged."""
 
     critic_warmup: int = 0
     """Steps in which only the critic learns."""
@@ -111,13 +125,19 @@ class TrainerConfig(RunConfig):
     """Save whole batches there for `lockstep compare`: every column, the configuration, the policy that wrote them."""
     record_batch_freq: int = -1
     """Save the batch of every so many steps, and of the last; -1 of the last only, 0 never."""
+    report_rows: int = 64
+    """Samples of each step and validation that are kept, with their numbers by token, for `lockstep report`; -1 all, 0 none."""
+    report_ratio: bool = False
+    """Keep also how much the update changed each kept token's probability: one more forward pass over the kept samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "trainer", -1, "record_batch_freq")
+        at_least(self, "trainer", -1, "record_batch_freq", "report_rows")
 
 
 @dataclass
 class RayConfig:
+    """How Ray is reached."""
+
     ray_init: dict[str, Any] = field(default_factory=dict)
     """Arguments of ray.init, for example address of a running cluster, or num_cpus."""

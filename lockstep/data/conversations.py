@@ -25,6 +25,8 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
+_PROBE = "\ue000"
+"""A character that no text has."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -99,6 +101,12 @@ def _shown_as_text(message: Message) -> Message:
     return _shown(message) | calls
 
 
+def _shown_as_parts(message: Message) -> Message:
+    """The same with the content as a list of one part of text: templates of models that also read images know no other form."""
+    content = message["content"]
+    return _shown(message) | ({"content": [{"type": "text", "text": content}]} if isinstance(content, str) else {})
+
+
 def _check_thinking(message: Message, shown: str) -> None:
     """Raises DataError where a message has thinking that the text of it lacks."""
     content = message["content"] if isinstance(message["content"], str) else ""
@@ -139,6 +147,17 @@ class ChatTemplate:
         }
         self._special_tokens = tuple(sorted(filter(None, special), key=len, reverse=True))
         self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
+        self._forms = [_shown, _shown_as_text, _shown_as_parts]  # a few templates take the arguments of a call as text only
+        if tokenizer.chat_template and self._loses_text():
+            self._forms = [_shown_as_parts]
+
+    def _loses_text(self) -> bool:
+        """Whether the template leaves a text out without a word, unless it comes as a part."""
+        probe = [{"role": "user", "content": _PROBE}]
+        try:
+            return _PROBE not in self.render(probe)
+        except DataError:
+            return False
 
     def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> str:
         """The text of the messages. Raises DataError when the template refuses them."""
@@ -148,7 +167,7 @@ class ChatTemplate:
             )
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs
         refusals = []
-        for form in (_shown, _shown_as_text):  # a few templates take the arguments of a call as text only
+        for form in self._forms:
             try:
                 return str(self._tokenizer.apply_chat_template([form(message) for message in messages], tokenize=False, **options))
             except (TemplateError, TypeError) as error:
@@ -173,6 +192,13 @@ class ChatTemplate:
 
     def _span(self, text: str, messages: Sequence[Message], i: int, tools: Any) -> Span | None:
         """Where message `i` stands in the text; None where the messages before and up to it are not rendered as its start."""
+        if messages[i]["content"] == "":
+            # What stands around nothing is what stands around a letter: its end cannot be told from a special token before it.
+            told = [*messages[:i], messages[i] | {"content": _PROBE}, *messages[i + 1 :]]
+            longer = self.render(told, tools)
+            span = self._span(longer, told, i, tools) if longer.replace(_PROBE, "", 1) == text else None
+            if span is not None:
+                return span[0], span[1] - len(_PROBE)
         speaks = messages[i]["role"] == "assistant"
         try:
             before = self.render(messages[:i], tools, add_generation_prompt=speaks)
@@ -200,7 +226,7 @@ class ChatTemplate:
         if not _MARKER.search(template) or any(t and not s for t, s in zip(trained, speaks, strict=True)):
             raise DataError(self._refusal(trained))
         options = {"tools": tools} | self._tokenizer.special_tokens_map | self._kwargs
-        shown = [_shown(message) for message in messages]
+        shown = [self._forms[0](message) for message in messages]
         rendered: Any = render_jinja_template([shown], chat_template=template, return_assistant_tokens_mask=True, **options)
         texts, found = rendered
         if texts != [text] or len(found[0]) != sum(speaks):
@@ -208,7 +234,8 @@ class ChatTemplate:
                 f"the {{% generation %}} markers of the chat template give {len(found[0])} parts for {sum(speaks)} assistant messages"
             )
         positions = [i for i, speaks_here in enumerate(speaks) if speaks_here]
-        return [(start, end) for i, (start, end) in zip(positions, found[0], strict=True) if trained[i]]
+        chosen = [span for i, span in zip(positions, found[0], strict=True) if trained[i]]
+        return [(start, self._end_of_turn(text, start, end)) for start, end in chosen]
 
     def _refusal(self, trained: Sequence[bool]) -> str:
         return (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from lockstep.data.token_bound import tokens_beyond_bytes
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:
@@ -16,11 +15,6 @@ if TYPE_CHECKING:
 
 ChatPrompt = str | list[dict[str, Any]]
 """A text, or messages with role and content."""
-
-_HARMLESS = {"NFC", "NFD", "Strip", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
-"""Parts of a tokenizer that never add a character (Unicode normal forms of text that is not ASCII aside)."""
-_UNICODE_GROWTH = 3
-"""How many times longer, in UTF-8, a Unicode normal form (NFC, NFD) can be than text that is not plain ASCII."""
 
 
 class PromptEncoder:
@@ -36,7 +30,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._has_template = bool(tokenizer.chat_template)
         self._template_kwargs = {"add_generation_prompt": True} | template_kwargs
-        self.tokens_beyond_bytes = _tokens_beyond_bytes(tokenizer)
+        self.tokens_beyond_bytes = tokens_beyond_bytes(tokenizer)
 
     def encode(self, prompts: Sequence[ChatPrompt], indices: Sequence[int]) -> list[list[int]]:
         """The ids of each prompt. `indices` are their row numbers, for errors.
@@ -77,36 +71,3 @@ class PromptEncoder:
             if len(prompts) > 1:  # find the one
                 return [self.render([prompt], [index])[0] for prompt, index in zip(prompts, indices, strict=True)]
             raise DataError(f"row {indices[0]}: the tokenizer's chat template refuses the prompt: {error}") from error
-
-
-def num_bytes(text: str) -> int:
-    """Bytes of the text in UTF-8 after Unicode normalisation, at most."""
-    return len(text) if text.isascii() else len(text.encode()) * _UNICODE_GROWTH
-
-
-def _tokens_beyond_bytes(tokenizer: PreTrainedTokenizerBase) -> float:
-    """How many tokens a text can have beyond one per byte (`num_bytes`); infinity where that is not known.
-
-    A token of a fast tokenizer stands for at least one byte of what its model is given. What its model is given is longer than the
-    text only where a part of the tokenizer makes it so. Parts that are known not to, or to add one character at the start of the
-    text and after each added token (which is itself longer than one character), leave the bound at bytes + 1.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or any(len(token.content) < 2 for token in backend.get_added_tokens_decoder().values()):
-        return math.inf
-    for component in (backend.normalizer, backend.pre_tokenizer):
-        if component is None:
-            continue
-        state = json.loads(component.__getstate__())
-        steps = state.get("normalizers", state.get("pretokenizers")) if state["type"] == "Sequence" else [state]
-        for position, step in enumerate(steps):
-            kind, at_start = step["type"], position == 0
-            if not (
-                kind in _HARMLESS
-                or (kind == "ByteLevel" and (at_start or not step.get("add_prefix_space")))
-                or (kind == "Metaspace" and at_start)
-                or (kind == "Prepend" and at_start and len(step["prepend"]) == 1)
-                or (kind == "Replace" and len(step["pattern"].get("String", "")) >= len(step["content"]))
-            ):
-                return math.inf
-    return 1 + tokenizer.num_special_tokens_to_add()

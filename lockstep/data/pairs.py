@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from lockstep.data.conversations import MarkedText, Message, choose_messages, read_messages
-from lockstep.data.rl_dataset import truncate
 from lockstep.data.text_sizes import row_sizes
 from lockstep.data.token_rows import TokenRow, columns, fit, too_long, up_to_last_trained
 from lockstep.data.training_rows import Row, TrainingRows
+from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
 

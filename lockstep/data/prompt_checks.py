@@ -9,9 +9,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from lockstep.data.encoder import PromptEncoder, num_bytes
+from lockstep.data.encoder import PromptEncoder
 from lockstep.data.row_files import RowFiles, Values
+from lockstep.data.token_bound import num_bytes
 from lockstep.errors import ConfigError, DataError
+from lockstep.observability.spans import progress
 
 Length = tuple[int, int]
 """A row's number and its prompt's number of tokens."""
@@ -51,20 +53,22 @@ def find_overlong(
     `measure_bytes` of them together.
     """
     found: list[int] = []
-    for numbers, prompts in read_column(files, column, rows):
-        for prompt, number in zip(prompts, numbers, strict=True):
-            _check_prompt(prompt, number)
-        found += map(num_bytes, encoder.render(prompts, numbers))
+    with progress("checking prompts", len(rows), "prompts") as seen:
+        for numbers, prompts in read_column(files, column, rows):
+            for prompt, number in zip(prompts, numbers, strict=True):
+                _check_prompt(prompt, number)
+            found += map(num_bytes, encoder.render(prompts, numbers))
+            seen.done = len(found)
     sizes = np.array(found)
     suspects = np.flatnonzero(sizes + encoder.tokens_beyond_bytes > limit)
     suspects = suspects[np.argsort(-sizes[suspects], kind="stable")]
     num_measured = int(np.searchsorted(np.cumsum(sizes[suspects]), measure_bytes)) + 1 if measure_bytes else 0
-    overlong = [
-        (number, len(ids))
-        for numbers, prompts in read_column(files, column, np.sort(rows[suspects[:num_measured]]))
-        for number, ids in zip(numbers, encoder.encode(prompts, numbers), strict=True)
-        if len(ids) > limit
-    ]
+    overlong: list[Length] = []
+    with progress("tokenising the longest prompts", num_measured, "prompts") as seen:
+        for numbers, prompts in read_column(files, column, np.sort(rows[suspects[:num_measured]])):
+            lengths = [len(ids) for ids in encoder.encode(prompts, numbers)]
+            overlong += [(number, length) for number, length in zip(numbers, lengths, strict=True) if length > limit]
+            seen.done, seen.tokens = seen.done + len(lengths), seen.tokens + sum(lengths)
     if 0 < num_measured < len(suspects) and not overlong:
         print(
             f"data: {len(suspects)} prompts may be longer than data.max_prompt_length={limit} tokens; the largest "

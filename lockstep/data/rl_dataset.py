@@ -14,12 +14,12 @@ from lockstep.data.encoder import PromptEncoder
 from lockstep.data.prompt_checks import Length, choose_rows, find_overlong, read_column
 from lockstep.data.row_files import RowFiles
 from lockstep.data.tag import Tag
+from lockstep.data.truncate import TRUNCATIONS, truncate
 from lockstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TRUNCATIONS = ("error", "left", "right", "middle")
 _CHECK_BYTES = 2 * 2**20
 """How much text is tokenised at most to find prompts that are too long before training starts: under a second of work."""
 
@@ -144,16 +144,3 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                 f"data.max_prompt_length={self._max_prompt_length} tokens: {shown}{', ...' if len(overlong) > 5 else ''}; "
                 "set data.truncation to left, right or middle, or data.filter_overlong_prompts to true"
             )
-
-
-def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """At most `limit` of the ids: "left" cuts the start off, "right" the end, "middle" keeps both ends (the end has
-    the odd one).
-    """
-    if side not in TRUNCATIONS[1:]:
-        raise ConfigError(f"truncation side must be one of {TRUNCATIONS[1:]}, not {side!r}")
-    num_cut = len(ids) - limit
-    if num_cut <= 0:
-        return ids
-    head = {"left": 0, "right": limit, "middle": limit // 2}[side]
-    return ids[:head] + ids[head + num_cut :]

@@ -20,6 +20,8 @@ class Tag:
     """Whether it has reward_model.test_cases."""
     weights: tuple[tuple[str, float], ...] = ()
     """reward_model.weights, by name: files do not keep their order."""
+    has_truth: bool = True
+    """Whether it has reward_model.ground_truth."""
 
     @classmethod
     def of(cls, data_source: str | None, reward_model: Mapping[str, Any] | None) -> Tag:
@@ -29,4 +31,5 @@ class Tag:
         if not isinstance(weights, Mapping):
             raise DataError(f"reward_model.weights must map judges to numbers, not {weights!r} (data_source {data_source!r})")
         given = tuple(sorted((str(name), float(weight)) for name, weight in weights.items() if weight is not None))
-        return cls(data_source, reward_model.get("style"), reward_model.get("test_cases") is not None, given)
+        has_cases, has_truth = (reward_model.get(name) is not None for name in ("test_cases", "ground_truth"))
+        return cls(data_source, reward_model.get("style"), has_cases, given, has_truth)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lockstep.data.conversations import MarkedText
-from lockstep.data.rl_dataset import truncate
+from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
 from lockstep.protocol import Column, Ragged
 

@@ -18,6 +18,7 @@ from lockstep.data.row_files import RowFiles
 from lockstep.data.text_sizes import row_sizes
 from lockstep.data.token_rows import SpanTokenizer, TokenRow
 from lockstep.errors import DataError
+from lockstep.observability.spans import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,12 +84,25 @@ class TrainingRows:
             raise DataError(f"no rows in {[str(path) for path in paths]}")
         self._rows = self._usable(choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed))
         if try_rows:
-            sizes = row_sizes(self._files, self.columns_read)[self._rows]
-            longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
-            self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
+            with progress(f"trying some of {len(self._rows):,} rows"):
+                sizes = row_sizes(self._files, self.columns_read)[self._rows]
+                longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
+                self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def sources(self) -> dict[str, list[int]]:
+        """The positions of the rows of each `data_source`; of rows without one, under "unknown"."""
+        named = ["unknown"] * len(self._files)
+        for start, values in self._files.batches("data_source", missing_ok=True):
+            named[start : start + len(values)] = [
+                str(value) for value in (values if isinstance(values, list) else values.to_pylist())
+            ]
+        found: dict[str, list[int]] = {}
+        for position, row in enumerate(self._rows):
+            found.setdefault(named[row], []).append(position)
+        return found
 
     def spread(self, count: int) -> list[int]:
         """So many positions, at most, at even distances over all rows."""

@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from lockstep.models import flash, ulysses
 from lockstep.models.cached_attention import Variant
 from lockstep.models.flash import Bounds
+from lockstep.models.masked_attention import masked_attention
 
 PACKED = "lockstep_packed"
 
@@ -155,25 +156,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tenso
     distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return masked_attention(q, k, v, mask, variant)
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
-    """Attention of q [R, H, M, D] over k, v [R, H or fewer, L, D] where `mask` (to [R, H, M, L], boolean) allows, whatever the window is:
-    [R, H, M, D]."""
-    scaling, softcap, sinks = variant.scaling, variant.softcap, variant.sinks
-    if variant.is_plain:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = torch.matmul(q, k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    return torch.matmul(weights.to(v.dtype), v)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -16,7 +16,8 @@ beta = 1      KL(p || q), the reverse KL                       between: (1 - bet
 others: still a divergence, never above the whole one. Without that tail the mass that leaves the k tokens would be free.
 
 Memory: at most SEVEN tensors of `MAX_LOGITS` numbers exist at a time: 7 * 2^25 * 4 bytes = 0.9 GB on a GPU, whatever M and V, beside the
-gradients of what is given. Legend: M tokens, H hidden size, V vocabulary.
+gradients of what is given. Where the vocabulary is divided among ranks (`VocabularyPart`) each has the logits of its own part, and they
+exchange a few numbers per token. Legend: M tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.errors import ConfigError
 from lockstep.models.chunked_head import LayerGradients, layer_logits, slices, sum_dtype
 from lockstep.models.vocabulary_part import VocabularyPart
 
@@ -70,18 +72,16 @@ def chunked_divergence(
     models have the same most likely token.
 
     In float32 (float64 for float64 inputs). Where the two vocabularies have different sizes, what is behind the smaller one is left
-    out: padding of the larger. Raises ConfigError for a vocabulary that is divided among ranks.
+    out: padding of the larger. With `part` both layers are that part of one vocabulary, and every rank of its group has to call this
+    with the same tokens; see `chunked_log_probs`.
     """
-    if part is not None:
-        raise ConfigError("distillation needs the whole vocabulary on each rank; set engine.fsdp_config.tensor_parallel_size=1")
-    vocab = min(len(weight), len(teacher[1]))
+    vocab = min(len(weight), len(teacher[1])) if part is None else part.size
     weight, bias = _first(weight, vocab), _first(bias, vocab)
     teacher = (teacher[0], _first(teacher[1], vocab), _first(teacher[2], vocab))
     limit = max_logits or MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
     learns = torch.is_grad_enabled()
-    found: tuple[Tensor, ...] = _ChunkedDivergence.apply(
-        kind, max(1, limit // vocab), learns, targets, mask, teacher, hidden, weight, bias
-    )
+    chunk = max(1, limit // (vocab if part is None else part.most))
+    found: tuple[Tensor, ...] = _ChunkedDivergence.apply(kind, chunk, part, learns, targets, mask, teacher, hidden, weight, bias)
     return found
 
 
@@ -91,6 +91,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         ctx: Any,
         kind: Divergence,
         chunk: int,
+        part: VocabularyPart | None,
         learns: bool,
         targets: Tensor,
         mask: Tensor,
@@ -99,67 +100,70 @@ class _ChunkedDivergence(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        needs = ctx.needs_input_grad[6:] if learns else (False,) * 3
+        needs = ctx.needs_input_grad[7:] if learns else (False,) * 3
         gradients = LayerGradients(hidden, weight, bias, needs)
         mask = mask.to(sum_dtype(hidden.dtype))
         divergence, log_probs, top, agreement = (torch.empty_like(mask) for _ in range(4))
         for rows in slices(len(targets), chunk):
             own = layer_logits(hidden[rows], weight, bias, None)
             other = layer_logits(teacher[0][rows], *teacher[1:], None).to(own.dtype)
-            agreement[rows] = (own.argmax(-1) == other.argmax(-1)).to(own.dtype)
-            own, other = (_log_softmax(logits.div_(kind.temperature)) for logits in (own, other))
-            log_probs[rows], top[rows] = own.gather(-1, targets[rows, None]).squeeze(-1), own.amax(-1)
-            divergence[rows], delta = _compare(own, other, kind)
+            agreement[rows] = (_most_likely(own, part) == _most_likely(other, part)).to(own.dtype)
+            own, other = (_log_softmax(logits.div_(kind.temperature), part) for logits in (own, other))
+            log_probs[rows], top[rows] = _chosen(own, targets[rows, None], part)[:, 0], own.amax(-1)
+            divergence[rows], delta = _compare(own, other, kind, part)
             if any(needs):
                 delta *= (mask[rows] / kind.temperature)[:, None]
                 gradients.add(rows, delta.to(hidden.dtype))
-        ctx.save_for_backward(*gradients.rounded(None))
+        if part is not None:
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=part.group)
+        ctx.save_for_backward(*gradients.rounded(part))
         ctx.mark_non_differentiable(divergence, log_probs, top, agreement)
         return torch.dot(divergence, mask), divergence, log_probs, top, agreement
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = (None if gradient is None else gradient * grads[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
-        return *(None,) * 6, *found
+        return *(None,) * 7, *found
 
 
-def _compare(own: Tensor, other: Tensor, kind: Divergence) -> tuple[Tensor, Tensor]:
+def _compare(own: Tensor, other: Tensor, kind: Divergence, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
     """The divergence [m] of log-probs [m, V], and its gradient [m, V] with respect to the student's. Both are used up."""
-    if kind.top_k is None or kind.top_k >= own.shape[-1]:
-        return _divergence(own, other, kind.beta)
-    ids = other.topk(kind.top_k, dim=-1).indices
-    other = _with_tail(other, ids)[0]
-    buckets, others = _with_tail(own, ids)
-    divergence, of_buckets = _divergence(buckets.clone(), other, kind.beta)
-    # A token of the tail has its share of what reaches the tail.
+    if kind.top_k is None or kind.top_k >= _whole_size(own, part):
+        return _divergence(own, other, kind.beta, part)
+    ids = _top_ids(other, kind.top_k, part)
+    other = _with_tail(other, ids, part)[0]
+    buckets, others = _with_tail(own, ids, part)
+    divergence, of_buckets = _divergence(buckets.clone(), other, kind.beta, None)
+    # A token of the tail has its share of what reaches the tail; the k have none of it.
     delta = others.sub_(buckets[:, -1:]).exp_().mul_(of_buckets[:, -1:])
-    return divergence, delta.scatter_(-1, ids, of_buckets[:, :-1])
+    places, here = _places(ids, part)
+    return divergence, delta.scatter_add_(-1, places, of_buckets[:, :-1].where(here, 0.0))
 
 
-def _with_tail(log_probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _with_tail(log_probs: Tensor, ids: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
     """Log-probs [m, k + 1] of the tokens `ids` [m, k] and of all others together; and `log_probs`, which are used up, without the k."""
-    chosen = log_probs.gather(-1, ids)
-    others = log_probs.scatter_(-1, ids, -torch.inf)
-    return torch.cat([chosen, torch.logsumexp(others, -1, keepdim=True)], -1), others
+    chosen, (places, here) = _chosen(log_probs, ids, part), _places(ids, part)
+    others = log_probs.scatter_add_(-1, places, torch.full_like(chosen, -torch.inf).where(here, 0.0))
+    return torch.cat([chosen, _log_normaliser(others, part)[:, None]], -1), others
 
 
-def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def _divergence(log_p: Tensor, log_q: Tensor, beta: float, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
     """The divergence [m] and its gradient [m, V] with respect to log p before it is normalised. Both inputs are used up.
 
     Equal distributions give exactly 0, and so does their gradient.
     """
     if beta == 1.0:
         difference, p = log_q.neg_().add_(log_p), log_p.exp_()
-        value = (p * difference).sum(-1)
+        value = _total(p * difference, part)
         return value, difference.sub_(value[:, None]).mul_(p)
     difference = log_q - log_p
     if beta == 0.0:
         q = log_q.exp_()
-        return difference.mul_(q).sum(-1), log_p.exp_().sub_(q)
+        return _total(difference.mul_(q), part), log_p.exp_().sub_(q)
     above = _log_mixture(difference, beta)
     p, q = log_p.exp_(), log_q.exp_()
-    of_teacher = difference.sub_(above).mul_(q).sum(-1)
-    of_student = above.neg_().mul(p).sum(-1)
+    of_teacher = _total(difference.sub_(above).mul_(q), part)
+    of_student = _total(above.neg_().mul(p), part)
     delta = above.sub_(of_student[:, None]).mul_(p).mul_(1 - beta)
     return beta * of_teacher + (1 - beta) * of_student, delta
 
@@ -171,8 +175,69 @@ def _log_mixture(difference: Tensor, beta: float) -> Tensor:
     return inner.mul_(share_of_smaller).log1p_().add_(difference.clamp(min=0))
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.sub_(torch.logsumexp(logits, -1, keepdim=True))
+def _log_softmax(logits: Tensor, part: VocabularyPart | None) -> Tensor:
+    return logits.sub_(_log_normaliser(logits, part)[:, None])
+
+
+# -- over the whole vocabulary, where this rank may have a part of it -----------------------------------------------------
+
+
+def _log_normaliser(logits: Tensor, part: VocabularyPart | None) -> Tensor:
+    return torch.logsumexp(logits, -1) if part is None else part.log_normaliser(logits)
+
+
+def _total(x: Tensor, part: VocabularyPart | None) -> Tensor:
+    """The sum [m] over the vocabulary."""
+    total = x.sum(-1)
+    if part is not None:
+        dist.all_reduce(total, group=part.group)
+    return total
+
+
+def _places(ids: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """Where the tokens are here, and whether they are."""
+    return (ids, torch.ones_like(ids, dtype=torch.bool)) if part is None else part.places(ids)
+
+
+def _chosen(x: Tensor, ids: Tensor, part: VocabularyPart | None) -> Tensor:
+    """The numbers [m, k] of tokens `ids` [m, k], whoever has them."""
+    if part is None:
+        return x.gather(-1, ids)
+    places, here = part.places(ids)
+    found = x.gather(-1, places).where(here, 0.0)
+    dist.all_reduce(found, group=part.group)
+    return found
+
+
+def _most_likely(logits: Tensor, part: VocabularyPart | None) -> Tensor:
+    return logits.argmax(-1) if part is None else _top_ids(logits, 1, part)[:, 0]
+
+
+def _top_ids(x: Tensor, count: int, part: VocabularyPart | None) -> Tensor:
+    """The tokens [m, count] with the largest numbers, the same on every rank."""
+    if part is None:
+        return x.topk(count, dim=-1).indices
+    # A part may have fewer tokens than are asked for, and another part all of them.
+    best, places = x.topk(min(count, part.size), dim=-1)
+    missing = (0, min(count, part.most) - best.shape[-1])
+    parts = [F.pad(best, missing, value=-torch.inf), F.pad(places + part.start, missing)]
+    best, ids = (_joined(tensor, part) for tensor in parts)
+    return ids.gather(-1, best.topk(count, dim=-1).indices)
+
+
+def _joined(x: Tensor, part: VocabularyPart) -> Tensor:
+    """[m, n] of all ranks side by side."""
+    parts = [torch.empty_like(x) for _ in range(part.group.size())]
+    dist.all_gather(parts, x.contiguous(), group=part.group)
+    return torch.cat(parts, -1)
+
+
+def _whole_size(x: Tensor, part: VocabularyPart | None) -> int:
+    if part is None:
+        return x.shape[-1]
+    size = torch.tensor(part.size, device=x.device)
+    dist.all_reduce(size, group=part.group)
+    return int(size)
 
 
 def _first(x: Any, count: int) -> Any:

@@ -1,18 +1,17 @@
 """What the user sees while a run goes on: a live view on a terminal, one line a step everywhere else.
 
 ```text
-step 12/60  reward 0.412  kl 0.0012  entropy 1.23  length 7.4  4.1 s  (gen 1.2 update_critic 0.9 update_actor 1.3)
-validation at step 10: val-core/x/acc/mean@1 0.731
+step 12/60  reward 0.412  ref kl 0.0012  entropy 1.23  length 7.4  4.1 s  ETA 0:03:18  (gen 1.2 update_critic 0.9 update_actor 1.3)
+  generating  37 of 64 responses  4,210 tokens  890 tokens/s  21 s
+validation at step 10: val-core/x/acc/mean@1 0.731 [0.689, 0.770]
 ```
 """
 
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
 from types import FrameType
 from typing import Any, Self, TextIO
@@ -23,29 +22,36 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from lockstep.observability.eta import Due, Eta
+from lockstep.observability.waiting import LINES, leave_terminal, now_running
+
 
 @dataclass(frozen=True, slots=True)
 class View:
     """Which metrics of a step are shown."""
 
     columns: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """(label, number format, metrics of which the first present one is shown); the last are the seconds."""
+    """(label, number format, metrics of which the first present one is shown); the last are the seconds. One without any is left out."""
     curve: tuple[str, str]
     """The label and the metric whose course is drawn."""
     validation: tuple[str, ...] = ("val-core/",)
     """How the names of validation results begin."""
+    hides_zero: tuple[str, ...] = ()
+    """Labels of columns that say nothing where they show 0."""
 
 
 PPO_VIEW = View(
     (
         ("reward", ".3f", ("critic/score/mean",)),
-        # KL to the reference where the run has one, else KL of the update.
-        ("kl", ".4f", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")),
+        ("ref kl", ".4f", ("actor/reward_kl_penalty", "actor/kl_loss")),
+        ("policy kl", ".4f", ("actor/ppo_kl",)),
         ("entropy", ".2f", ("actor/entropy",)),
         ("length", ".1f", ("response_length/mean",)),
         ("seconds", ".1f", ("timing_s/step",)),
     ),
     curve=("reward", "critic/score/mean"),
+    # A batch that is one update has no other policy to be far from, and before the first update the policy is its reference.
+    hides_zero=("ref kl", "policy kl"),
 )
 
 _RECENT_STEPS = 8
@@ -56,17 +62,11 @@ _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 class Display:
     """The view of one run; this one shows nothing.
 
-    A missing metric shows as '-'; no number, not even nan, makes it raise; `with` closes it.
+    A missing metric is left out; no number, not even nan, makes it raise; `with` closes it.
     """
 
-    shows_stages = False
-    """Whether `stage` does anything."""
-
-    def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
-        """Begin; `first_step` steps are already done (0 unless the run was resumed)."""
-
-    def stage(self, name: str) -> None:
-        """A stage of the step has begun."""
+    def start(self, total_steps: int, first_step: int = 0, title: str = "", due: Due | None = None) -> None:
+        """Begin; `first_step` steps are already done (0 unless the run was resumed). `due` is what is done besides, for the ETA."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` (from 1) is done. Some of the metrics, as the view says, are shown as validation results."""
@@ -87,86 +87,92 @@ class Display:
 def make_display(stream: TextIO | None = None, view: View = PPO_VIEW) -> Display:
     """A live view when `stream` (default: standard output) is a terminal that no debugger needs, else plain lines."""
     stream = sys.stdout if stream is None else stream
-    is_capable = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    if is_capable and not _is_under_debugger():
+    if is_live_terminal(stream):
         return LiveDisplay(Console(file=stream, force_terminal=True), view)
+    LINES.start(stream)
     return PlainDisplay(stream, view)
 
 
+def is_live_terminal(stream: TextIO) -> bool:
+    """Whether it is a terminal that can be redrawn and that no debugger needs."""
+    is_capable = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    return is_capable and not _is_under_debugger()
+
+
 class PlainDisplay(Display):
-    """One line a step, which has the time of every stage; flushed, without control codes: for files, pipes and debuggers."""
+    """One line per step, which has the time of every stage; flushed, without control codes: for files, pipes and debuggers."""
 
     def __init__(self, stream: TextIO, view: View = PPO_VIEW) -> None:
         self._stream, self._view = stream, view
-        self._total_steps = 0
+        self._total_steps, self._eta = 0, Eta(0)
 
-    def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
-        self._total_steps = total_steps
+    def start(self, total_steps: int, first_step: int = 0, title: str = "", due: Due | None = None) -> None:
+        self._total_steps, self._eta = total_steps, Eta(total_steps, first_step, due)
         if title:
             self.message(title)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        for line in _lines(step, self._total_steps, metrics, self._view):
+        self._eta.step(step, metrics, is_step=_has_step(metrics, self._view))
+        for line in _lines(step, self._total_steps, metrics, self._view, self._eta):
             self.message(line)
 
     def message(self, text: str) -> None:
         self._stream.write(f"{text}\n")
         self._stream.flush()
+        LINES.heard()
 
     def close(self) -> None:
         self._stream.flush()
+        LINES.stop()
 
 
 class LiveDisplay(Display):
     """Progress, the running stage, the last steps, time per stage and the reward so far, redrawn four times a second.
 
     Prints of the process appear above the live area. `breakpoint()` hands the terminal to the debugger; the live area
-    returns with the next stage once nothing is traced any more, and until then steps are plain lines.
+    returns with the next step once nothing is traced any more, and until then steps are plain lines.
     """
-
-    shows_stages = True
 
     def __init__(self, console: Console, view: View = PPO_VIEW) -> None:
         self._console, self._view = console, view
-        self._reset(total_steps=0, first_step=0, title="")
-        self._live = self._new_live()
+        self._reset(total_steps=0, first_step=0, title="", due=None)
         self._is_open = False
+        self._live = self._new_live()
         self._streams = sys.stdout, sys.stderr
         self._breakpointhook = sys.breakpointhook
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._leave_terminal_to_parent)
 
-    def _reset(self, total_steps: int, first_step: int, title: str) -> None:
+    def _reset(self, total_steps: int, first_step: int, title: str, due: Due | None) -> None:
         self._title, self._total_steps, self._done = title, total_steps, first_step
-        self._stage: tuple[str, float] | None = None
-        self._done_at = [time.monotonic()]
-        self._recent: list[tuple[int, list[str]]] = []
+        self._eta = Eta(total_steps, first_step, due)
+        self._recent: list[tuple[int, dict[str, str]]] = []
         self._curve: list[float] = []
         self._stage_times = ""
 
-    def start(self, total_steps: int, first_step: int = 0, title: str = "") -> None:
-        self._reset(total_steps, first_step, title)
+    def start(self, total_steps: int, first_step: int = 0, title: str = "", due: Due | None = None) -> None:
+        self._reset(total_steps, first_step, title, due)
         if not self._is_open:
+            leave_terminal()
             self._is_open = True
             self._breakpointhook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
             self._show()
 
-    def stage(self, name: str) -> None:
-        self._stage = (name, time.monotonic())
-        self._return_from_debugger()
-
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._return_from_debugger()
+        has_step = _has_step(metrics, self._view)
+        self._eta.step(step, metrics, is_step=has_step)
         # Lists are replaced or appended to, never cut: the refresh thread may be reading them.
-        if _has_step(metrics, self._view):
+        if has_step:
             self._done = step
-            self._done_at = [*self._done_at[-_RECENT_STEPS:], time.monotonic()]
             self._recent = [*self._recent[1 - _RECENT_STEPS :], (step, _cells(metrics, self._view))]
             self._curve.append(float(metrics.get(self._view.curve[1], math.nan)))
             self._stage_times = _stage_times(metrics)
         is_live = self._live.is_started
         for line in (
-            _validation_lines(step, metrics, self._view) if is_live else _lines(step, self._total_steps, metrics, self._view)
+            _validation_lines(step, metrics, self._view)
+            if is_live
+            else _lines(step, self._total_steps, metrics, self._view, self._eta)
         ):
             self.message(line)
         if is_live:
@@ -178,7 +184,6 @@ class LiveDisplay(Display):
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._stage = None
             sys.breakpointhook = self._breakpointhook
             self._live.stop()
 
@@ -211,10 +216,8 @@ class LiveDisplay(Display):
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._title)] if self._title else []
         parts.append(self._progress())
-        stage = self._stage  # read once: the main thread may end it meanwhile
-        if stage is not None:
-            name, since = stage
-            parts.append(Text(f"{name}  {time.monotonic() - since:.0f} s"))
+        if self._is_open and (text := now_running()):
+            parts.append(Text(text))
         if self._recent:
             parts.append(_recent_table(self._recent, self._view))
         if self._stage_times:
@@ -227,17 +230,8 @@ class LiveDisplay(Display):
     def _progress(self) -> Table:
         row = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(self._total_steps, 1), completed=self._done, width=40)
-        row.add_row(bar, Text(f"{self._done}/{self._total_steps} steps"), Text(self._remaining()))
+        row.add_row(bar, Text(f"{self._done}/{self._total_steps} steps"), Text(f"ETA {self._eta}"))
         return row
-
-    def _remaining(self) -> str:
-        """Time left at the pace of the last steps, saves and validations between them included."""
-        at = self._done_at
-        if len(at) < 2:
-            return "ETA -"
-        pace = (at[-1] - at[0]) / (len(at) - 1)
-        seconds = pace * (self._total_steps - self._done) - (time.monotonic() - at[-1])
-        return f"ETA {timedelta(seconds=max(round(seconds), 0))}"
 
 
 def sparkline(numbers: Sequence[float], width: int, bars: str = _BARS) -> str:
@@ -265,38 +259,54 @@ def _finite_mean(numbers: Sequence[float]) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def _recent_table(rows: Sequence[tuple[int, list[str]]], view: View) -> Table:
-    labels = ("step", *(label for label, _, _ in view.columns))
-    table = Table(*(Column(label, justify="right") for label in labels), box=None, pad_edge=False)
+def _recent_table(rows: Sequence[tuple[int, dict[str, str]]], view: View) -> Table:
+    labels = [label for label, _, _ in view.columns if any(label in cells for _, cells in rows)]
+    table = Table(*(Column(label, justify="right") for label in ("step", *labels)), box=None, pad_edge=False)
     for step, cells in rows:
-        table.add_row(str(step), *cells)
+        table.add_row(str(step), *(cells.get(label, "-") for label in labels))
     return table
 
 
-def _lines(step: int, total_steps: int, metrics: Mapping[str, float], view: View) -> list[str]:
+def _lines(step: int, total_steps: int, metrics: Mapping[str, float], view: View, eta: Eta) -> list[str]:
     """The step in one line, then its validation results."""
-    *cells, seconds = _cells(metrics, view)
-    shown = "  ".join(f"{label} {cell}" for (label, _, _), cell in zip(view.columns, cells, strict=False))
+    cells = _cells(metrics, view)
+    seconds = cells.pop(view.columns[-1][0], None)
+    parts = [f"step {step}/{total_steps}", *(f"{label} {cell}" for label, cell in cells.items())]
+    parts += [f"{seconds} s"] if seconds is not None else []
+    parts += [f"ETA {eta}"] if step < total_steps else []
     stages = _stage_times(metrics)
-    line = f"step {step}/{total_steps}  {shown}  {seconds} s" + (f"  ({stages})" if stages else "")
+    line = "  ".join([*parts, f"({stages})"] if stages else parts)
     return [*([line] if _has_step(metrics, view) else []), *_validation_lines(step, metrics, view)]
 
 
 def _validation_lines(step: int, metrics: Mapping[str, float], view: View) -> list[str]:
     return [
-        f"validation at step {step}: {name} {_number(value, '.3f')}"
-        for name, value in metrics.items()
+        f"validation at step {step}: {name} {with_interval(metrics, name, '.3f')}"
+        for name in metrics
         if name.startswith(view.validation)
     ]
 
 
+def with_interval(metrics: Mapping[str, float], name: str, spec: str) -> str:
+    """The number, with its 95 % interval where it has one (`val-core/NAME` has it in `val-aux/NAME/low` and `/high`)."""
+    names = [f"{name.replace('val-core/', 'val-aux/', 1)}/{end}" for end in ("low", "high")]
+    interval = f" [{', '.join(_number(metrics[end], spec) for end in names)}]" if all(end in metrics for end in names) else ""
+    return _number(metrics[name], spec) + interval
+
+
 def _has_step(metrics: Mapping[str, float], view: View) -> bool:
     """False for the metrics of a validation alone, such as the one before the first step."""
-    return not _validation_lines(0, metrics, view) or any(cell != "-" for cell in _cells(metrics, view))
+    return not _validation_lines(0, metrics, view) or bool(_cells(metrics, view))
 
 
-def _cells(metrics: Mapping[str, float], view: View) -> list[str]:
-    return [_number(next((metrics[n] for n in names if n in metrics), None), spec) for _, spec, names in view.columns]
+def _cells(metrics: Mapping[str, float], view: View) -> dict[str, str]:
+    """Label -> number, of the columns that have one."""
+    found = {
+        label: _number(metrics[name], spec)
+        for label, spec, names in view.columns
+        for name in [name for name in names if name in metrics][:1]
+    }
+    return {label: cell for label, cell in found.items() if label not in view.hides_zero or float(cell) != 0}
 
 
 def _stage_times(metrics: Mapping[str, float]) -> str:
@@ -309,9 +319,7 @@ def _stage_times(metrics: Mapping[str, float]) -> str:
     )
 
 
-def _number(value: float | None, spec: str) -> str:
-    if value is None:
-        return "-"
+def _number(value: float, spec: str) -> str:
     if 1e6 <= abs(value) < math.inf:
         return f"{value:.2e}"
     return f"{value:z{spec}}"

@@ -11,7 +11,7 @@ micro-batches and ranks --merge_metrics--> one optimizer step --average_updates-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Self
@@ -68,7 +68,7 @@ class Max(_Kind):
     value: float
 
     def _with(self, other: Max) -> Max:
-        return Max(_nan_or(max, self.value, other.value))
+        return Max(max(self.value, other.value, key=lambda value: (math.isnan(value), value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Min(_Kind):
     value: float
 
     def _with(self, other: Min) -> Min:
-        return Min(_nan_or(min, self.value, other.value))
+        return Min(min(self.value, other.value, key=lambda value: (not math.isnan(value), value)))
 
 
 Metric = Mean | Sum | Max | Min
@@ -90,7 +90,7 @@ def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
 
     A metric may be missing in some parts. Raises TypeError when a name has different kinds in different parts.
     """
-    return {name: _merged(found) for name, found in _by_name(parts).items()}
+    return {name: reduce(_merge, found) for name, found in _by_name(parts).items()}
 
 
 def average_updates(updates: Sequence[Metrics]) -> dict[str, float]:
@@ -124,19 +124,14 @@ def _is_measured(metric: Metric) -> bool:
     return not (isinstance(metric, Mean) and metric.weight == 0)
 
 
-def _merged(found: list[Metric]) -> Metric:
-    return reduce(lambda a, b: a.merge(b), found)
+def _merge(a: Metric, b: Metric) -> Metric:
+    return a.merge(b)
 
 
 def _over_updates(found: list[Metric]) -> float:
     if isinstance(found[0], Max | Min):
-        return _merged(found).value
+        return reduce(_merge, found).value
     return sum(metric.value for metric in found) / len(found)
-
-
-def _nan_or(choose: Callable[[float, float], float], a: float, b: float) -> float:
-    # max() and min() alone keep or lose a nan depending on the order of their arguments.
-    return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
 
 
 def _kinds_differ(a: object, b: object) -> TypeError:

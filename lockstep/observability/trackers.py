@@ -6,36 +6,46 @@ run goes on.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.errors import ConfigError, MissingExtra
+from lockstep.errors import ConfigError, ResourceError
+from lockstep.observability.dashboards import DASHBOARDS, Samples, check_installed
+from lockstep.utils.files import load_reference
 
-KNOWN_TRACKERS = ("console", "file", "tensorboard", "wandb")
+KNOWN_TRACKERS = ("console", "file", *DASHBOARDS)
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for an unknown name and MissingExtra for a package that is not installed, without starting anything."""
     for name in names:
-        if name not in KNOWN_TRACKERS:
-            raise ConfigError(f"trainer.logger names {name!r}, which is not known; choose some of: {', '.join(KNOWN_TRACKERS)}")
-        if name in _STARTS:
-            _starter(name)
+        if name in DASHBOARDS:
+            check_installed(name)
+        elif name not in KNOWN_TRACKERS and not callable(load_reference(name)):
+            known = ", ".join(KNOWN_TRACKERS)
+            raise ConfigError(
+                f"trainer.logger names {name!r}, which is not known; choose some of: {known}, or file.py:name of your own"
+            )
 
 
 class Tracker(Protocol):
-    """One destination of metrics. Both methods may raise; `Tracking` reports it."""
+    """One destination of metrics. Its methods may raise; `Tracking` reports it.
+
+    One of the user's own is made with the arguments project_name, experiment_name, run_dir, config and resume_step, by name.
+    """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of one step."""
+
+    def samples(self, rows: Samples, step: int) -> None:
+        """Show what the model wrote in some step. A tracker may do without this method."""
 
     def finish(self, exit_code: int) -> None:
         """Write what is pending and close; `exit_code` is 0 for a run that ended well."""
@@ -49,15 +59,15 @@ class Tracking:
     ```text
     console      nothing here (the display is separate)
     file         <run_dir>/metrics.jsonl, which is written in any case
-    tensorboard  <run_dir>/tensorboard
-    wandb        Weights & Biases, project `project_name`, run `experiment_name`
+    tensorboard, wandb, mlflow, swanlab, trackio   see dashboards.py
+    file.py:name                                   a Tracker of the user's own
     ```
 
     `resume_step` is the step of the checkpoint that the run continues from: what was logged after it is dropped, so
     each step is there once. With None the run is new, and an older metrics.jsonl is kept as metrics.<n>.jsonl.
 
-    Raises ConfigError on an unknown name, MissingExtra when a tracker's package is not installed, and whatever a
-    tracker raises that cannot start.
+    Raises ConfigError on an unknown name, MissingExtra when a tracker's package is not installed, ResourceError for a tracker that
+    cannot start, and OSError where metrics.jsonl cannot be written.
     """
 
     def __init__(
@@ -73,12 +83,12 @@ class Tracking:
         check_trackers(names)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._finished = False
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, Any] = {}
         try:
-            if "tensorboard" in names:
-                self._trackers["tensorboard"] = _TensorBoard(run_dir / "tensorboard", config, resume_step)
-            if "wandb" in names:
-                self._trackers["wandb"] = _Wandb(project_name, experiment_name, run_dir, config, resume_step)
+            own = {"project_name": project_name, "experiment_name": experiment_name, "run_dir": run_dir, "config": config}
+            for name in dict.fromkeys(names):
+                if name not in ("console", "file"):
+                    self._trackers[name] = _start(name, **own, resume_step=resume_step)
             # Last, so that a start that fails leaves the metrics of the run before it where they are.
             self._trackers["file"] = _JsonLines(run_dir / "metrics.jsonl", resume_step)
         except BaseException:
@@ -89,14 +99,22 @@ class Tracking:
         """Send the metrics of one step. A tracker that raises is reported by a warning and gets nothing more."""
         if self._finished:
             raise RuntimeError(f"log() of step {step} after finish(): its metrics would be lost")
+        self._send(step, lambda tracker: tracker.log(metrics, step))
+
+    def samples(self, rows: Samples, step: int) -> None:
+        """Send a table of what the model wrote, to those who show one."""
+        if rows:
+            self._send(step, lambda tracker: tracker.samples(rows, step) if hasattr(tracker, "samples") else None)
+
+    def _send(self, step: int, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                tracker.log(metrics, step)
+                call(tracker)
             except Exception as error:
                 del self._trackers[name]
                 warnings.warn(
                     f"tracker {name!r} failed at step {step} and is dropped, the run goes on: {error!r}",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
 
     def finish(self, exit_code: int = 0) -> None:
@@ -114,6 +132,15 @@ class Tracking:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.finish(exit_code=0 if kind is None else 1)
+
+
+def _start(name: str, **arguments: Any) -> Tracker:
+    try:
+        tracker: Tracker = (DASHBOARDS.get(name) or load_reference(name))(**arguments)
+    except Exception as error:  # a key is missing, nobody is there: every package has errors of its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ResourceError(f"trainer.logger={name} cannot start: {reason}; mend it, or leave it out of trainer.logger") from error
+    return tracker
 
 
 class _JsonLines:
@@ -137,57 +164,6 @@ class _JsonLines:
 
     def finish(self, exit_code: int) -> None:
         self._file.close()
-
-
-class _TensorBoard:
-    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        # Older event files in the folder: TensorBoard hides their points from this step on.
-        first_step = 0 if resume_step is None else resume_step + 1
-        self._writer = _starter("tensorboard")(str(folder), purge_step=first_step)
-        self._writer.add_text("config", f"<pre>{json.dumps(dict(config), indent=2, default=str)}</pre>", resume_step or 0)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def finish(self, exit_code: int) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(
-        self, project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any], resume_step: int | None
-    ) -> None:
-        # A resumed run continues the same curve. Steps it repeats are there already: wandb ignores them.
-        id_file = run_dir / "wandb_run_id.txt"
-        run_id = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
-        self._run = _starter("wandb")(
-            project=project_name, name=experiment_name, dir=str(run_dir), config=dict(config), id=run_id, resume="allow"
-        )
-        id_file.write_text(f"{self._run.id}\n")
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def finish(self, exit_code: int) -> None:
-        self._run.finish(exit_code=exit_code)
-
-
-_STARTS = {"tensorboard": ("torch.utils.tensorboard", "SummaryWriter"), "wandb": ("wandb", "init")}
-"""Tracker, which is its package -> the module and the name in it that starts it."""
-
-
-def _starter(tracker: str) -> Any:
-    module, name = _STARTS[tracker]
-    try:
-        importlib.import_module(tracker)  # torch's module of tensorboard is there without it
-        return getattr(importlib.import_module(module), name)
-    except (
-        ImportError,
-        AttributeError,
-    ) as error:  # a folder of that name, as wandb leaves behind, can be imported but has no such name
-        raise MissingExtra(f"the {tracker} logger", tracker, "logging") from error
 
 
 def _strict(value: float) -> float | str:

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
-from lockstep.errors import DataError
 from lockstep.models.chunked_head import MAX_LOGITS
 from lockstep.models.fast_layers import has_fast_layers
-from lockstep.models.load import Head, model_on_meta
+from lockstep.models.load import Head
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import activation_bytes, possible_kinds
+from lockstep.planner.built import build
 from lockstep.planner.memory import Keys, Model, Rollout
 
 LEAST_SEQUENCES = 64
@@ -66,7 +66,7 @@ def count_model(
 
     `budget` is the tokens, or the rows, of a micro-batch. Raises DataError where transformers cannot build it with this head.
     """
-    module = _build(model, head)
+    module = build(model, head)
     adapters = model.adapts and update is not None
     if adapters:
         Lora(module, model, head, seed=0)
@@ -93,13 +93,11 @@ def count_model(
         beside=None,
         # Without a gradient a layer's parts are dropped as they are used: the stream, a norm, queries or keys; gate, up and their product.
         # In a fast layer they live until it ends, and the stream (before, between and after its halves) is float32.
-        forward=tokens["pass"] * ((16 if fast else 4) * hidden + 3 * intermediate) * element + logits["pass"] * _FLOAT,
+        forward=tokens["pass"] * ((16 if fast else 4) * hidden + 3 * intermediate) * element,
+        pass_logits=logits["pass"] * _FLOAT,
         update=update,
-        activations={
-            kind: activation_bytes(kind, tokens["update"], layers, hidden, intermediate, element, fast)
-            + logits["update"] * (_FLOAT + element)
-            for kind in kinds
-        },
+        activations={kind: activation_bytes(kind, tokens["update"], layers, hidden, intermediate, element, fast) for kind in kinds},
+        update_logits=logits["update"] * (_FLOAT + element),
         param_offload=choice.fsdp_config.param_offload if offloads else False,
         optimizer_offload=choice.fsdp_config.optimizer_offload if offloads and update is not None else False,
         **state,
@@ -116,7 +114,7 @@ def count_rollout(
     load: Load,
 ) -> Rollout:
     """What generates from `model`; `actor` is the engine of the actor in the same worker, if there is one."""
-    module = _build(model, Head.LANGUAGE_MODEL)
+    module = build(model, Head.LANGUAGE_MODEL)
     text = module.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -139,14 +137,6 @@ def count_rollout(
         keeps_weights=(actor is None or world_size == 1) if in_process else config.name == "sglang" or not config.free_cache_engine,
         keeps_cache=not config.free_cache_engine,
     )
-
-
-def _build(model: ModelConfig, head: Head) -> PreTrainedModel:
-    try:
-        return model_on_meta(model, head)
-    except ValueError as error:
-        first = str(error).strip().splitlines()[0]
-        raise DataError(f"{model.path} cannot be built as {head.name.lower()}: {first}") from error
 
 
 def _kinds(model: ModelConfig, module: PreTrainedModel) -> list[str]:

@@ -67,7 +67,11 @@ class Model:
     beside: str | None = None
     """The update of another model in which it computes too: a teacher's, in its student's."""
     update: str | None = None
-    """The stage in which it learns; None for a frozen model, which has none of the following."""
+    """The stage in which it learns; None for a frozen model, which has no gradients, moments and activations."""
+    pass_logits: int = 0
+    """Logits of a chunk in a pass."""
+    update_logits: int = 0
+    """Logits of a chunk and their gradient in an update."""
     gradients: int = 0
     moments: int = 0
     activations: Mapping[str, int] = field(default_factory=dict)
@@ -77,7 +81,7 @@ class Model:
 
     def parts(self, *names: str) -> Contents:
         """Some of its sizes."""
-        return Counter({f"{self.name} {name}": getattr(self, name) for name in names})
+        return Counter({f"{self.name} {name.rpartition('_')[2]}": getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,7 @@ def plan_memory(models: Models, rollout: Rollout | None, free: int) -> list[Memo
 
 def stage_bytes(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, int]:
     """Stage -> bytes on the device at its fullest moment."""
-    return {stage: parts.total() for stage, parts in _stage_parts(models, rollout, plans).items()}
+    return {stage: parts.total() for stage, parts in stage_parts(models, rollout, plans).items()}
 
 
 def host_bytes(models: Models, plans: Plans) -> int:
@@ -174,7 +178,7 @@ def describe_plan(models: Models, rollout: Rollout | None, plans: Plans, free: i
 # -- what a stage needs ----------------------------------------------------------------------------------------------------
 
 
-def _stage_parts(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, Contents]:
+def stage_parts(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, Contents]:
     """Stage -> what lies on the device at its fullest moment."""
     fullest: dict[str, Contents] = {}
     for stage, parts in _moments(models, rollout, plans):
@@ -193,10 +197,11 @@ def _moments(models: Models, rollout: Rollout | None, plans: Plans) -> Iterator[
         waiting = () if plan.offload_moments else ("moments",)
         activations = f"{model.name} activations"
         for stage in model.passes:
-            yield stage, others + model.parts("weights", *waiting, "gathered") + Counter({activations: model.forward})
+            passing = model.parts("weights", *waiting, "gathered", "pass_logits")
+            yield stage, others + passing + Counter({activations: model.forward})
         if model.update is not None:
             assert plan.recompute is not None
-            computing = model.parts("weights", "gradients", *waiting, "gathered") + _beside(pairs, model.update)
+            computing = model.parts("weights", "gradients", *waiting, "gathered", "update_logits") + _beside(pairs, model.update)
             yield model.update, others + computing + Counter({activations: model.activations[plan.recompute]})
             yield model.update, others + model.parts("weights", "gradients", "moments")
     if rollout is None:
@@ -220,7 +225,7 @@ def _beside(pairs: Sequence[tuple[Model, MemoryPlan]], update: str) -> Contents:
     needed: Contents = Counter()
     for model, plan in pairs:
         if model.beside == update:
-            needed += model.parts("gathered", *["weights"] * plan.offload_weights) + Counter(
+            needed += model.parts("gathered", "pass_logits", *["weights"] * plan.offload_weights) + Counter(
                 {f"{model.name} activations": model.forward}
             )
     return needed
@@ -290,7 +295,7 @@ def _recompute_less(models: Models, rollout: Rollout | None, plans: list[MemoryP
 
 
 def _too_large(models: Models, rollout: Rollout | None, plans: Plans, free: int) -> str:
-    stage, parts = max(_stage_parts(models, rollout, plans).items(), key=lambda item: item[1].total())
+    stage, parts = max(stage_parts(models, rollout, plans).items(), key=lambda item: item[1].total())
     sizes = ", ".join(f"{what} {_gb(size)}" for what, size in parts.most_common())
     return (
         f"the models do not fit on one device: stage {stage} takes {_gb(parts.total())} GB ({sizes}), and only {_gb(LIMIT * free)} GB, "
@@ -307,7 +312,8 @@ def _remedy(models: Models, rollout: Rollout | None, plans: Plans, stage: str, p
                 return f"set {key}=auto"
         if stage == model.update and model.keys.recompute and "full" not in model.activations:
             return f"set {model.keys.recompute}"
-    lighter = [replace(model, forward=0, activations=dict.fromkeys(model.activations, 0)) for model in models]
+    none: dict[str, Any] = {"forward": 0, "pass_logits": 0, "update_logits": 0}
+    lighter = [replace(model, activations=dict.fromkeys(model.activations, 0), **none) for model in models]
     without_cache = replace(rollout, cache=0) if rollout is not None else None
     if stage_bytes(lighter, without_cache, plans)[stage] <= LIMIT * free:
         if stage == GENERATION and rollout is not None:

@@ -81,8 +81,8 @@ class Judges:
     def of(self, tag: Tag, has_model: bool) -> JudgeWeights:
         """Judge -> weight for a row. Without a model (as in validation) its share is left out.
 
-        Raises MissingReward when nobody can judge the row, DataError when it has no data_source and needs one, ConfigError when its
-        weights name a judge that is not there.
+        Raises MissingReward when nobody can judge the row, DataError when it has no data_source or no ground truth and needs one,
+        ConfigError when its weights name a judge that is not there.
         """
         chosen = {judge: weight for judge, weight in self.explicit(tag).items() if has_model or judge != MODEL}
         if not chosen:
@@ -92,8 +92,11 @@ class Judges:
                 chosen = {SANDBOX: 1.0}
             else:
                 chosen = {MODEL if has_model and not self._has_rule(tag.data_source) else RULE: 1.0}
-        if RULE in chosen:
-            self._rule(tag.data_source)
+        if RULE in chosen and _is_built_in(self._rule(tag.data_source)) and not (tag.has_truth or tag.has_test_cases):
+            raise DataError(
+                f"rows of data_source {tag.data_source!r} have no reward_model.ground_truth, which its reward compares answers with: "
+                'add it to the column reward_model, as {"ground_truth": ...}'
+            )
         return chosen
 
     def explicit(self, tag: Tag) -> JudgeWeights:
@@ -147,3 +150,7 @@ class Judges:
         for name in weights:
             if name not in known:
                 raise ConfigError(f"{where} names the judge {name!r}; known: {', '.join(known)}. Add yours to reward.functions")
+
+
+def _is_built_in(rule: Callable[..., Any]) -> bool:
+    return str(getattr(rule, "__module__", "")).startswith("lockstep.rewards.graders")

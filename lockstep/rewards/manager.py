@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,11 @@ from lockstep.config.reward import RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import Column, DataProto, Ragged
+from lockstep.rewards.examples import print_examples
 from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score, check_score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
-from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +130,8 @@ class RewardManager:
         answer = scoring.finish(data)
         rewards: Ragged = answer["reward_tensor"]
         if self.num_examine:
-            self._print_examples(data, answer)
+            sources, reward_models = (column(data, name) for name in (self.reward_fn_key, "reward_model"))
+            print_examples(data, answer, sources, reward_models, self.decode, self.num_examine)
         if not ragged:
             answer["reward_tensor"] = rewards.pad()
         if return_dict:
@@ -184,21 +184,6 @@ class RewardManager:
         """What each row says about its reward."""
         return list(map(Tag.of, column(data, self.reward_fn_key), column(data, "reward_model")))
 
-    def _print_examples(self, data: DataProto, answer: Mapping[str, Any]) -> None:
-        printed: Counter[Any] = Counter()
-        sums = [row.sum().item() for row in answer["reward_tensor"].rows()]
-        scores = answer["reward_extra_info"].get("score", sums)
-        for i, (source, reward_model) in enumerate(zip(column(data, self.reward_fn_key), column(data, "reward_model"))):
-            if printed[source] < self.num_examine:
-                printed[source] += 1
-                failure = answer["failures"][i]
-                shown = (
-                    f"[data_source] {source}\n[prompt] {self.decode(data.ragged('prompts')[i])}\n"
-                    f"[response] {self.decode(data.ragged('responses')[i])}\n[ground_truth] {(reward_model or {}).get('ground_truth')}\n"
-                    f"[score] {f'missing: {failure.kind}' if failure else f'{scores[i]:g}'}"
-                )
-                print(printable(shown))
-
 
 class Scoring:
     """The scores of one batch on their way. `add` may be called from any thread, for rows in any order; `finish` asks for the rest."""
@@ -224,10 +209,11 @@ class Scoring:
         `RewardManager.__call__` for what is returned.
         """
         manager, responses = self._manager, data.ragged("responses")
+        judged_ids = data.ragged("last_turn") if "last_turn" in data else responses
         rm_scores = data.columns.get("rm_scores")
         judged = data.batch["rm_judged"].bool().tolist() if "rm_judged" in data else [rm_scores is not None] * len(data)
         chosen: list[JudgeWeights] = []
-        for i, (tag, row) in enumerate(zip(self._tags, responses.rows(), strict=True)):
+        for i, (tag, row) in enumerate(zip(self._tags, judged_ids.rows(), strict=True)):
             by_model = judged[i] and not manager.explicit(tag)
             chosen.append({MODEL: 1.0} if by_model else manager.judges_of(tag, judged[i]))
             self._ask(i, row, chosen[i])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lockstep.config.trainer import RunConfig
+from lockstep.observability.spans import progress
 from lockstep.planner.count import Load
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
 from lockstep.trainer.memory import place_models
@@ -84,12 +85,16 @@ class Workers:
                 start_timeout_s=section.start_timeout_s,
             )
             self.groups.append(group)
-            for name, view in group.spawn().items():
-                self.by_role[roles[name]] = view
+            with progress(f"starting the workers of {pool}"):
+                for name, view in group.spawn().items():
+                    self.by_role[roles[name]] = view
         self._place_models(by_pool, specs)
-        for view in self.by_role.values():
+        for number, view in enumerate(self.by_role.values(), start=1):
             if hasattr(view, "init_model"):
-                view.init_model()
+                with progress(f"loading the model of {view.name} ({number} of {len(self.by_role)})"):
+                    view.init_model()
+            if section.on_nonfinite == "skip" and hasattr(view, "skip_nonfinite"):
+                view.skip_nonfinite()
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]], specs: Mapping[Enum, RoleSpec]) -> None:
         """Decide, for each device, which models are offloaded while others work, and say so."""

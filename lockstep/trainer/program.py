@@ -2,43 +2,101 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from lockstep import __version__
+from lockstep.checkpoint.lock import check_folder
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
+from lockstep.observability.display import is_live_terminal
+from lockstep.observability.spans import progress
+from lockstep.observability.trackers import check_trackers
+from lockstep.observability.waiting import shown_waits
 from lockstep.utils.printable import printable
+
+if TYPE_CHECKING:
+    from lockstep.config.stage import StageConfig
+    from lockstep.trainer.stage_run import StageRun
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+T = TypeVar("T", bound="StageRun")
 
 
 def run_program(
-    arguments: Sequence[str] | None, root: type, load: Callable[[list[str], Path | None], Any], run: Callable[[Any], None]
+    arguments: Sequence[str] | None,
+    root: type,
+    load: Callable[[list[str], Path | None], Any],
+    run: Callable[[Any], None],
+    algorithm: str = "ppo",
 ) -> int:
-    """`run` what the command line describes; returns the exit status. `--config FILE` reads a YAML file, `--help` lists the keys."""
+    """`run` what the command line describes; returns the exit status.
+
+    `--config FILE` reads a YAML file. `--help` lists the keys in groups, `--help WORD` explains a group or searches (config/help.py).
+    """
     # Read when torch loads its OpenMP library. Threads that spin while they wait make a small model many times slower on busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in arguments or "-h" in arguments:
-        from lockstep.config.reference import command_line_help
-
-        print(command_line_help(root))
-        return 0
     try:
+        asked = next((at for at, word in enumerate(arguments) if word in ("-h", "--help")), None)
+        if asked is not None:
+            from lockstep.config.help import command_help
+
+            print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
+            return 0
+        # Before anything that takes time: the reader knows at once that something happens, and meanwhile what.
+        print(f"lockstep {__version__}: reading the configuration", flush=True)
         config_file, overrides = _split_arguments(arguments)
-        run(load(overrides, config_file))
+        config = load(overrides, config_file)
+        check_trackers(config.trainer.logger)
+        print(f"the run's folder: {config.trainer.run_dir}", flush=True)
+        check_folder(config.trainer.run_dir)
+        with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
+            with progress("importing PyTorch and transformers"):
+                import_module("lockstep.workers.engine_workers")
+            run(config)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        return 128 + stopped.signum
+        return stopped.exit_status
     except LockstepError as error:
         print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
+        return error.exit_status
+    except OSError as error:
+        if error.filename is None and error.errno not in _NO_SPACE:
+            raise
+        advice = "free some space" if error.errno in _NO_SPACE else "make it one that can be read and written, or name another"
+        print(printable(f"error: {error.filename or 'a file'}: {error.strerror}; {advice}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def opened_stage(config: StageConfig, make_trainer: Callable[[Any], T]) -> Iterator[T]:
+    """The recipe that `make_trainer` makes for a class of worker groups; none of its workers is left at the end."""
+    with (
+        worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
+        closing(make_trainer(group_cls)) as trainer,
+    ):
+        yield trainer
+
+
+def run_stage(opened: AbstractContextManager[StageRun]) -> None:
+    """Train, and say what came of it."""
+    from lockstep.trainer.summary import summarise_stage
+
+    with opened as trainer:
+        trainer.init_workers()
+        result = trainer.fit()
+    print(summarise_stage(result, trainer.view.validation))
 
 
 @contextmanager

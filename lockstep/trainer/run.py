@@ -16,9 +16,10 @@ import dataclasses
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
-from lockstep.data.schedule import batch_at
-from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout
+from lockstep.data.schedule import PromptSchedule, batch_at
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
+from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
-from lockstep.observability.spans import StageTimer
+from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
+from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
 
 
@@ -44,16 +47,18 @@ class FitResult:
 
     steps: int
     """Steps done in all, those before a resume included."""
-    first_validation: dict[str, float]
-    """Metrics of the first validation, that of a run before a resume included (empty without one)."""
+    validation_before: dict[str, float]
+    """Metrics of the validation before the first step, that of a run before a resume included; empty where there was none."""
     last_validation: dict[str, float]
-    """Metrics of the last."""
+    """Metrics of the last validation; empty where there was none."""
     checkpoint: Path | None
     """The newest checkpoint."""
     best_checkpoint: Path | None
     """The best one by trainer.best_metric."""
     metrics_file: Path
     """Where every step's metrics are."""
+    alarms: tuple[str, ...] = ()
+    """What did not go as it should (observability/alarms.py)."""
 
 
 class Run(ABC):
@@ -70,15 +75,17 @@ class Run(ABC):
         self.config, self.section = config, config.trainer
         self.total_steps, self.has_validation = total_steps, has_validation
         self.display = display
-        self.timer = StageTimer(on_enter=display.stage if display.shows_stages else None)
+        self.timer = StageTimer()
         self.global_steps = 0
         """Steps done so far. A step that raises does not count."""
-        self.validations: list[dict[str, float]] = []
-        """Metrics of the first validation and of those of this start."""
+        self.validation_before: dict[str, float] = {}
+        self.last_validation: dict[str, float] = {}
+        self._validated_share = 1.0
+        self.alarms, self._is_alarmed = Alarms(self.section.run_dir), False
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
-        self._position_before = 0
+        self._position_before = self._steps_without = 0
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -100,6 +107,10 @@ class Run(ABC):
     def _validate(self) -> dict[str, float]:
         """Metrics of the model as it is. Called only where `has_validation`."""
         return {}
+
+    def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
+        """Called once after each step: may add to its metrics, and returns some of what the model wrote (prompt, response, score)."""
+        return []
 
     def _state(self) -> dict[str, Any]:
         """What is needed to go on, beside the models and `global_steps`, as JSON."""
@@ -124,6 +135,10 @@ class Run(ABC):
     def _position(self) -> int:
         """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
         return self.global_steps
+
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """The rows that are trained on, and their order."""
+        raise NotImplementedError("this recipe reads no files")
 
     def _describe(self) -> str:
         """What a step does, for the user to read at the start."""
@@ -168,41 +183,36 @@ class Run(ABC):
         try:
             with StopSignals(config.stop_deadline_s) as stop:
                 self._resume()
+                self.alarms.resume(self._metrics_file, self.global_steps)
                 (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
                 with self._tracking() as tracking, self.display:
                     self._introduce()
                     if self.has_validation and (config.val_only or (config.val_before_train and not self.global_steps)):
-                        metrics = self._timed_validation()
+                        metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
                         tracking.log(metrics, self.global_steps)
+                        self.alarms.step(self.global_steps, metrics, [])
                         self.display.step(self.global_steps, metrics)
-                    while self.global_steps < self.total_steps and not config.val_only and not stop.asked:
+                    while self.global_steps < self.total_steps and not (config.val_only or stop.asked or self._is_alarmed):
                         self.timer.reset()
                         self._position_before = self._position()
                         metrics = self._step()
                         self.global_steps += 1
-                        if self.left_out:
-                            metrics["training/left_out_batches"] = len(self.left_out)
-                        if self.has_validation and self.is_due(config.test_freq, self.global_steps) and not stop.asked:
-                            metrics |= self._timed_validation()
-                        saves = self.is_due(config.save_freq, self.global_steps) or (stop.asked and config.save_freq != 0)
-                        draft = self._begin_save(metrics) if saves else None
-                        for name in ("testing", "save_checkpoint"):
-                            if name in self.timer.seconds:
-                                metrics[f"timing_s/{name}"] = self.timer.seconds[name]
-                        tracking.log(metrics, self.global_steps)
-                        if draft is not None:
-                            self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
-                        self.display.step(self.global_steps, metrics)
-                        self._saver.check()
+                        self._after_step(metrics, tracking, stop)
                     self._end_save()
             if stop.asked and self.global_steps < self.total_steps:
-                raise Stopped(stop.asked, self._stopped(stop.asked.name))
+                raise Stopped(stop.asked, self._ended(stop.asked.name))
+            if self._is_alarmed:
+                self.alarms.stop(self._ended)
             return self._result()
         except Stopped:
             raise
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
+            if is_nonfinite(error):
+                from lockstep.trainer.capsule import keep_failed_step
+
+                keep_failed_step(self, error)
             if not self._begins_again_after(error):
                 raise
         finally:
@@ -210,9 +220,39 @@ class Run(ABC):
         self._begin_again()
         return self.fit()
 
+    def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
+        """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
+        config, samples = self.section, self._examine(metrics)
+        if config.on_nonfinite == "skip":
+            self._steps_without = heed_skipped(metrics, self.global_steps, self._steps_without, self.display.message)
+        if self.left_out:
+            metrics["training/left_out_batches"] = len(self.left_out)
+        if self._validates_after(self.global_steps) and not stop.asked:
+            metrics |= self._timed_validation()
+        alarms = self.alarms.step(self.global_steps, metrics, samples)
+        self._is_alarmed = bool(alarms) and config.on_alarm == "stop"
+        is_last = bool(stop.asked) or self._is_alarmed
+        saves = self.is_due(config.save_freq, self.global_steps) or (is_last and config.save_freq != 0)
+        draft = self._begin_save(metrics) if saves else None
+        for name in ("testing", "save_checkpoint"):
+            if name in self.timer.seconds:
+                metrics[f"timing_s/{name}"] = self.timer.seconds[name]
+        tracking.log(metrics, self.global_steps)
+        if self.global_steps == 1 or alarms or {"testing", "save_checkpoint"} & set(self.timer.seconds):
+            tracking.samples(samples, self.global_steps)
+        if draft is not None:
+            self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
+        self.display.step(self.global_steps, metrics)
+        if alarms:
+            self.display.message(shown(alarms, samples))
+        self._saver.check()
+
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
         return frequency != 0 and (step == self.total_steps or (frequency > 0 and step % frequency == 0))
+
+    def _validates_after(self, step: int) -> bool:
+        return self.has_validation and self.is_due(self.section.test_freq, step)
 
     @property
     def _metrics_file(self) -> Path:
@@ -221,23 +261,24 @@ class Run(ABC):
     def _result(self) -> FitResult:
         return FitResult(
             steps=self.global_steps,
-            first_validation=self.validations[0] if self.validations else {},
-            last_validation=self.validations[-1] if self.validations else {},
+            validation_before=self.validation_before,
+            last_validation=self.last_validation,
             checkpoint=folders.newest(self.section.run_dir),
             best_checkpoint=self._saver.best(),
             metrics_file=self._metrics_file,
+            alarms=tuple(map(str, self.alarms.sounded)),
         )
 
-    def _stopped(self, signal_name: str) -> str:
+    def _ended(self, why: str) -> str:
         newest = folders.newest(self.section.run_dir)
         saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
-        return f"{signal_name}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
+        return f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
 
     def _tracking(self) -> Tracking:
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
-            experiment_name=self.section.experiment_name,
+            experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,
@@ -245,18 +286,39 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        self.display.start(self.total_steps, first_step=self.global_steps, title=title)
+        due: dict[str, Callable[[int], bool]] = {
+            "testing": self._validates_after,
+            "save_checkpoint": partial(self.is_due, self.section.save_freq),
+        }
+        self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:
             self.display.message(
                 f"nothing to train: the checkpoint is at step {self.global_steps} of {self.total_steps}; raise "
-                "trainer.total_training_steps to go on, or set trainer.resume_mode=disable to start anew"
+                "trainer.total_training_steps to go on, or name a new run with trainer.experiment_name"
             )
 
     def _timed_validation(self) -> dict[str, float]:
+        self._validated_share = 1.0
         with self.timer.stage("testing"):
-            self.validations.append(self._validate())
-        return self.validations[-1]
+            self.last_validation = self._validate()
+        if self._validated_share < 1:
+            self.last_validation["val-aux/share_of_rows"] = self._validated_share
+        if not self.global_steps:
+            self.validation_before = self.last_validation
+        return self.last_validation
+
+    def _validated_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
+        """The rows that this validation is on: all, but before the first step those of trainer.val_before_train_samples."""
+        if self.global_steps or self.section.val_only:
+            return list(range(num_rows))
+        rows = self.section.first_validation_rows(num_rows, samples_per_row, samples_per_step)
+        if len(rows) < num_rows:
+            self._validated_share = len(rows) / num_rows
+            self.display.message(
+                f"the validation before the first step is on {len(rows)} of {num_rows} rows (trainer.val_before_train_samples=-1: all)"
+            )
+        return rows
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
@@ -264,8 +326,7 @@ class Run(ABC):
         """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
         detail = error.detail if isinstance(error, WorkerError) else ""
         is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
-        is_nonfinite = isinstance(error, NumericalError) or detail.startswith("NumericalError")
-        rolls_back = is_nonfinite and self.section.on_nonfinite == "rollback"
+        rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
         if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
         self.num_restarts += 1
@@ -282,7 +343,7 @@ class Run(ABC):
         return True
 
     def _begin_again(self) -> None:
-        self.global_steps, self.validations = 0, []
+        self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
@@ -311,9 +372,10 @@ class Run(ABC):
                 return None
 
     def _wait_for_save(self) -> None:
-        for error in self._finish_save():
-            self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
-        self._saver.wait()
+        with progress("writing the checkpoint"):
+            for error in self._finish_save():
+                self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
+            self._saver.wait()
 
     def _end_save(self) -> None:
         """Wait for the last save. Raises ResourceError where that of the last step failed, whatever trainer.on_save_failure says."""
@@ -330,7 +392,7 @@ class Run(ABC):
             "global_steps": self.global_steps,
             "recipe": type(self.config).__name__,
             "config": kept_values(self.config),
-            "first_validation": self.validations[0] if self.validations else {},
+            "validation_before": self.validation_before,
             "left_out": self.left_out,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
@@ -351,7 +413,7 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
-        kinds = {"config": dict, "first_validation": dict, "left_out": list}
+        kinds = {"config": dict, "left_out": list}
         if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
             raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
@@ -378,10 +440,11 @@ class Run(ABC):
         if folder.resolve().parent == self.section.run_dir.resolve():
             self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
-        self.validations = [state["first_validation"]] if state["first_validation"] else []
+        self.validation_before = state.get("validation_before", {})
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:
-            self._load(Path(os.path.abspath(folder)), state)
+            with progress("loading the checkpoint"):
+                self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error

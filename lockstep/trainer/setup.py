@@ -15,6 +15,7 @@ from lockstep.config.reward import JudgeConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import StageConfig
 from lockstep.errors import ConfigError
+from lockstep.observability.spans import progress
 
 if TYPE_CHECKING:
     from lockstep.trainer.sft.sampled import SampledAnswers
@@ -26,7 +27,8 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
 
     directory = config.trainer.run_dir / "embedded_task"
     print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
-    task = prepare(directory, config.trainer.seed)
+    with progress("supervised warm-up"):
+        task = prepare(directory, config.trainer.seed)
     print(
         f"supervised warm-up: {task.warmup_steps} steps on careless examples; it writes a word backwards with probability "
         f"{task.warmup_accuracy:.2f}",
@@ -40,8 +42,11 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
 
 
-def check_engines(config: PPOConfig) -> None:
-    """Raise ConfigError, before any process is started, for a model that its training engine cannot hold on the ranks it gets."""
+def check_engines(config: PPOConfig, device: str | None = None) -> None:
+    """Raise ConfigError, before any process is started, for a model that its training engine cannot hold on the ranks it gets.
+
+    `device` (cpu or cuda) is the configuration's where it is None.
+    """
     from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.registry import check_engine
@@ -59,7 +64,7 @@ def check_engines(config: PPOConfig) -> None:
         choices.append((judge, judge.model, own, "reward_model"))
     for choice, model, world_size, key in choices:
         hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-        check_engine(choice, hf_config, world_size, resolve_device(config.trainer.device), key)
+        check_engine(choice, hf_config, world_size, device or resolve_device(config.trainer.device), key)
 
 
 def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length") -> None:
@@ -102,8 +107,11 @@ def reward_arguments(reward: JudgeConfig) -> dict[str, Any]:
     custom = reward.custom_reward_function
     for data_source, reference in reward.rules.items():
         register_score(data_source)(_function(f"reward.rules.{data_source}", reference))
+    own = load_object(custom.path, custom.name) if custom.path else None
+    if own is not None and not callable(own):
+        raise ConfigError(f"{custom.name} in reward.custom_reward_function.path={custom.path} is no function but {own!r}")
     return {
-        "compute_score": functools.partial(load_object(custom.path, custom.name), **custom.reward_kwargs) if custom.path else None,
+        "compute_score": functools.partial(own, **custom.reward_kwargs) if own is not None else None,
         "functions": {name: _function(f"reward.functions.{name}", reference) for name, reference in reward.functions.items()},
         "weights": reward.weights,
         "timeout_s": reward.timeout_s,
@@ -124,6 +132,6 @@ def _function(key: str, reference: str) -> Callable[..., Any]:
     from lockstep.utils.files import load_reference
 
     function = load_reference(reference)
-    if function is None:
+    if not callable(function):
         raise ConfigError(f"{key}={reference} must have the form file.py:function")
     return cast("Callable[..., Any]", function)

@@ -4,7 +4,7 @@
 rows of the files -> prepare -> update (-> evaluate on the validation rows)
 ```
 
-A recipe is a subclass: it opens its data, names its loss, and makes readable metrics of what the workers measured.
+A recipe is a subclass: it opens its data, and makes readable metrics of what the workers measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lockstep.config.stage import STAGE_KEYS, StageConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.observability.display import View, make_display
 from lockstep.observability.metrics import Metric, merge_metrics, values
+from lockstep.observability.spans import expect
 from lockstep.observability.trackers import check_trackers
 from lockstep.planner.count import Load
 from lockstep.protocol import DataProto
@@ -38,6 +39,10 @@ MODEL = "actor"
 """The model's folder in a checkpoint, as in PPO's."""
 
 
+Measured = tuple[DataProto, list[dict[str, Metric]]]
+"""A batch, and what each rank measured on its share of it."""
+
+
 class Examples(Protocol):
     """Training rows in files."""
 
@@ -49,9 +54,10 @@ class Examples(Protocol):
 
 
 class StageRun(Run):
-    """Trains one model on the rows of `train_data`, `rows_per_step` of them per step, and evaluates it on `val_data`.
+    """Trains one model on the rows of `train_data`, data.train_batch_size of them per step, and evaluates it on `val_data`.
 
-    The constructor checks what can be checked without a model. `init_workers` starts the processes and loads it. `fit` trains.
+    `make_loss` makes the loss (workers/losses.py) in a worker: it is pickled. The constructor checks what can be checked without a model,
+    `init_workers` starts the processes and loads it, `fit` trains.
     """
 
     config: StageConfig
@@ -72,21 +78,21 @@ class StageRun(Run):
         tokenizer: Any,
         worker_cls: type,
         group_cls: type[WorkerGroup],
+        make_loss: Callable[[], Any],
         train_data: Examples,
         val_data: Examples | None,
-        rows_per_step: int,
-        longest: int,
     ) -> None:
         device = resolve_device(config.trainer.device)
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=device))
         check_trackers(config.trainer.logger)
         section, data = config.trainer, config.data
         seed = section.seed if data.seed is None else data.seed
-        self.schedule = PromptSchedule(len(train_data), rows_per_step, data.shuffle, seed)
+        self.schedule = PromptSchedule(len(train_data), data.train_batch_size, data.shuffle, seed)
         total_steps = section.total_training_steps or self.schedule.steps_per_epoch * section.total_epochs
         super().__init__(config, total_steps, make_display(view=self.view), has_validation=val_data is not None)
         self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
-        self.rows_per_step, self.longest, self._worker_cls = rows_per_step, longest, worker_cls
+        self.rows_per_step, self.longest = data.train_batch_size, data.max_length
+        self._worker_cls, self._make_loss = worker_cls, make_loss
         counts = {"global_pool": [section.n_gpus_per_node] * section.nnodes}
         pools = dict.fromkeys((self.role, *self.more_roles), "global_pool")
         self.workers = Workers(section, ResourcePoolManager(counts, pools), group_cls, self.display.message)
@@ -103,10 +109,6 @@ class StageRun(Run):
         self.workers.close()
 
     # -- what a recipe gives -----------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _make_loss(self) -> Callable[[], Any]:
-        """What makes the loss (workers/losses.py) in a worker: it is pickled."""
 
     def _sampling(self) -> SamplingConfig | None:
         """How responses are drawn, where the recipe has any."""
@@ -135,8 +137,11 @@ class StageRun(Run):
             with timer.stage("update"):
                 measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
         tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]
+        found = values(measured)
+        skipped = found.pop("train/skipped_updates", None)
         return {
-            **self._metrics(batch, values(measured)),
+            **(self._metrics(batch, found) if not skipped else {}),
+            **({} if skipped is None else {"train/skipped_updates": skipped}),
             **{f"timing_s/{name}": value for name, value in timer.seconds.items()},
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / (seconds * self.workers.manager.get_n_gpus()),
@@ -147,17 +152,31 @@ class StageRun(Run):
     def _validate(self) -> dict[str, float]:
         """The same metrics of all validation rows, under val/."""
         assert self.val_data is not None
-        parts, measured = [], []
-        for start in range(0, len(self.val_data), self.rows_per_step):
-            batch = self._prepare(self.val_data.batch(range(start, min(start + self.rows_per_step, len(self.val_data)))))
-            measured += self._evaluate(batch)
-            parts.append(batch)
-        found = self._metrics(DataProto.concat(parts), values(merge_metrics(measured)))
+        return self._val_metrics(self._measure(self._validated_rows(len(self.val_data), 1, self.rows_per_step)))
+
+    def _measure(self, positions: Sequence[int]) -> list[Measured]:
+        """What the workers measure on these validation rows, a batch at a time."""
+        assert self.val_data is not None
+        found, seen = [], expect(len(positions), "rows")
+        for start in range(0, len(positions), self.rows_per_step):
+            batch = self._prepare(self.val_data.batch(positions[start : start + self.rows_per_step]))
+            found.append((batch, self._evaluate(batch)))
+            seen.done = min(start + self.rows_per_step, len(positions))
+            seen.tokens += int(batch.token_counts().sum())
+        return found
+
+    def _val_metrics(self, measured: Sequence[Measured]) -> dict[str, float]:
+        found = values(merge_metrics([metrics for _, ranks in measured for metrics in ranks]))
+        found = self._metrics(DataProto.concat([batch for batch, _ in measured]), found)
         return {f"val/{name.removeprefix('train/')}": value for name, value in found.items() if name.startswith("train/")}
 
     def _evaluate(self, batch: DataProto) -> list[dict[str, Metric]]:
         found: list[dict[str, Metric]] = self.model_wg.evaluate(batch, denominators=denominators_of(batch))
         return found
+
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """See Run."""
+        return getattr(self.train_data, "rows", self.train_data), self.schedule
 
     def _state(self) -> dict[str, Any]:
         return {"num_train_rows": len(self.train_data)}
@@ -209,7 +228,7 @@ class StageRun(Run):
             seed=config.trainer.seed,
             pad_token_id=self.tokenizer.pad_token_id,
             total_updates=self.total_steps,
-            make_loss=self._make_loss(),
+            make_loss=self._make_loss,
             keys=STAGE_KEYS,
             head=self.head,
         )

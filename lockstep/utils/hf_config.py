@@ -6,13 +6,16 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.utils.hub import check_hub
 from lockstep.utils.model_source import model_folder
+from lockstep.utils.weight_files import check_weight_files
 
 
 def read_model_config(path: str, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
     """The model's config.json with some entries replaced.
 
-    Raises DataError when `path` is not a model, ConfigError for an override that the model's config does not have.
+    Raises DataError when `path` is not a model, or one of its files of weights is cut short or missing; ConfigError for an override that
+    the model's config does not have.
     """
     path = model_folder(path)
     folder = Path(path)
@@ -20,6 +23,10 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
         raise DataError(f"{path} is not a Hugging Face model folder: there is no config.json in it")
     if not folder.exists() and (path.startswith((".", "~", "/")) or path.count("/") > 1):
         raise DataError(f"{path} does not exist; expected a Hugging Face model folder, or a hub id such as Qwen/Qwen3-0.6B")
+    if folder.exists():
+        check_weight_files(folder)
+    else:
+        check_hub(path)
     try:
         config, unknown = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides

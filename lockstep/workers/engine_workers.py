@@ -28,10 +28,11 @@ from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.optim import update_metrics
+from lockstep.workers.engine.optim import update, update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
+from lockstep.workers.episodes import PlaysEpisodes
 from lockstep.workers.losses import Loss, make_policy_loss
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.policy.actor import ActorPart, actor_budget
@@ -44,7 +45,7 @@ from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
 
-class ActorRolloutRefWorker(ModelWorker):
+class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
     """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
@@ -169,8 +170,8 @@ class ActorRolloutRefWorker(ModelWorker):
         temperature, entropy_grad = self.config.rollout.temperature, config.entropy_coeff != 0
         started = time.perf_counter()
         with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, self.keys.tokens), engine.on_device():
-            metrics = engine.forward_backward(mini_batch, loss_fn, budget, temperature, entropy_grad)
-            result = engine.optim_step()
+            work = (mini_batch, loss_fn, budget, temperature, entropy_grad)
+            metrics, result = update(engine, work, self.keys.name if self.skips_nonfinite else None)
         metrics |= update_metrics(self.keys.name, engine, mini_batch, result, started)
         self._weights_changed()
         return metrics | self.memory.take_peaks()

@@ -13,9 +13,7 @@ from lockstep.algorithms.bound import read_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import masked_sum, zero_outside
 from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss
-from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
-from lockstep.config.critic import CriticConfig
 from lockstep.observability.metrics import Mean, Metric
 from lockstep.utils.files import load_reference
 from lockstep.workers.engine.base import TokenOutputs, TokenRows
@@ -84,29 +82,6 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
         metrics["actor/log_ratio_max"] = _largest((log_probs - old_log_probs).abs(), mask)
         if "rollout_log_probs" in columns:
             metrics |= _against_sampler(log_probs.detach(), columns["rollout_log_probs"], mask)
-        return loss, metrics
-
-    return loss_fn
-
-
-def make_value_loss(config: CriticConfig) -> Loss:
-    """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
-
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
-        assert outputs.values is not None
-        columns, mask = tokens.columns, tokens.columns["response_mask"].bool()
-        metrics: Metrics = {"check/values": finite("values", outputs.values, mask, tokens)}
-        token_loss, token_metrics = clipped_value_loss(
-            vpreds=outputs.values,
-            values=columns["values"],
-            returns=columns["returns"],
-            response_mask=mask,
-            cliprange_value=config.cliprange_value,
-        )
-        loss = agg_loss(token_loss, mask, config.loss_agg_mode, denominators, tokens.rows)
-        metrics["critic/vf_loss"] = pending_sum(loss)
-        metrics["critic/vpred_mean"] = token_mean(outputs.values, mask)
-        metrics |= {f"critic/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
         return loss, metrics
 
     return loss_fn

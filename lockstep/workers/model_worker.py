@@ -19,6 +19,8 @@ from lockstep.workers.engine.share_writer import ShareWriter
 class ModelWorker(Worker):
     """A worker with models."""
 
+    skips_nonfinite = False
+
     def __init__(self) -> None:
         super().__init__()
         self.memory = MemoryWatch(self.device)
@@ -38,6 +40,11 @@ class ModelWorker(Worker):
         """What `init_model` and the stages will take on the device, and what is free; None on a CPU, whose memory is the host's already."""
         free = free_device_memory(self.device)
         return None if free is None else Needs(free, available_ram(), socket.gethostname(), *self.count(load))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def skip_nonfinite(self) -> None:
+        """From now on an update whose loss or gradient is not finite is left out, and counted (engine/skip.py)."""
+        self.skips_nonfinite = True
 
     @register(Dispatch.ONE_TO_ALL)
     def take_peaks(self) -> dict[str, Metric]:

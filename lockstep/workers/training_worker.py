@@ -25,12 +25,13 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.optim import update_metrics
+from lockstep.workers.engine.optim import update, update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.score import score_rows
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.losses import make_value_loss
 from lockstep.workers.model_worker import ModelWorker
+from lockstep.workers.value_loss import make_value_loss
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
@@ -95,8 +96,7 @@ class TrainingWorker(ModelWorker):
         loss_fn = functools.partial(self._value_loss, denominators=denominators)
         started = time.perf_counter()
         with self.memory.stage("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
-            metrics = engine.forward_backward(mini_batch, loss_fn, budget)
-            result = engine.optim_step()
+            metrics, result = update(engine, (mini_batch, loss_fn, budget), "critic" if self.skips_nonfinite else None)
         return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.memory.take_peaks()
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -109,7 +109,7 @@ class TrainingWorker(ModelWorker):
         texts = zip(data.non_tensor_batch["raw_prompt"], data.non_tensor_batch["response_text"], strict=True)
         rows = Ragged.from_rows([self.render(prompt, response) for prompt, response in texts], dtype=torch.int64)
         with self.memory.stage("reward_model", rows.lengths.tolist(), self.budget, "reward_model.max_token_len_per_gpu"):
-            scores = self.engine.score(rows, self.budget, self.tokenizer.pad_token_id)
+            scores = score_rows(self.engine, rows, self.budget, self.tokenizer.pad_token_id)
         return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
 
     def render(self, prompt: str | list[dict[str, str]], response: str) -> list[int]:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import rl_dataset
-from lockstep.data.rl_dataset import RLHFDataset, truncate
+from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.tag import Tag
+from lockstep.data.truncate import truncate
 from lockstep.errors import ConfigError, DataError
 
 SAMPLES = Path(__file__).parents[3] / "shared/data"
@@ -137,7 +138,7 @@ def test_rows_that_were_chosen_are_the_only_ones_that_count(tokenizer, tmp_path)
     ]
     path = write(tmp_path / "p.parquet", rows)
     dataset = RLHFDataset(path, tokenizer, data_config(shuffle=False), max_samples=3)
-    assert dataset.tags() == {Tag("a")}
+    assert dataset.tags() == {Tag("a", has_truth=False)}
     with pytest.raises(DataError, match="row 4: the prompt is empty"):
         RLHFDataset(path, tokenizer, data_config())
 

@@ -1,13 +1,18 @@
-"""Every training engine in a whole PPO run: two ranks under Ray, in its own layout, begin as fsdp2 in one process does, and learn."""
+"""Every training engine in a whole PPO run: two ranks under Ray, in its own layout, begin as fsdp2 in one process does, and learn.
+So does distillation on those that compute on a CPU."""
 
+import json
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 from helpers import cuda_to_cpu
 from helpers.run import assert_same_training, roles, train
+from helpers.tiny import perturbed
 
 from lockstep.single_controller.ray import RayWorkerGroup
+from lockstep.trainer import main_distill
 from lockstep.trainer.ppo.ray_trainer import Role
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -84,3 +89,26 @@ def test_an_actor_on_megatron_with_a_critic_on_fsdp2(ray_cluster, expected, embe
     actor = "actor_rollout_ref.actor"
     mixed = (f"{actor}.strategy=megatron", f"{actor}.megatron.tensor_model_parallel_size=2", "critic.strategy=fsdp2")
     assert_begins_alike_and_learns(embedded_config(*RUN, *mixed), expected)
+
+
+def distilled(folder: Path, arguments: dict[str, Any], **changes: Any) -> list[dict[str, float]]:
+    options = arguments | changes | {"trainer.default_local_dir": folder}
+    assert main_distill.main([f"{key}={value}" for key, value in options.items()]) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", ["torchtitan", "veomni"])
+def test_distillation_goes_as_with_fsdp2(embedded_task: Any, tmp_path: Path, strategy: str) -> None:
+    """Both models in the engine, on given answers and on the student's own, which it samples from these weights."""
+    rows = [{"prompt": word, "completion": word[::-1]} for word in ("abc", "face", "bed", "dig", "chad", "jig")]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {
+        "model.path": embedded_task.model, "teacher.path": perturbed(embedded_task.model, tmp_path / "teacher"),
+        "data.train_files": tmp_path / "train.jsonl", "data.max_length": 32, "data.train_batch_size": 6, "optim.lr": 1e-3,
+        "distill.max_response_length": 12, "trainer.total_training_steps": 3,
+    }  # fmt: skip
+    expected = distilled(tmp_path / "fsdp2", arguments)
+    for found, want in zip(distilled(tmp_path / strategy, arguments, **{"engine.strategy": strategy}), expected, strict=True):
+        for name in ("train/kl", "train/agreement", "train/grad_norm", "train/on_policy_length"):
+            assert found[name] == pytest.approx(want[name], rel=1e-3), name
+    assert expected[-1]["train/kl"] < expected[0]["train/kl"]

@@ -33,7 +33,8 @@ from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.native.cpu.backend import PAGE_SIZE, TorchBackend
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
+from lockstep.workers.rollout.native.cpu.passes import PAGE_SIZE
 from lockstep.workers.rollout.native.engine import NativeRollout
 from lockstep.workers.rollout.native.probe import cache_shape
 from lockstep.workers.rollout.sampling import sample

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from helpers.fake_model import FakeModel
-from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.native.cpu.passes import PassBackend
 
 
-class FakeBackend(TorchBackend):
-    """See TorchBackend: its loop alone."""
+class FakeBackend(PassBackend):
+    """See PassBackend: its loop alone."""
 
     def __init__(self, model: FakeModel, mixed: bool = True) -> None:
         self.model, self.page_size, self.num_pages, self.mixed = model, model.page_size, model.num_pages, mixed
         self.most_rows = 0
+        self._invariant = False
 
     def ready(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -37,21 +34,8 @@ class FakeBackend(TorchBackend):
     def copy_pages(self, copies: dict[int, int]) -> None:
         self.model.copy(copies)
 
-    def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
         self.most_rows = max(self.most_rows, len(batch.query_lens))
         table = batch.page_table.tolist()
         rows = [table[row] for row, count in enumerate(batch.query_lens) for _ in range(count)]
-        wanted = batch.sample_from.tolist()
-        logits = self.model.logits(batch.input_ids.tolist(), batch.positions.tolist(), batch.slots.tolist(), rows, wanted)
-        if not wanted:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0)
-        return sample(
-            logits,
-            uniforms(batch.keys, batch.response_positions),
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            batch.history,
-        )
+        return self.model.logits(batch.input_ids.tolist(), batch.positions.tolist(), batch.slots.tolist(), rows, logits_at.tolist())

@@ -94,19 +94,20 @@ def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = No
         row = first + line
         if rows.done[row] != RUNNING:
             continue
-        scaled = logits[line] * rows.inverse_temperature
-        source = scaled if kept is None else kept[line] * rows.inverse_temperature
+        scaled = logits[line] * rows.inverse_temperature[row]
+        source = scaled if kept is None else kept[line] * rows.inverse_temperature[row]
         place = rows.generated[row : row + 1].long()
+        number = place + rows.position[row]
         ends = source.double().softmax(-1).cumsum(-1)
-        token = int(torch.searchsorted(ends, uniforms(rows.key[row : row + 1], place).double() * ends[-1], right=True))
-        token = int(source.argmax()) if rows.greedy[0] else min(token, len(source) - 1)
+        token = int(torch.searchsorted(ends, uniforms(rows.key[row : row + 1], number).double() * ends[-1], right=True))
+        token = int(source.argmax()) if rows.greedy[row] else min(token, len(source) - 1)
         log_prob = scaled[token] - (scaled.logsumexp(-1) if normaliser is None else normaliser[line])
         rows.out_tokens[row, place % RING], rows.out_log_probs[row, place % RING] = token, log_prob
         rows.token[row] = token
         rows.context[row] += 1
         rows.generated[row] += 1
         state = TOO_LONG if rows.generated[row] >= rows.limit[row] else RUNNING
-        rows.done[row] = NOT_FINITE if not torch.isfinite(log_prob) else STOPPED if rows.stop[token] else state
+        rows.done[row] = NOT_FINITE if not torch.isfinite(log_prob) else STOPPED if rows.stop[token] and rows.stops[row] else state
 
 
 def decode_slots(page_table: Tensor, context_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

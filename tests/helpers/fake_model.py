@@ -79,8 +79,12 @@ class FakeModel:
             state = (state * 53 + token + 11) % _STATES
         return state
 
+    def log_probs_after(self, tokens: Sequence[int], temperature: float) -> Tensor:
+        """[VOCABULARY]: of the token that comes next."""
+        return (_table()[self._state(tokens)] / (temperature or 1.0)).log_softmax(-1)
+
     def alone(
-        self, prompt: list[int], key: int, max_tokens: int, stop: frozenset[int], params: SamplingParams
+        self, prompt: list[int], key: int, max_tokens: int, stop: frozenset[int], params: SamplingParams, position: int = 0
     ) -> tuple[list[int], str]:
         """The response of a request by itself and why it ends, computed in the plainest way. An error has the bad token at its end."""
         response: list[int] = []
@@ -88,13 +92,16 @@ class FakeModel:
             history = prompt + response
             token, log_prob = sample(
                 _table()[self._state(history)][None],
-                uniforms(torch.tensor([key]), torch.tensor([len(response)])),
+                uniforms(torch.tensor([key]), torch.tensor([position + len(response)])),
                 params.temperature,
                 params.top_k,
                 params.top_p,
                 params.min_p,
                 params.repetition_penalty,
                 [torch.tensor(history)],
+                params.presence_penalty,
+                params.frequency_penalty,
+                [torch.tensor(response, dtype=torch.int64)],
             )
             response.append(int(token))
             if not torch.isfinite(log_prob):

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
@@ -59,3 +60,15 @@ def save_tiny_model(folder: Path, model_type: str = "llama", seed: int = 0, **ch
     tiny_model(model_type, seed, **changes).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def perturbed(source: Path, folder: Path, size: float = 0.05, seed: int = 0) -> Path:
+    """The model of `source` with other weights, as far away as noise of this size, and its tokenizer; returns `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * size)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.distributed import run_distributed
 from helpers.largest import Largest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.errors import ConfigError
 from lockstep.models.chunked_kl import Divergence, chunked_divergence
 from lockstep.models.vocabulary_part import VocabularyPart
 
@@ -113,11 +114,29 @@ def test_with_a_tail_the_divergence_grows_towards_the_whole_one() -> None:
         assert values[-2] == pytest.approx(values[-1], rel=1e-12), "one token of 30 is a tail of its own"
 
 
-def test_a_divided_vocabulary_is_refused() -> None:
-    x = torch.ones(1, 1)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=1"):
-        part: Any = VocabularyPart(None, 0, 1, most=1)
-        chunked_divergence(Divergence(0.0, 1.0, None), torch.tensor([0]), x[0], (x, x, None), x, x, None, part)
+def test_a_vocabulary_that_is_divided_among_ranks_gives_the_same() -> None:
+    """float64, to 1e-12: nine tokens over two ranks, parts of five and four; any divergence, more of the teacher's tokens than a part."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, states, layer = (torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (6, 9, 6, 9))
+    targets, mask = torch.tensor([0, 4, 5, 8, 3, 7]), torch.tensor([1, 1, 0, 1, 1, 1])
+    kinds = [Divergence(beta, 0.7, k) for beta in (0.0, 0.4, 1.0) for k in (None, 1, 3, 7, 9)]
+
+    def run(kind: Divergence, rows: slice, part: VocabularyPart | None) -> list[Tensor]:
+        leaves = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()]
+        found = chunked_divergence(kind, targets, mask, (states, layer[rows], None), *leaves, part=part, max_logits=12)
+        return [*(x.detach() for x in found), *torch.autograd.grad(2 * found[0], leaves)]
+
+    def on_rank() -> list[list[Tensor]]:
+        rank = dist.get_rank()
+        part = VocabularyPart(dist.group.WORLD, start=5 * rank, size=5 - rank, most=5, sums_hidden_grad=True)
+        return [run(kind, slice(0, 5) if rank == 0 else slice(5, 9), part) for kind in kinds]
+
+    for kind, *ranks in zip(kinds, *run_distributed(on_rank, 2), strict=True):
+        *same, of_weight = run(kind, slice(0, 9), None)
+        for found in ranks:
+            for a, b in zip(found, same, strict=False):
+                torch.testing.assert_close(a, b, atol=1e-12, rtol=0, msg=str(kind))
+        torch.testing.assert_close(torch.cat([found[-1] for found in ranks]), of_weight, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("top_k", [None, 9])

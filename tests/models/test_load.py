@@ -85,7 +85,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_a_broken_weights_file_is_refused(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
-    with pytest.raises(DataError, match="cannot be loaded as language_model"):
+    with pytest.raises(DataError, match="is not a safetensors file: it has 22 bytes"):
         load(path)
 
 

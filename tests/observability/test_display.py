@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from lockstep.observability import display as display_module
 from lockstep.observability.display import LiveDisplay, PlainDisplay, make_display, sparkline
+from lockstep.observability.spans import progress
 
 METRICS = {
     "critic/score/mean": 0.4123,
@@ -31,14 +31,14 @@ METRICS = {
     "timing_s/update_actor": 1.3,
     "timing_s/step": 4.06,
 }
-LINE = "step 12/60  reward 0.412  kl 0.0012  entropy 1.23  length 7.4  4.1 s  (gen 1.2 reward 0.0 update_actor 1.3)"
+CELLS = "reward 0.412  ref kl 0.0012  policy kl 0.5000  entropy 1.23  length 7.4  4.1 s"
+LINE = f"step 12/12  {CELLS}  (gen 1.2 reward 0.0 update_actor 1.3)"
 
 RUN = """
 from lockstep.observability.display import make_display
 with make_display() as display:
     display.start(total_steps=2, title="tiny run")
     for step in (1, 2):
-        display.stage("gen")
         display.step(step, {"critic/score/mean": step / 4, "timing_s/step": 0.5})
     display.message("saved")
 print("end")
@@ -51,7 +51,7 @@ def without_codes(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def plain(total_steps: int = 60) -> tuple[PlainDisplay, io.StringIO]:
+def plain(total_steps: int = 12) -> tuple[PlainDisplay, io.StringIO]:
     stream = io.StringIO()
     display = PlainDisplay(stream)
     display.start(total_steps)
@@ -64,8 +64,7 @@ def plain(total_steps: int = 60) -> tuple[PlainDisplay, io.StringIO]:
 def test_a_plain_step_is_exactly_one_flushed_line(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
         display = PlainDisplay(stream)
-        display.start(60)
-        display.stage("gen")
+        display.start(12)
         display.step(12, METRICS)
         assert (tmp_path / "log").read_text() == LINE + "\n"
 
@@ -73,29 +72,34 @@ def test_a_plain_step_is_exactly_one_flushed_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("present", "shown"),
     [
-        (["actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"], "0.0012"),
-        (["actor/kl_loss", "actor/ppo_kl"], "0.2500"),
-        (["actor/ppo_kl"], "0.5000"),
-        ([], "-"),
+        ({"actor/reward_kl_penalty": 0.00118, "actor/kl_loss": 0.25, "actor/ppo_kl": 0.5}, "  ref kl 0.0012  policy kl 0.5000"),
+        ({"actor/kl_loss": 0.25, "actor/ppo_kl": 0.0}, "  ref kl 0.2500"),
+        ({"actor/ppo_kl": 0.5}, "  policy kl 0.5000"),
+        ({"actor/reward_kl_penalty": 1e-9, "actor/ppo_kl": -1e-9}, ""),
+        ({}, ""),
     ],
 )
-def test_kl_is_that_to_the_reference_where_there_is_one(present: list[str], shown: str) -> None:
-    display, stream = plain()
-    display.step(1, {name: METRICS[name] for name in present})
-    assert stream.getvalue() == f"step 1/60  reward -  kl {shown}  entropy -  length -  - s\n"
+def test_kl_says_to_what_and_is_no_column_of_zeros(present: dict[str, float], shown: str) -> None:
+    display, stream = plain(total_steps=1)
+    display.step(1, present)
+    assert stream.getvalue() == f"step 1/1{shown}\n"
 
 
 def test_strange_numbers_are_shown_short() -> None:
-    display, stream = plain()
+    display, stream = plain(total_steps=1)
     numbers = {"critic/score/mean": math.nan, "actor/ppo_kl": -math.inf, "actor/entropy": 1e300}
     display.step(1, numbers | {"response_length/mean": -0.001, "timing_s/step": 3})
-    assert stream.getvalue() == "step 1/60  reward nan  kl -inf  entropy 1.00e+300  length 0.0  3.0 s\n"
+    assert stream.getvalue() == "step 1/1  reward nan  policy kl -inf  entropy 1.00e+300  length 0.0  3.0 s\n"
 
 
 def test_validation_has_its_own_lines_and_alone_makes_no_step_line() -> None:
     display, stream = plain()
     validation = {"val-core/x/acc/mean@1": 0.7312, "val-aux/x/acc/std": 0.1, "val-core/y/acc/mean@1": 0.5}
-    lines = ["validation at step {}: val-core/x/acc/mean@1 0.731", "validation at step {}: val-core/y/acc/mean@1 0.500"]
+    validation |= {"val-aux/x/acc/mean@1/low": 0.7, "val-aux/x/acc/mean@1/high": 0.7611}
+    lines = [
+        "validation at step {}: val-core/x/acc/mean@1 0.731 [0.700, 0.761]",
+        "validation at step {}: val-core/y/acc/mean@1 0.500",
+    ]
     display.step(0, validation)
     assert stream.getvalue().splitlines() == [line.format(0) for line in lines]
     display.step(12, METRICS | validation)
@@ -130,40 +134,23 @@ def test_live_shows_progress_recent_steps_stage_times_and_the_reward_curve(live:
     assert "tiny [bold]run" in frame, "a title is text, not markup"
     assert re.search(r"━+ +12/60 steps +ETA 0:00:0\d", frame)
     rows = [line.split() for line in frame.splitlines() if re.match(r" *\d+ +", line)]
-    assert rows == [[str(n), f"{n / 10:.3f}", "0.0012", "1.23", "7.4", f"{n:.1f}"] for n in range(5, 13)]
-    assert "step  reward      kl  entropy  length  seconds" in frame
+    assert rows == [[str(n), f"{n / 10:.3f}", "0.0012", "0.5000", "1.23", "7.4", f"{n:.1f}"] for n in range(5, 13)]
+    assert "step  reward  ref kl  policy kl  entropy  length  seconds" in frame
     assert "gen 1.2 reward 0.0 update_actor 1.3" in frame
     assert "reward  ▁▂▃▃▄▅▆▆▇█  0.300 to 1.200" in frame
 
 
-def test_live_shows_the_running_stage_and_how_long_it_has_run(
-    live: LiveDisplay, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_shows_what_is_running_and_how_far_it_is(live: LiveDisplay, screen: io.StringIO) -> None:
     live.start(total_steps=60)
-    live.stage("update_actor")
-    started = time.monotonic()
-    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: started + 75))
-    for _ in range(100):  # it is redrawn by itself
-        time.sleep(0.05)
-        if "update_actor  75 s" in without_codes(screen.getvalue()):
-            break
-    else:
-        pytest.fail(screen.getvalue())
-    assert "update_actor" not in final_frame(screen, live), "nothing runs once the display is closed"
-
-
-def test_time_left_follows_the_pace_of_the_last_steps(
-    live: LiveDisplay, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    live.start(total_steps=100)
-    assert "0/100 steps  ETA -" in without_codes(screen.getvalue())
-    for step, seconds in enumerate([500.0] + [10.0] * 9, start=1):
-        now[0] += seconds
-        live.step(step, {})
-    now[0] += 4
-    assert "10/100 steps  ETA 0:14:56" in final_frame(screen, live)
+    with progress("gen", 64, "responses") as one:
+        one.done, one.tokens = 37, 4210
+        for _ in range(600):  # it is redrawn by itself
+            time.sleep(0.05)
+            if "generating  37 of 64 responses  4,210 tokens" in without_codes(screen.getvalue()):
+                break
+        else:
+            pytest.fail(screen.getvalue())
+        assert "generating" not in final_frame(screen, live), "nothing runs once the display is closed"
 
 
 def test_messages_prints_and_validation_stay_above_the_live_area(live: LiveDisplay, screen: io.StringIO) -> None:
@@ -206,12 +193,14 @@ def test_breakpoint_gets_the_terminal_and_the_live_area_returns(
     breakpoint()
     assert seen == [real_stdout]
     live.step(12, METRICS)
-    assert without_codes(screen.getvalue()).endswith(LINE + "\n"), "plain lines while the debugger is at work"
+    assert CELLS in without_codes(screen.getvalue()), "plain lines while the debugger is at work"
     monkeypatch.setattr(display_module, "_is_under_debugger", lambda: False)
     screen.truncate(0)
-    live.stage("gen")
+    live.step(13, METRICS)
     assert sys.stdout is not real_stdout
-    assert "\x1b[2K" not in screen.getvalue(), "what the debugger wrote is not erased"
+    assert "12/60 steps" in screen.getvalue().partition("\x1b[2K")[0], (
+        "what the debugger wrote is not erased, only what is drawn now"
+    )
     live.close()
     assert sys.stdout is real_stdout
 
@@ -305,10 +294,10 @@ def test_a_process_on_a_terminal_is_live() -> None:
 
 def test_a_piped_process_prints_plain_lines() -> None:
     result = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == [
+    assert re.sub(r"ETA \S+", "ETA x", result.stdout).splitlines() == [
         "tiny run",
-        "step 1/2  reward 0.250  kl -  entropy -  length -  0.5 s",
-        "step 2/2  reward 0.500  kl -  entropy -  length -  0.5 s",
+        "step 1/2  reward 0.250  0.5 s  ETA x",
+        "step 2/2  reward 0.500  0.5 s",
         "saved",
         "end",
     ]

@@ -57,12 +57,3 @@ def test_reset_forgets(clock: list[float]) -> None:
     timer.reset()
     assert timer.seconds == {}
     assert last_step == {"gen": 1.0}, "a step's times stay with whoever took them"
-
-
-def test_on_enter_hears_every_stage_as_it_begins() -> None:
-    heard: list[str] = []
-    timer = StageTimer(on_enter=heard.append)
-    with timer.stage("step"):
-        assert heard == ["step"]
-        with timer.stage("gen"):
-            assert heard == ["step", "gen"]

@@ -1,9 +1,30 @@
+import itertools
 import math
 import random
+import statistics
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lockstep.observability.statistics import Z_95, wilson_interval
+from lockstep.observability.statistics import (
+    Z_95,
+    clustered_interval,
+    compare,
+    estimate,
+    expected_best,
+    flip_test,
+    mcnemar,
+    t_95,
+    t_interval,
+    wilson_interval,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.intervals import simulate
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 10), (10, 10), (50, 100), (251, 256), (128.5, 256)])
@@ -25,3 +46,94 @@ def test_it_covers_the_probability_about_19_times_in_20(probability: float) -> N
         low, high = wilson_interval(sum(draw.random() < probability for _ in range(60)), 60)
         covered += low <= probability <= high
     assert 0.925 < covered / 2000 < 0.975
+
+
+@settings(max_examples=60, deadline=None)
+@given(scores=st.lists(st.floats(-5, 5), min_size=1, max_size=6), data=st.data())
+def test_the_expected_best_is_the_mean_over_all_choices(scores: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(scores)))
+    every = [max(chosen) for chosen in itertools.combinations(scores, k)]
+    assert expected_best(scores, k) == pytest.approx(statistics.fmean(every), abs=1e-9)
+
+
+@given(num_samples=st.integers(1, 40), data=st.data())
+def test_the_expected_best_of_right_and_wrong_is_pass_at_k(num_samples: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, num_samples)), data.draw(st.integers(1, num_samples))
+    expected = 1 - math.comb(num_samples - right, k) / math.comb(num_samples, k)
+    assert expected_best([1.0] * right + [0.0] * (num_samples - right), k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_quantiles_of_t_are_those_of_the_tables() -> None:
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 29: 2.045, 100: 1.984, 10**6: 1.960}
+    assert {freedom: t_95(freedom) for freedom in table} == pytest.approx(table, abs=0.004)
+
+
+def test_one_right_or_wrong_sample_per_question_has_wilsons_interval() -> None:
+    assert estimate([1, 0, 0], 3).interval == wilson_interval(1, 3)
+    assert estimate([1.0], 1).interval == wilson_interval(1, 1)
+
+
+def test_samples_of_one_question_are_no_questions() -> None:
+    """Ten questions with ten samples that are always alike say what ten samples say, not a hundred."""
+    alike, mixed = [1.0] * 5 + [0.0] * 5, [0.5] * 10
+    low, high = estimate(alike, 100).interval or (0, 0)
+    narrow = estimate(mixed, 100).interval or (0, 0)
+    single = wilson_interval(5, 10)
+    assert high - low == pytest.approx(single[1] - single[0], rel=0.15)
+    assert narrow[1] - narrow[0] < high - low, "where questions agree, samples count"
+
+
+def test_scores_that_are_no_shares_have_the_t_interval() -> None:
+    values = [-1.0, 2.0, 4.0]
+    half = 4.303 * statistics.stdev(values) / math.sqrt(3)
+    assert estimate(values, 3).interval == pytest.approx((5 / 3 - half, 5 / 3 + half), rel=1e-3)
+
+
+@pytest.mark.parametrize(("values", "num_trials"), [([0.5], 4), ([2.0], 1), ([-1.0, -1.0], 2)])
+def test_there_is_no_interval_where_the_data_cannot_say(values: list[float], num_trials: int) -> None:
+    assert estimate(values, num_trials).interval is None
+
+
+def test_all_or_none_right_still_has_a_width() -> None:
+    assert estimate([1.0] * 10, 40).interval == pytest.approx(wilson_interval(10, 10)), (
+        "ten questions, however often they were asked"
+    )
+
+
+@given(better=st.integers(0, 30), worse=st.integers(0, 30))
+def test_mcnemar_is_the_probability_of_so_uneven_a_split(better: int, worse: int) -> None:
+    total = better + worse
+    uneven = [i for i in range(total + 1) if abs(2 * i - total) >= abs(better - worse)]
+    assert mcnemar(better, worse) == pytest.approx(sum(math.comb(total, i) for i in uneven) / 2**total)
+
+
+def test_flipping_signs_is_mcnemars_test_where_each_question_has_one_sample() -> None:
+    differences = np.array([1.0] * 9 + [-1.0] * 2 + [0.0] * 40)
+    assert float(flip_test(differences)) == pytest.approx(mcnemar(9, 2), abs=0.006)
+    assert float(flip_test(np.zeros(5))) == 1.0
+    assert flip_test(1000 * differences) == flip_test(differences)
+
+
+def test_a_comparison_counts_the_questions_for_either_model() -> None:
+    found = compare([[1], [1], [0], [1]], [[0], [1], [1], [0]])
+    assert (found.num_better, found.num_worse, found.num_questions, found.estimate.value) == (2, 1, 4, 0.25)
+    assert found.p_value == mcnemar(2, 1)
+    several = compare([[1, 1], [1, 0], [0, 0]], [[0, 1], [1, 0], [1, 0]])
+    assert (several.num_better, several.num_worse, several.estimate.value) == (1, 1, 0.0)
+    assert several.estimate.interval == pytest.approx([float(end) for end in t_interval(np.array([0.5, 0.0, -0.5]))])
+
+
+def test_leading_axes_are_simulations() -> None:
+    values = np.random.default_rng(0).uniform(0, 1, (3, 2, 20))
+    low, high = clustered_interval(values, 80)
+    one = clustered_interval(values[1, 1], 80)
+    assert (low[1, 1], high[1, 1]) == (one[0], one[1])
+
+
+def test_intervals_cover_and_alarms_are_rare() -> None:
+    """A small part of benchmarks/results/intervals.json: 2,000 simulations know a share of 0.95 to 0.5 points (one deviation)."""
+    for row in simulate(2000, questions=(164,)):
+        if row["what"].startswith("false alarm"):
+            assert row["share"] < 0.06, row
+        else:
+            assert 0.93 < row["share"] < 0.98, row

@@ -3,13 +3,15 @@ import math
 import sys
 import types
 import warnings
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.errors import ConfigError, MissingExtra
+from lockstep.errors import ConfigError, DataError, MissingExtra, ResourceError
 from lockstep.observability import trackers
+from lockstep.observability.dashboards import DASHBOARDS
 from lockstep.observability.trackers import Tracking
 
 
@@ -118,18 +120,21 @@ def test_a_new_run_in_the_same_folder_never_overwrites(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'wandbb'.*console, file, tensorboard, wandb"):
+    with pytest.raises(
+        ConfigError, match=r"'wandbb'.*console, file, tensorboard, wandb, mlflow, swanlab, trackio, or file.py:name"
+    ):
         make(tmp_path, "console", "wandbb")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", DASHBOARDS)
 def test_a_missing_package_ends_the_start_and_touches_no_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     write_steps(tmp_path, 1)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=rf"'{name}'.*lockstep-rl\[logging\]"):
+    extra = {"tensorboard": "logging", "wandb": "logging"}.get(name, name)
+    with pytest.raises(MissingExtra, match=rf"trainer.logger={name} needs .*'{name}'.*pip install 'lockstep-rl\[{extra}\]'"):
         make(tmp_path, name)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -156,6 +161,7 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None, origin="wandb.py")
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.failing_step: int | None = None
         self.id = "run1"
@@ -168,6 +174,9 @@ class FakeWandb(types.ModuleType):
         self.calls.append(("log", {"metrics": metrics, "step": step}))
         if step == self.failing_step:
             raise ConnectionError("server is gone")
+
+    def Table(self, **kwargs: Any) -> dict[str, Any]:
+        return kwargs
 
     def finish(self, exit_code: int) -> None:
         self.calls.append(("finish", {"exit_code": exit_code}))
@@ -197,6 +206,46 @@ def test_a_resumed_run_continues_its_wandb_run_and_a_new_one_does_not(tmp_path: 
     make(tmp_path, "wandb", resume_step=3).finish()
     make(tmp_path, "wandb").finish()
     assert [kwargs["id"] for call, kwargs in wandb.calls if call == "init"] == [None, "run1", None]
+
+
+def test_a_table_of_samples_goes_to_those_who_show_one(tmp_path: Path, wandb: FakeWandb) -> None:
+    with make(tmp_path, "wandb") as tracking:
+        tracking.samples([], step=1)
+        tracking.samples([{"prompt": "2 + 2", "score": 1.0}, {"prompt": "x", "score": None, "pred": ["4"]}], step=2)
+    (call,) = [kwargs for call, kwargs in wandb.calls if call == "log"]
+    table = {"columns": ["prompt", "score", "pred"], "data": [["2 + 2", 1.0, ""], ["x", "", "['4']"]]}
+    assert call == {"metrics": {"samples": table}, "step": 2}
+
+
+OWN = """
+class Mine:
+    def __init__(self, project_name, experiment_name, run_dir, config, resume_step):
+        self.file = run_dir / "mine.txt"
+        self.file.write_text(f"{project_name}/{experiment_name} {config['lr']} {resume_step}")
+
+    def log(self, metrics, step):
+        self.file.write_text(self.file.read_text() + f" {step}:{metrics['a']}")
+
+    def finish(self, exit_code):
+        self.file.write_text(self.file.read_text() + f" end {exit_code}")
+
+
+def broken(**arguments):
+    raise PermissionError("no key\\nfor this server")
+"""
+
+
+def test_a_tracker_of_the_users_own_is_named_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    with make(tmp_path, f"{tmp_path}/mine.py:Mine") as tracking:
+        tracking.log({"a": 2}, step=1)
+        tracking.samples([{"prompt": "shown by nobody"}], step=1)
+    assert (tmp_path / "mine.txt").read_text() == "project/name 1e-06 None 1:2 end 0"
+    with pytest.raises(DataError, match="has no 'Other'; it defines"):
+        make(tmp_path, f"{tmp_path}/mine.py:Other")
+    with pytest.raises(ResourceError, match=r"mine.py:broken cannot start: no key; mend it") as caught:
+        make(tmp_path, f"{tmp_path}/mine.py:broken")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_that_raises_is_reported_as_failed(tmp_path: Path, wandb: FakeWandb) -> None:

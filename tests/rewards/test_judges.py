@@ -45,6 +45,14 @@ def test_a_row_that_nobody_can_judge_names_its_data_source():
     assert Judges(compute_score=judge).of(Tag(None), has_model=False) == {"rule": 1.0}
 
 
+def test_a_built_in_rule_needs_a_ground_truth_and_a_users_own_may_do_without():
+    for source in ("openai/gsm8k", "lockstep/reverse"):
+        with pytest.raises(DataError, match=rf"data_source '{source}' have no reward_model\.ground_truth"):
+            Judges().of(Tag.of(source, {"style": "rule"}), has_model=False)
+    assert Judges().of(Tag.of("mbpp", {"test_cases": ["assert f(1)"]}), has_model=False) == {"sandbox": 1.0}
+    assert Judges(compute_score=judge).of(Tag.of("a", None), has_model=False) == {"rule": 1.0}
+
+
 def test_judges_that_are_not_there_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"reward\.weights\.a names the judge 'modle'; known: rule, model, sandbox"):
         Judges(weights={"a": {"modle": 1.0}})
@@ -55,7 +63,7 @@ def test_judges_that_are_not_there_are_refused_by_name():
 
 
 def test_a_tag_is_read_from_the_columns_of_a_row():
-    assert Tag.of("a", None) == Tag("a")
+    assert Tag.of("a", None) == Tag("a", has_truth=False)
     assert Tag.of("a", {"style": "rule", "ground_truth": "1"}) == Tag("a", "rule")
     # Parquet gives every row of a file the fields that one of them has.
     row = {"style": None, "ground_truth": "1", "test_cases": None, "weights": {"rule": 1, "model": None}}

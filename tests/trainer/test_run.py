@@ -15,10 +15,11 @@ import pytest
 from lockstep.checkpoint import folders
 from lockstep.config.trainer import TrainerConfig
 from lockstep.data.schedule import batch_at
-from lockstep.errors import ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
+from lockstep.errors import Alarmed, ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run import Run
+from lockstep.trainer.summary import summarise, summarise_stage
 
 
 @dataclass
@@ -80,7 +81,7 @@ def test_a_run_trains_validates_saves_and_says_what_it_came_to(tmp_path):
     run = Counting(tmp_path, 5, test_freq=2, save_freq=2, max_ckpt_to_keep=2)
     result = run.fit()
     assert (result.steps, result.checkpoint, result.metrics_file) == (5, tmp_path / "global_step_5", tmp_path / "metrics.jsonl")
-    assert (result.first_validation, result.last_validation) == ({"val-core/count": 0.0}, {"val-core/count": 10.0})
+    assert (result.validation_before, result.last_validation) == ({"val-core/count": 0.0}, {"val-core/count": 10.0})
     assert logged(tmp_path) == [
         {"step": 0, "val-core/count": 0.0},
         {"step": 1, "count": 2},
@@ -237,11 +238,33 @@ def kill_at(run, moment, step, after, monkeypatch):
     monkeypatch.setattr(target, name, killing)
 
 
-def test_the_first_validation_is_that_of_the_first_start(tmp_path):
+def test_the_validation_before_training_is_that_of_the_first_start(tmp_path):
     Counting(tmp_path, 1).fit()
     result = Counting(tmp_path, 2).fit()
-    assert (result.first_validation, result.last_validation) == ({"val-core/count": 0.0}, {"val-core/count": 4.0})
+    assert (result.validation_before, result.last_validation) == ({"val-core/count": 0.0}, {"val-core/count": 4.0})
     assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("test_freq", [-1, 1])
+def test_the_summary_shows_no_before_that_was_not_measured(tmp_path, test_freq):
+    """Without trainer.val_before_train it showed the first validation of training, or the last, as the one before."""
+    trained = {"val_before_train": False, "test_freq": test_freq}
+    result = Counting(tmp_path, 2, **trained).fit()
+    assert (result.validation_before, result.last_validation) == ({}, {"val-core/count": 4.0})
+    assert "  val-core/count: 4.000 after\n" in summarise(result, embedded=False)
+    assert "  val-core/count: 4.0000 after\n" in summarise_stage(result, ("val-core/",))
+    resumed = Counting(tmp_path, 3, **trained).fit()
+    assert "  val-core/count: 6.000 after\n" in summarise(resumed, embedded=False)
+    measured = Counting(tmp_path / "other", 2, test_freq=test_freq).fit()
+    assert "  val-core/count: 0.000 before, 4.000 after\n" in summarise(measured, embedded=False)
+
+
+def test_the_summary_shows_a_validation_alone_without_before_and_after_and_with_its_interval(tmp_path):
+    class Sure(Counting):
+        def _validate(self):
+            return {"val-core/a": 0.5, "val-aux/a/low": 0.25, "val-aux/a/high": 0.75}
+
+    assert "\n  val-core/a: 0.500 [0.250, 0.750]\n" in summarise(Sure(tmp_path, 3, val_only=True).fit(), embedded=False)
 
 
 def test_the_best_checkpoint_is_kept_and_named(tmp_path):
@@ -323,22 +346,74 @@ def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
     assert saved(tmp_path / "twice") == saved(tmp_path / "hang") == []
 
 
+class Fruitless(Counting):
+    """Every response has the same score."""
+
+    def _step(self):
+        return super()._step() | {f"critic/score/{name}": 0.0 for name in ("mean", "max", "min")}
+
+    def _examine(self, metrics):
+        return [{"prompt": "2 + 2", "response": "five\x1b[2J", "score": 0.0}]
+
+
+def test_a_run_that_learns_nothing_says_so_once_and_at_its_end(tmp_path):
+    run = Fruitless(tmp_path, 6)
+    (alarm,) = run.fit().alarms
+    assert "equal_rewards" in alarm
+    shown = [text for text in run.display.texts if "alarm" in text]
+    assert shown == [f"{alarm}\n  prompt: '2 + 2'\n  response: 'five\\x1b[2J'\n  score: '0.0'"]
+    (row,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
+    assert (row["step"], row["name"], row["samples"][0]["score"]) == (3, "equal_rewards", 0.0)
+
+
+def test_an_alarm_stops_the_run_with_a_checkpoint_where_it_may_and_the_next_start_goes_on(tmp_path):
+    with pytest.raises(
+        Alarmed, match="equal_rewards, and trainer.on_alarm=stop: ended after step 3 of 6; the newest checkpoint is .*global_step_3"
+    ) as caught:
+        Fruitless(tmp_path, 6, on_alarm="stop", save_freq=-1).fit()
+    assert caught.value.exit_status == 3
+    assert saved(tmp_path) == ["global_step_3"]
+    assert Fruitless(tmp_path, 6, on_alarm="stop", save_freq=-1).fit().steps == 6, "the user has read it, and goes on"
+
+
 def test_a_run_that_never_saves_does_not_on_a_signal(tmp_path):
     with pytest.raises(Stopped, match="there is no checkpoint"):
         Counting(tmp_path, 5, save_freq=0, at_step=lambda run: os.kill(os.getpid(), signal.SIGTERM)).fit()
 
 
 def test_a_run_that_is_done_says_so(tmp_path):
-    Counting(tmp_path, 2, val_before_train=False).fit()
-    done = Counting(tmp_path, 2, val_before_train=False)
-    assert done.fit().steps == 2
+    first = Counting(tmp_path, 2).fit()
+    done = Counting(tmp_path, 2)
+    result = done.fit()
+    assert (result.steps, result.validation_before, result.last_validation) == (2, first.validation_before, {})
     assert "nothing to train: the checkpoint is at step 2 of 2" in done.display.texts[-1]
 
 
 def test_without_validation_data_nothing_is_validated_or_timed(tmp_path):
     result = Counting(tmp_path, 1, has_validation=False, test_freq=1).fit()
-    assert (result.first_validation, result.last_validation) == ({}, {})
+    assert (result.validation_before, result.last_validation) == ({}, {})
     assert "timing_s/testing" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_the_validation_before_the_first_step_is_no_longer_than_a_step_and_says_so(tmp_path):
+    class Rows(Counting):
+        def _validate(self):
+            return {"val-core/rows": float(len(self._validated_rows(100, samples_per_row=2, samples_per_step=8)))}
+
+    def rows(name, **trainer):
+        run = Rows(tmp_path / name, 2, test_freq=1, **trainer)
+        run.fit()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        validations = [metrics for line in lines if "val-core/rows" in (metrics := json.loads(line))]
+        return [metrics["val-core/rows"] for metrics in validations], run.display.texts, validations
+
+    counts, texts, (first, *later) = rows("capped")
+    assert counts == [4.0, 100.0, 100.0]
+    assert sum("on 4 of 100 rows (trainer.val_before_train_samples=-1: all)" in text for text in texts) == 1
+    assert first["val-aux/share_of_rows"] == 0.04
+    assert not any("val-aux/share_of_rows" in metrics for metrics in later)
+    assert rows("all", val_before_train_samples=-1)[0] == [100.0] * 3
+    assert rows("asked", val_only=True)[0] == [100.0]
 
 
 def test_val_only_trains_nothing(tmp_path):

@@ -25,7 +25,8 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import LossFn, TokenOutputs
 from lockstep.workers.engine.pending import read
-from lockstep.workers.losses import make_policy_loss, make_value_loss
+from lockstep.workers.losses import make_policy_loss
+from lockstep.workers.value_loss import make_value_loss
 
 SCALE = 10.0
 LOW, HIGH, C = 0.1, 0.3, 1.5

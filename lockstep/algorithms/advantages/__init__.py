@@ -15,7 +15,7 @@ old_log_probs            [M] float     log-prob of each token under the policy b
 ref_log_prob             [M] float     the same under the reference, where the run has one
 sum_pi_squared           [M] float     sum over the vocabulary of squared probabilities; no worker writes it yet
 rollout_is_weights       [M] float     importance weights, where algorithm.rollout_correction makes them
-gamma, lam               float         discount, and decay of GAE
+gamma, lam               float         discount, and decay of GAE; [M] where algorithm.discount_unit=turn
 norm_adv_by_std_in_grpo  bool          divide by the group's standard deviation
 index                    [B] object    the prompt ids of the rows as a numpy array: `group` as estimators written for verl take it
 config                   object        the section `algorithm` of the configuration, for the same estimators
@@ -29,7 +29,7 @@ those written for verl, gets every [M] as a block [B, T] instead, with zeros beh
 
 ```text
 gae             from a critic's values: gae
-group           a response against the other responses to its prompt: grpo, grpo_passk, rloo, opo, gpg
+group           a response against the other responses to its prompt: grpo; group_others: grpo_passk, rloo, opo, gpg
 returns         rewards to come, or whitened over the batch: reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, remax
 token_baseline  a baseline for each token: optimal_token_baseline
 distill         how much more likely a token is to a teacher: distill
@@ -57,7 +57,8 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages.distill import distill
 from lockstep.algorithms.advantages.gae import gae
-from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rloo
+from lockstep.algorithms.advantages.group import grpo
+from lockstep.algorithms.advantages.group_others import gpg, grpo_passk, opo, rloo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
 from lockstep.algorithms.bound import Bound

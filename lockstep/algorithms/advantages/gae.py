@@ -11,7 +11,7 @@ from lockstep.algorithms.rows import Rows
 
 
 def gae(
-    *, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, values: Tensor, gamma: float, lam: float
+    *, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, values: Tensor, gamma: float | Tensor, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al., arXiv 1506.02438), whitened over the mask of the batch.
 
@@ -22,9 +22,10 @@ def gae(
     ```
 
     "Next" is the row's next token *of the policy*: tool output in between costs no discount. After the last one V and A
-    are 0, so a response cut at the length limit is treated as if it had ended there.
+    are 0, so a response cut at the length limit is treated as if it had ended there. gamma and lam may be [M], one for each t.
     """
     places, written = selected(response_mask, rows)
+    gamma, lam = (x[places] if isinstance(x, Tensor) else x for x in (gamma, lam))
     reward, value = (zero_outside(x, response_mask)[places] for x in (token_level_rewards, values))
     has_next = written.index == written.index.roll(-1)
     has_next[-1:] = False

@@ -22,14 +22,17 @@ from lockstep.algorithms.masked import masked_whiten, zero_outside
 from lockstep.algorithms.rows import Rows
 
 
-def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, gamma: float = 1.0) -> Tensor:
+def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, gamma: float | Tensor = 1.0) -> Tensor:
     """G_t = r_t + gamma G_next [M], 0 outside the mask; "next" is the row's next selected token."""
     rewards = zero_outside(token_level_rewards, response_mask)
     places, written = selected(response_mask, rows)
+    gamma = gamma[places] if isinstance(gamma, Tensor) else gamma
     return torch.zeros_like(rewards).index_copy(0, places, discounted_sums(rewards[places], written, gamma))
 
 
-def reinforce_plus_plus(*, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, gamma: float) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(
+    *, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, gamma: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """The discounted rewards still to come, whitened.
 
     ```text

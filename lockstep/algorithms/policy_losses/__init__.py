@@ -33,7 +33,8 @@ A loss or `prepare` that is added and does not name `rows` is written for padded
 [B, T], T the longest row (see `blocks`).
 
 ```text
-per_token     each token has a weight of its own: vanilla, cispo, gpg, sapo, dro
+clipped       PPO's: vanilla
+per_token     each token has a weight of its own: cispo, gpg, sapo, dro
 per_sequence  the tokens of a row share one ratio: gspo, geo_mean
 divergence    a trust region of probabilities: dppo_tv, dppo_kl
 covariance    tokens chosen by their covariance in the mini-batch: clip_cov, kl_cov
@@ -53,18 +54,19 @@ def mine(*, old_log_prob, log_prob, advantages, response_mask, clip_ratio_high):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.policy_losses.clipped import vanilla
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
-from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
-from lockstep.algorithms.registry import input_names, registering, unknown_name
+from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo
+from lockstep.algorithms.registry import LossTable, input_names
 from lockstep.algorithms.rows import Rows
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -103,40 +105,15 @@ BATCH_INPUTS = (
 """The inputs that come from the batch; the last two only in runs that have them."""
 
 
-def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Make the decorated function the policy loss `name`, with its whole-mini-batch `prepare` if it has one.
-
-    Raises ConfigError when the name is taken, or when an argument is not keyword-only (arguments are matched by name).
-    """
-
-    def decorate(loss: PolicyLoss) -> PolicyLoss:
-        input_names(_what(name), loss)
-        registering("policy loss", POLICY_LOSSES, name)(loss)
-        if prepare is not None:
-            input_names(f"the prepare of {_what(name)}", prepare)
-            PREPARATIONS[loss] = prepare
-        return loss
-
-    return decorate
-
-
-def get_policy_loss(name: str) -> PolicyLoss:
-    """The loss registered as `name`; ConfigError when there is none."""
-    if name not in POLICY_LOSSES:
-        raise unknown_name("policy loss", name, POLICY_LOSSES)
-    return POLICY_LOSSES[name]
+_TABLE = LossTable("policy loss", POLICY_LOSSES, PREPARATIONS, BATCH_INPUTS)
+register_policy_loss, get_policy_loss, missing_numbers = _TABLE.register, _TABLE.get, _TABLE.missing_numbers
+_what = _TABLE.what
 
 
 def loss_inputs(loss: PolicyLoss) -> dict[str, bool]:
     """The names that the loss and its `prepare` read, and whether each is required. ConfigError when one is not keyword-only."""
     prepare = bind_prepare(loss, {})
     return (prepare.columns if prepare is not None else {}) | input_names(_what(loss), loss)
-
-
-def missing_numbers(loss: PolicyLoss, given: Collection[str]) -> list[str]:
-    """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
-    required = [name for name, is_required in input_names(_what(loss), PREPARATIONS.get(loss, loss)).items() if is_required]
-    return [name for name in required if name not in given and name not in BATCH_INPUTS]
 
 
 def check_numbers(loss: PolicyLoss, parameters: Mapping[str, Any]) -> None:
@@ -173,8 +150,3 @@ def bind_prepare(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound | Non
         return None
     what = f"the prepare of {_what(loss)}"
     return Bound(what, prepare, parameters, REMEDY, "rows" not in input_names(what, prepare))
-
-
-def _what(loss: str | PolicyLoss) -> str:
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", loss)
-    return f"policy loss {name!r}"

@@ -33,7 +33,7 @@ unpaired        kto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from lockstep.algorithms.bound import Bound
 from lockstep.algorithms.preference_losses.paired import hinge, ipo, robust, sigmoid, sigmoid_norm, smoothed
 from lockstep.algorithms.preference_losses.reference_free import cpo, orpo, simpo
 from lockstep.algorithms.preference_losses.unpaired import kto, mismatch_kl
-from lockstep.algorithms.registry import input_names, registering, unknown_name
+from lockstep.algorithms.registry import LossTable, input_names
 from lockstep.errors import ConfigError
 
 PreferenceLoss = Callable[..., tuple[Tensor, Tensor]]
@@ -78,40 +78,15 @@ BATCH_INPUTS = (
 """The inputs that come from the batch."""
 
 
-def register_preference_loss(name: str, prepare: Prepare | None = None) -> Callable[[PreferenceLoss], PreferenceLoss]:
-    """Make the decorated function the preference loss `name`, with its whole-mini-batch `prepare` if it has one.
-
-    Raises ConfigError when the name is taken, or when an argument is not keyword-only (arguments are matched by name).
-    """
-
-    def decorate(loss: PreferenceLoss) -> PreferenceLoss:
-        input_names(_what(name), loss)
-        registering("preference loss", PREFERENCE_LOSSES, name)(loss)
-        if prepare is not None:
-            input_names(f"the prepare of {_what(name)}", prepare)
-            PREPARATIONS[loss] = prepare
-        return loss
-
-    return decorate
-
-
-def get_preference_loss(name: str) -> PreferenceLoss:
-    """The loss registered as `name`; ConfigError when there is none."""
-    if name not in PREFERENCE_LOSSES:
-        raise unknown_name("preference loss", name, PREFERENCE_LOSSES)
-    return PREFERENCE_LOSSES[name]
+_TABLE = LossTable("preference loss", PREFERENCE_LOSSES, PREPARATIONS, BATCH_INPUTS)
+register_preference_loss, get_preference_loss, missing_numbers = _TABLE.register, _TABLE.get, _TABLE.missing_numbers
+_what = _TABLE.what
 
 
 def preference_inputs(loss: PreferenceLoss) -> dict[str, bool]:
     """The names that the loss and its `prepare` read, and whether each is required. ConfigError when one is not keyword-only."""
     prepare = bind_preference_prepare(loss, {})
     return (prepare.columns if prepare is not None else {}) | input_names(_what(loss), loss)
-
-
-def missing_numbers(loss: PreferenceLoss, given: Collection[str]) -> list[str]:
-    """The required arguments of the loss, or of its `prepare` if it has one, that are neither `given` nor come from the batch."""
-    required = [name for name, is_required in input_names(_what(loss), PREPARATIONS.get(loss, loss)).items() if is_required]
-    return [name for name in required if name not in given and name not in BATCH_INPUTS]
 
 
 def try_preference_loss(loss: PreferenceLoss, parameters: Mapping[str, Any]) -> None:
@@ -162,8 +137,3 @@ def bind_preference_prepare(loss: PreferenceLoss, parameters: Mapping[str, Any])
     if prepare is None:
         return None
     return Bound(f"the prepare of {_what(loss)}", prepare, parameters, REMEDY, takes_blocks=False)
-
-
-def _what(loss: str | PreferenceLoss) -> str:
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", loss)
-    return f"preference loss {name!r}"

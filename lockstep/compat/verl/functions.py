@@ -218,7 +218,7 @@ class VerlRewardManager(RewardManager):
     def __call__(self, data: DataProto, return_dict: bool = False, scoring: Any = None, ragged: bool = False) -> Any:
         """As the manager's; with `overlong_buffer_cfg.enable` less the penalty for length, which is among the parts. Raises RewardError
         for a reward that is missing, but when `ragged` is asked for."""
-        answer = super().__call__(data, return_dict, scoring, ragged=True)
+        answer: Any = super().__call__(data, return_dict, scoring, ragged=True)
         whole: dict[str, Any] = answer if return_dict else {"reward_tensor": answer, "reward_parts": {}, "failures": []}
         if not ragged and any(whole["failures"]):  # a loop of verl's knows no missing reward, and would take the zero
             raise RewardError(f"a reward is missing: {next(filter(None, whole['failures'])).text}")

@@ -60,13 +60,18 @@ def compute_score(
     "strict" takes the last `####` that a number follows; "flexible" takes the last number of the text. 42, 42.0, $42. and 84/2 are the
     same number. Raises DataError when `ground_truth` is not a number and ValueError for another method.
     """
-    if method not in ("strict", "flexible"):
-        raise ValueError(f"method must be 'strict' or 'flexible', not {method!r}")
     expected = _ground_truth_number(ground_truth)
-    readings = _number_after_mark(solution_str) if method == "strict" else _last_number(solution_str)
+    readings = read_numbers(solution_str, method)
     if not readings:
         return 0.0
     return score if expected in readings else format_score
+
+
+def read_numbers(solution_str: str, method: str) -> tuple[Fraction, ...]:
+    """What the number that `compute_score` judges can mean; empty where there is none. Raises ValueError for another method."""
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method must be 'strict' or 'flexible', not {method!r}")
+    return _number_after_mark(solution_str) if method == "strict" else _last_number(solution_str)
 
 
 def _number_after_mark(text: str) -> tuple[Fraction, ...]:

@@ -16,12 +16,13 @@ import torch
 from lockstep.config.distill import DistillConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.config.stage import STAGE_KEYS
+from lockstep.errors import ConfigError
 from lockstep.observability.display import View
 from lockstep.protocol import DataProto
 from lockstep.trainer.launch import FROZEN, RoleSpec
 from lockstep.trainer.role import Role
 from lockstep.trainer.sft.sft_trainer import SFTTrainer
-from lockstep.utils.hf_config import stop_token_ids
+from lockstep.utils.hf_config import read_model_config, stop_token_ids
 from lockstep.utils.model_size import count_parameters
 
 KEYS = dataclasses.replace(STAGE_KEYS, reference_offload="teacher.param_offload")
@@ -48,6 +49,7 @@ class DistillTrainer(SFTTrainer):
     )
 
     def __init__(self, config: DistillConfig, tokenizer: Any, *args: Any, **options: Any) -> None:
+        _check_vocabularies(config)
         super().__init__(config, tokenizer, *args, **options)
         self.longest = config.longest
         self._sampler = SamplingParams(
@@ -97,3 +99,16 @@ class DistillTrainer(SFTTrainer):
         spec, config = super()._spec(), self.config
         spec.worker.kwargs |= {"distill": config.distill, "keys": KEYS}
         return dataclasses.replace(spec, host_bytes=spec.host_bytes + (count_parameters(str(config.teacher.path)) or 0) * FROZEN)
+
+
+def _check_vocabularies(config: DistillConfig) -> None:
+    """Ranks that divide the vocabulary have the same part of both models' output layers."""
+    section, names = config.engine.engine, ("tensor_parallel_size", "tensor_model_parallel_size")
+    divided = {name: getattr(section, name) for name in names if getattr(section, name, 1) > 1}
+    model, teacher = config.model, config.policy().reference_model
+    sizes = [read_model_config(str(m.path), m.trust_remote_code, **m.override_config).vocab_size for m in (model, teacher)]
+    if divided and len(set(sizes)) > 1:
+        raise ConfigError(
+            f"{next(iter(divided))}={next(iter(divided.values()))} divides the output layers, whose sizes differ: model.path has "
+            f"{sizes[0]} rows, teacher.path {sizes[1]}; set it to 1"
+        )

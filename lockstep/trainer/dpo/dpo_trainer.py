@@ -72,7 +72,7 @@ class DPOTrainer(StageRun):
         self, config: DPOConfig, tokenizer: Any, worker_cls: type, group_cls: type[WorkerGroup], make_loss: Callable[[], Any]
     ) -> None:
         loss, data = resolve_loss(config.loss), config.data
-        self._loss, self._takes_pairs = make_loss, takes_pairs(loss)
+        self._takes_pairs = takes_pairs(loss)
         self._prepare_loss = bind_preference_prepare(loss, config.loss.parameters)
         self.reference_mode = config.reference_mode if needs_reference(loss) else "none"
         if self.reference_mode == "file" and self._prepare_loss is not None:
@@ -99,7 +99,7 @@ class DPOTrainer(StageRun):
         self.role = AdapterRole.ActorRef if self.reference_mode == "adapter" else Role.Actor
         self.more_roles = (Role.RefPolicy,) if self.reference_mode == "model" else ()
         self.rows_per_example = 2 if train.is_paired else 1
-        super().__init__(config, tokenizer, worker_cls, group_cls, train, val, data.train_batch_size, data.max_length)
+        super().__init__(config, tokenizer, worker_cls, group_cls, make_loss, train, val)
 
     def init_workers(self) -> None:
         """As every recipe; with reference.mode=file it also computes the reference's log-probs, unless there is a file with them."""
@@ -129,9 +129,6 @@ class DPOTrainer(StageRun):
         return with_reference(rows, path, self.model_wg, data.train_batch_size)
 
     # -- what a recipe gives -----------------------------------------------------------------------------------------------
-
-    def _make_loss(self) -> Callable[[], Any]:
-        return self._loss
 
     def _prepare(self, batch: DataProto) -> DataProto:
         if self._takes_pairs:

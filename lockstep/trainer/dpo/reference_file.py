@@ -19,6 +19,7 @@ import torch
 
 from lockstep.data.pairs import PairDataset
 from lockstep.errors import DataError
+from lockstep.observability.spans import progress
 from lockstep.protocol import DataProto
 from lockstep.trainer.dpo.stages import actor_log_prob
 from lockstep.utils.model_source import model_folder
@@ -31,14 +32,14 @@ class Referenced:
 
     def __init__(self, rows: PairDataset, log_probs: np.ndarray, lengths: np.ndarray, path: Path) -> None:
         self.log_probs, self.lengths = log_probs, lengths
-        self._rows, self._path = rows, path
+        self.rows, self._path = rows, path
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def batch(self, positions: Sequence[int]) -> DataProto:
         """As the rows' own. Raises DataError where they are not those of the file."""
-        batch, chosen = self._rows.batch(positions), list(positions)
+        batch, chosen = self.rows.batch(positions), list(positions)
         if num_trained(batch).tolist() != self.lengths[chosen].flatten().tolist():
             raise DataError(f"{self._path} was made of other rows than those of the data files; delete it")
         batch.set("ref_response_log_prob", torch.from_numpy(self.log_probs[chosen].flatten()))
@@ -83,10 +84,12 @@ def with_reference(rows: PairDataset, path: Path, actor: Any, batch_size: int) -
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path} cannot be read ({error}); delete it, and it is made again") from error
     log_probs, lengths = [], []
-    for start in range(0, len(rows), batch_size):
-        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
-        log_probs.append(actor_log_prob(actor, batch).numpy())
-        lengths.append(num_trained(batch))
+    with progress("computing the reference's log-probs", len(rows), "rows") as seen:
+        for start in range(0, len(rows), batch_size):
+            batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+            log_probs.append(actor_log_prob(actor, batch).numpy())
+            lengths.append(num_trained(batch))
+            seen.done = min(start + batch_size, len(rows))
     tables = [np.concatenate(part).reshape(len(rows), -1) for part in (log_probs, lengths)]
     found = Referenced(rows, tables[0], tables[1], path)
     _publish(path, found)

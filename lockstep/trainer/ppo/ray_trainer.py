@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.config.arithmetic import describe
@@ -30,14 +31,16 @@ from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.launch import Workers
 from lockstep.trainer.ppo import checks, recording, stages
 from lockstep.trainer.ppo.drift import Drift, Source
+from lockstep.trainer.ppo.episodes import episode_metrics, episode_rewards, episode_rollout
 from lockstep.trainer.ppo.groups import Groups
+from lockstep.trainer.ppo.kept_samples import SampleKeeper
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, silent_peaks, timing_metrics
 from lockstep.trainer.ppo.prompts import Prompts, open_dataset
-from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
+from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction, reads_rewards
 from lockstep.trainer.ppo.reward_columns import greedy_baseline
 from lockstep.trainer.ppo.rewards import Scorer
 from lockstep.trainer.ppo.roles import role_specs, weight_exchange
-from lockstep.trainer.ppo.samples import write_samples
+from lockstep.trainer.ppo.samples import choose_samples, share_with_signal, write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.resources import ResourcePoolManager
@@ -58,6 +61,7 @@ class RayPPOTrainer(Run):
     """
 
     config: PPOConfig
+    _trained: tuple[DataProto, Scored]
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class RayPPOTrainer(Run):
         config = as_config(config)
         self.device = resolve_device(config.trainer.device)
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=self.device))
-        self.tokenizer, self.val_reward_fn = tokenizer, val_reward_fn
+        self.tokenizer = tokenizer
         self.role_worker_mapping = checks.needed_roles(config, role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         check_trackers(config.trainer.logger)
@@ -87,7 +91,10 @@ class RayPPOTrainer(Run):
             train_dataset = open_dataset(config, tokenizer, data.train_files, data.train_max_samples)
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
+        if config.agent.is_on:
+            reward_fn, val_reward_fn = episode_rewards(config, reward_fn, val_reward_fn)
         self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
+        self.val_reward_fn = val_reward_fn
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         schedule = PromptSchedule(len(train_dataset), data.train_batch_size, data.shuffle, config.data_seed)
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
@@ -108,6 +115,9 @@ class RayPPOTrainer(Run):
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
         self.workers = Workers(config.trainer, resource_pool_manager, ray_worker_group_cls, self.display.message)
         self.worker_groups = self.workers.by_role
+        self.keeper = SampleKeeper(config.trainer.run_dir, config.trainer.report_rows, tokenizer)
+        self._last: Any = None
+        self.alarms.ignored = () if reads_rewards(algorithm) else ("equal_rewards", "silent_groups")
         self._initial = self._state()
 
     def init_workers(self) -> None:
@@ -119,6 +129,8 @@ class RayPPOTrainer(Run):
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
         self.rollout_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Rollout")
+        if self.config.agent.is_on:
+            self.rollout_wg = episode_rollout(self.config, self.rollout_wg)
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
@@ -205,12 +217,23 @@ class RayPPOTrainer(Run):
     def _record(self, step: int, batch: DataProto, scored: Scored) -> dict[str, float]:
         """Numbers about the batch and the time it took. Writes its samples where trainer.rollout_data_dir says."""
         data, folder = self.config.data, self.config.trainer.rollout_data_dir
+        self._last = batch, scored
         if folder is not None:
             write_samples(folder, step, batch, scored.extra, self.tokenizer)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch, share_rows(batch, self.actor_wg.world_size))
         metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
+        if self.config.agent.is_on:
+            metrics |= episode_metrics(batch)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
+
+    def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
+        (batch, scored), self._last = self._last, None
+        log_probs = self.actor_wg.compute_log_prob if self.config.trainer.report_ratio else None
+        self.keeper.keep(f"train_{self.global_steps}", batch, scored, log_probs)
+        if (n := self.config.actor_rollout_ref.rollout.n) > 1 and self.reward_fn is not None:
+            metrics.setdefault("training/groups_with_signal", share_with_signal(scored, n))
+        return choose_samples(batch, scored, self.tokenizer)
 
     def _is_recorded(self, step: int) -> bool:
         trainer = self.config.trainer
@@ -233,8 +256,14 @@ class RayPPOTrainer(Run):
         """Generate on the validation prompts with rollout.val_kwargs and score them with the function reward."""
         judge, config = Scorer.of(self.val_reward_fn, None, self.tokenizer, self.config), self.config
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
-        options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir}
-        return validate(self.val_dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
+        options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir, "keeper": self.keeper}
+        per_step = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        dataset: Any = Subset(self.val_dataset, self._validated_rows(len(self.val_dataset), n, per_step))
+        return validate(dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
+
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """See Run."""
+        return self.train_dataset, self.prompts.schedule
 
     def _position(self) -> int:
         return self.prompts.num_taken

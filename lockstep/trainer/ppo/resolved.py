@@ -25,6 +25,8 @@ class Estimation:
     """Which estimate of the KL to the reference is taken off the scores; None takes nothing off."""
     reward_keys: Sequence[str] | None
     """The parts of the reward that the estimator reads."""
+    turn_discounts: dict[str, float]
+    """gamma and lam, where they are per turn of an episode."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> Estimation:
@@ -38,7 +40,8 @@ class Estimation:
             "reward_part_weights": torch.tensor(weights, dtype=torch.float64) if weights else None,
         }
         estimator = bind_estimator(load_reference(config.adv_estimator) or config.adv_estimator, parameters)
-        return cls(estimator, config.kl_penalty if config.use_kl_in_reward else None, config.gdpo_reward_keys)
+        per_turn = {"gamma": config.gamma, "lam": config.lam} if config.discount_unit == "turn" else {}
+        return cls(estimator, config.kl_penalty if config.use_kl_in_reward else None, config.gdpo_reward_keys, per_turn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def model_scores(reward_model: Any, reward_fn: Any, batch: DataProto, tokenizer:
 def penalise_overlong(batch: DataProto, scored: Scored, config: OverlongConfig, max_response_length: int) -> dict[str, Metric]:
     """Reads responses; adds the overlong penalty to token_level_scores, on the last token, and to the parts of `scored`."""
     scores, lengths = batch.ragged("token_level_scores"), batch.ragged("responses").lengths
-    penalty = overlong_penalty(lengths, max_response_length, config.len, config.penalty_factor).float()
+    penalty = overlong_penalty(lengths, max_response_length, config.num_tokens(max_response_length), config.penalty_factor).float()
     values, filled = scores.values.clone(), lengths > 0
     values[(lengths.cumsum(0) - 1)[filled]] += penalty[filled]
     batch.set("token_level_scores", scores.like(values))

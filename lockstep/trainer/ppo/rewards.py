@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,8 @@ class Judge:
 
     def judge(self, batch: DataProto, number: int, scoring: Any = None) -> Scored:
         """`score` with the reward function; missing rewards are recorded under the batch's `number`."""
-        scored = score(self.reward_fn, batch, self.max_failure_rate, scoring)
-        if any(scored.failures):
-            record_failures(self.run_dir, number, batch, scored, self.tokenizer)
-        return scored
+        record = partial(record_failures, self.run_dir, number, batch, tokenizer=self.tokenizer)
+        return score(self.reward_fn, batch, self.max_failure_rate, scoring, record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +84,15 @@ class Scorer(Judge):
         return scored, metrics
 
 
-def score(reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: float, scoring: Any = None) -> Scored:
+def score(
+    reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: float, scoring: Any = None, record: Any = None
+) -> Scored:
     """Reads what the reward function reads. Writes token_level_scores; zeroes response_mask where the reward is missing.
 
     A reward function takes the batch and returns a tensor like `batch.batch["responses"]`, or a dict with that as "reward_tensor" and
     "reward_extra_info" (it is asked for the dict when it has an argument `return_dict`), and, where it knows them, "failures" and
     "reward_parts" as in `Scored`. One with an argument `ragged` is asked for a Ragged instead of the padded tensor. A row with a number
-    that is not finite is a failure too. `scoring` is what `reward_fn.begin` returned.
+    that is not finite is a failure too. `scoring` is what `reward_fn.begin` returned. `record` hears of failures.
 
     Raises RewardError for a tensor of the wrong shape, and with examples when more than `max_failure_rate` of the rewards are missing.
     """
@@ -107,6 +108,8 @@ def score(reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: flo
     total = row_sums(batch, "token_level_scores").tolist()
     scored = Scored(failures, total, result.get("reward_extra_info") or {}, result.get("reward_parts") or {})
     if any(failures):
+        if record is not None:
+            record(scored=scored)
         check_failures(batch, scored, max_failure_rate)
         leave_out(batch, torch.tensor([failure is not None for failure in failures]))
     return scored

@@ -7,6 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.scored import Scored
+
+NUM_SHOWN = 8
+
+
+def choose_samples(batch: DataProto, scored: Scored, tokenizer: Any, count: int = NUM_SHOWN) -> list[dict[str, Any]]:
+    """Prompt, response, score (None where it is missing), number of tokens and ground truth of some rows: the longest, the best, the worst,
+    then the first ones."""
+    lengths, truths = batch.ragged("responses").lengths.tolist(), _truths(batch)
+    judged = [i for i, failure in enumerate(scored.failures) if failure is None]
+    extremes = [max(range(len(batch)), key=lengths.__getitem__)]
+    extremes += [choose(judged, key=scored.total.__getitem__) for choose in (max, min) if judged]
+    return [
+        {name: tokenizer.decode(batch.ragged(f"{name}s")[i].tolist(), skip_special_tokens=True) for name in ("prompt", "response")}
+        | {"score": scored.total[i] if i in judged else None, "tokens": lengths[i], "ground_truth": truths[i]}
+        for i in list(dict.fromkeys([*extremes, *range(len(batch))]))[:count]
+    ]
+
+
+def share_with_signal(scored: Scored, n: int) -> float:
+    """The share of prompts whose `n` samples, which lie side by side, differ in score. What has no score differs from nothing."""
+    scores = [None if failure else total for failure, total in zip(scored.failures, scored.total, strict=True)]
+    groups = [{score for score in scores[start : start + n] if score is not None} for start in range(0, len(scores), n)]
+    return sum(len(group) > 1 for group in groups) / max(len(groups), 1)
 
 
 def write_samples(directory: str, step: int, batch: DataProto, info: dict[str, list[Any]], tokenizer: Any) -> None:
@@ -17,9 +41,13 @@ def write_samples(directory: str, step: int, batch: DataProto, info: dict[str, l
         for name in ("prompts", "responses")
     )
     scores = [row.sum().item() for row in batch.ragged("token_level_scores").rows()]
-    truths = [(row or {}).get("ground_truth") for row in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
+    truths = _truths(batch)
     with (Path(directory) / f"{step}.jsonl").open("w") as file:
         for i in range(len(batch)):
             row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": scores[i]}
             row |= {key: values[i] for key, values in info.items() if key not in row}
             file.write(json.dumps(row, default=str) + "\n")
+
+
+def _truths(batch: DataProto) -> list[Any]:
+    return [(row or {}).get("ground_truth") for row in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]

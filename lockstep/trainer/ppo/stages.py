@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import mismatch
+from lockstep.algorithms.advantages.recursion import turn_discount
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.bound import read_estimate
 from lockstep.algorithms.kl import KLController, reward_penalty
-from lockstep.algorithms.masked import masked_mean
+from lockstep.algorithms.masked import masked_mean, zero_outside
 from lockstep.algorithms.rows import Rows
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Mean, Metric, average_updates, merge_metrics
+from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 
@@ -52,13 +54,20 @@ def generate(
 
     `on_finished` hears of each response (row, token ids) as soon as it is there, on another thread; without promise that it hears of all.
     """
-    prompts = batch.select(["prompts"], ["index", "sample"])
-    if on_finished is None:
-        batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step))
-        return
+    prompts = batch.select(["prompts"], getattr(rollout, "reads", ["index", "sample"]))
     prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
-    with rollout.receiving(lambda message: on_finished(*message)) as send:
-        batch.union(rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send))
+    progress = expect(len(batch), "responses")
+
+    def hear(message: tuple[int, Tensor]) -> None:
+        progress.done, progress.tokens = progress.done + 1, progress.tokens + len(message[1])
+        if on_finished is not None:
+            on_finished(*message)
+
+    with rollout.receiving(hear) as send:
+        found = rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send)
+    if "prompts" in found:  # of episodes, whose environments write them
+        batch.set("prompts", found.ragged("prompts"))
+    batch.union(found)
 
 
 def sync_weights(exchange: Any) -> None:
@@ -91,7 +100,8 @@ def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
 
 def use_sampler_log_probs(batch: DataProto) -> None:
     """Reads rollout_log_probs. Writes old_log_probs: for a sampler whose log-probs are the trainer's own."""
-    batch.set("old_log_probs", batch.ragged("rollout_log_probs"))
+    log_probs, mask = batch.ragged("rollout_log_probs"), batch.ragged("response_mask").values.bool()
+    batch.set("old_log_probs", log_probs.like(zero_outside(log_probs.values, mask)))
     _check_finite(batch, "old_log_probs")
 
 
@@ -117,23 +127,10 @@ def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[st
         return {}
     rows, mask = _rows_and_mask(batch)
     old, rollout = (batch.ragged(name).values for name in ("old_log_probs", "rollout_log_probs"))
-    metrics = mismatch.mismatch_metrics(old, rollout, mask, rows)
-    x = mismatch.log_ratio(old, rollout, mask)
-    if correction.level is not None:
-        raw = mismatch.raw_weights(x, mask, rows, correction.level)
-        metrics |= mismatch.weight_metrics(raw, mask, rows, correction.level, correction.band, correction.normalise)
-        weights = mismatch.importance_weights(x, mask, rows, correction.level, correction.band, correction.normalise)
+    weights, kept, metrics = mismatch.correct(correction, old, rollout, mask, rows, _group(batch))
+    if weights is not None:
         _set_tokens(batch, "rollout_is_weights", weights)
-    kept = mask
-    for kind, bounds in correction.rejections:
-        passed = mismatch.kept_tokens(x, mask, rows, kind, bounds, _group(batch))
-        metrics |= mismatch.rejection_metrics(
-            mismatch.rejection_statistic(x, mask, rows, kind, _group(batch)), mask, rows, kind, bounds
-        )
-        metrics |= _lost(f"rollout_rs_{kind}", mask, passed, rows)
-        kept = kept & passed
     if correction.rejections:
-        metrics |= _lost("rollout_rs", mask, kept, rows)
         _set_tokens(batch, "response_mask", kept.long())
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -160,6 +157,9 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "token_level_rewards": rewards,
         "response_mask": mask,
         **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
+        **{
+            name: turn_discount(batch.ragged("turn").values, mask, rows, value) for name, value in estimation.turn_discounts.items()
+        },
         "reward_parts": _reward_parts(batch, estimation.reward_keys),
         "group": _group(batch),
         "index": batch.non_tensor_batch["uid"],
@@ -302,16 +302,6 @@ def _reward_parts(batch: DataProto, keys: Sequence[str] | None) -> Tensor | None
             f"return a dict with {missing or keys}, or change the keys"
         )
     return batch.batch["reward_parts"][:, [names.index(key) for key in keys]]
-
-
-def _lost(name: str, before: Tensor, after: Tensor, rows: Rows) -> dict[str, float]:
-    """The share of tokens that left the mask, and of rows that lost at least one."""
-    lost = before & ~after
-    touched, counted = (int((rows.sum(tokens) > 0).sum()) for tokens in (lost, before))
-    return {
-        f"{name}_masked_fraction": int(lost.sum()) / max(int(before.sum()), 1),
-        f"{name}_seq_masked_fraction": touched / max(counted, 1),
-    }
 
 
 def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:

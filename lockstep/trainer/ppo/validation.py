@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.observability.score_summary import score_summary
+from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.kept_samples import SampleKeeper
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import generate, make_prompts
 
-_MAX_CHOICES = 1000
-_VALIDATION_STEPS = 1 << 40
+VALIDATION_STEPS = 1 << 40
 """Added to the step in the sampling key of validation, so that it draws other numbers than training."""
 
 
@@ -33,18 +33,20 @@ def validate(
     n: int,
     batch_size: int | None,
     folder: str | Path | None,
+    keeper: SampleKeeper | None = None,
 ) -> dict[str, float]:
     """Generate on all prompts of `dataset`, `n` times each and `batch_size` (None: all) at once, and judge; returns the metrics below.
 
-    Writes the samples into `folder`, where there is one.
+    Writes the samples into `folder`, where there is one; `keeper` keeps some for `lockstep report`.
     """
     size = batch_size or len(dataset)
+    expect(len(dataset) * n, "responses")
     parts, all_scored = [], []
     for start in range(0, len(dataset), size):
         rows = range(start, min(start + size, len(dataset)))
         batch = make_prompts(dataset, rows, n, judge.tokenizer.pad_token_id)
         scoring = judge.begin(batch)
-        generate(rollout, batch, sampling, step + _VALIDATION_STEPS, getattr(scoring, "add", None))
+        generate(rollout, batch, sampling, step + VALIDATION_STEPS, getattr(scoring, "add", None))
         all_scored.append(judge.judge(batch, step, scoring))
         parts.append(batch)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
@@ -52,6 +54,10 @@ def validate(
     extra.pop("score", None)
     if folder is not None:
         write_samples(str(folder), step, batch, extra, judge.tokenizer)
+    if keeper is not None:
+        # Every batch counts its prompts from 0.
+        batch.non_tensor_batch["uid"] = np.array([row // n for row in range(len(batch))], dtype=object)
+        keeper.keep(f"val_{step}", batch, scored)
     sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
     return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
 
@@ -62,10 +68,9 @@ def validation_metrics(
     """`val-core/{source}/{acc or reward}/{mean@N, best@N/mean, maj@N/mean}`, and everything else under `val-aux/`.
 
     `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever the reward
-    function returned, one entry a row (None where it said nothing of a row). A variable is summarised for the sources that have a number
-    in every row; the core variable of a source is "acc" where it has one, else "reward". best@k is the exact mean of the best of k over
-    all ways to choose k of the N samples. maj@k takes the most frequent "pred" of k (ties: the first) and needs one in every row; its mean
-    is over all ways to choose k of N, or over 1,000 of them where there are more.
+    function returned, one entry a row (None where it said nothing of a row). A variable is summarised (`score_summary`) for the sources
+    that have a number in every row; the core variable of a source is "acc" where it has one, else "reward". A number of the core variable
+    has its 95 % interval beside it: `val-aux/{the same}/low` and `/high`. maj@k needs a "pred" in every row.
 
     Rows with a failure (not None) have no reward: they are in no number but `val-aux/{source}/missing`, their count.
     """
@@ -91,48 +96,13 @@ def validation_metrics(
         preds = infos.get("pred")
         if preds is not None and any(preds[row] is None for row in rows):
             preds = None
+        said = None if preds is None else [[str(preds[row]) for row in rows] for rows in groups.values()]
         for variable, entries in numeric.items():
-            for name, value in _summary(groups, entries, preds).items():
-                is_core = variable == core and name.startswith(("mean@", "best@", "maj@")) and not name.endswith("/std")
-                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
+            scores = [[float(entries[row]) for row in rows] for rows in groups.values()]
+            for name, found in score_summary(scores, said).items():
+                is_core = variable == core and name.startswith(("mean@", "best@", "maj@"))
+                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = found.value
+                if is_core and found.interval is not None:
+                    ends = dict(zip(("low", "high"), found.interval, strict=True))
+                    metrics |= {f"val-aux/{source}/{variable}/{name}/{end}": value for end, value in ends.items()}
     return metrics
-
-
-def _summary(groups: dict[int, list[int]], entries: Sequence[Any], preds: Sequence[Any] | None) -> dict[str, float]:
-    scores = [[float(entries[row]) for row in rows] for rows in groups.values()]
-    n = max(len(s) for s in scores)
-    summary = {f"mean@{n}": float(np.mean([np.mean(s) for s in scores]))}
-    if n == 1:
-        return summary
-    summary[f"std@{n}"] = float(np.mean([np.std(s, ddof=1) for s in scores if len(s) > 1]))
-    for k in _sizes(n):
-        usable = [s for s in scores if len(s) >= k]
-        summary[f"best@{k}/mean"] = float(np.mean([expected_best(s, k) for s in usable]))
-        summary[f"worst@{k}/mean"] = float(np.mean([-expected_best([-x for x in s], k) for s in usable]))
-        if preds is not None:
-            chosen = (_majority(rows, k, entries, preds) for rows in groups.values() if len(rows) >= k)
-            summary[f"maj@{k}/mean"] = float(np.mean(list(chosen)))
-    return summary
-
-
-def expected_best(scores: Sequence[float], k: int) -> float:
-    """The mean of the largest of k scores over all subsets of size k. In order, score i (from 0) is the largest of C(i, k-1) of them."""
-    total = math.comb(len(scores), k)
-    return sum(score * math.comb(i, k - 1) / total for i, score in enumerate(sorted(scores)))
-
-
-def _sizes(n: int) -> list[int]:
-    """2, 4, 8, ... and n."""
-    return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n]
-
-
-def _majority(rows: list[int], k: int, entries: Sequence[Any], preds: Sequence[Any]) -> float:
-    """The mean, over ways to choose k of the rows in their order, of the entry that the most frequent prediction has first."""
-    if math.comb(len(rows), k) <= _MAX_CHOICES:
-        choices = [list(choice) for choice in itertools.combinations(rows, k)]
-    else:
-        generator = np.random.default_rng(0)
-        choices = [[rows[i] for i in sorted(generator.choice(len(rows), k, replace=False))] for _ in range(_MAX_CHOICES)]
-    winners = [Counter(str(preds[row]) for row in choice).most_common(1)[0][0] for choice in choices]
-    first = [next(row for row in choice if str(preds[row]) == winner) for choice, winner in zip(choices, winners, strict=True)]
-    return float(np.mean([float(entries[row]) for row in first]))

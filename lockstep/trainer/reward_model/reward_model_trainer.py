@@ -45,7 +45,7 @@ class RewardModelTrainer(StageRun):
         group_cls: type[WorkerGroup],
         make_loss: Callable[[], Any],
     ) -> None:
-        data, self._loss = config.data, make_loss
+        data = config.data
         open_pairs = partial(
             PairDataset,
             tokenizer=tokenizer,
@@ -59,11 +59,8 @@ class RewardModelTrainer(StageRun):
         for name, rows in (("train_files", train), ("val_files", val)):
             if rows is not None and not rows.is_paired:
                 raise DataError(f"data.{name} has answers with a label; a reward model learns from pairs: chosen and rejected")
-        super().__init__(config, tokenizer, worker_cls, group_cls, train, val, data.train_batch_size, data.max_length)
+        super().__init__(config, tokenizer, worker_cls, group_cls, make_loss, train, val)
         self._prepare(train.batch([0]))
-
-    def _make_loss(self) -> Callable[[], Any]:
-        return self._loss
 
     def _prepare(self, batch: DataProto) -> DataProto:
         """The two rows of a pair become a unit. Raises DataError where a row ends with padding: transformers would not read its end."""
@@ -77,6 +74,18 @@ class RewardModelTrainer(StageRun):
             )
         batch.columns["unit"] = torch.arange(len(batch)) // 2
         return batch
+
+    def _validate(self) -> dict[str, float]:
+        """As every recipe; where the rows are of several sources (`data_source`), also the accuracy on each, as val/accuracy/SOURCE."""
+        assert isinstance(self.val_data, PairDataset)
+        chosen = {*self._validated_rows(len(self.val_data), 1, self.rows_per_step)}
+        sources = {source: [row for row in rows if row in chosen] for source, rows in self.val_data.sources().items()}
+        by_source = {source: self._measure(positions) for source, positions in sources.items() if positions}
+        metrics = self._val_metrics([part for measured in by_source.values() for part in measured])
+        for source, measured in by_source.items() if len(by_source) > 1 else ():
+            found = self._val_metrics(measured)
+            metrics |= {f"val/{name}/{source}": found[f"val/{name}"] for name in ("accuracy", "accuracy_low", "accuracy_high")}
+        return metrics
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         pairs = len(batch) // 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.data import Subset
 
 from lockstep.config.data import DataConfig
 from lockstep.config.sampling import SamplingParams
@@ -46,7 +49,9 @@ class SampledAnswers:
         )
         return cls(config, dataset, sampling, Judge(reward_fn, tokenizer, config.reward.max_failure_rate, section.run_dir))
 
-    def validate(self, rollout: Any, step: int) -> dict[str, float]:
-        """Answer all prompts and judge them; the samples go to the run's folder `validation`."""
+    def validate(self, rollout: Any, step: int, choose: Callable[[int, int, int], list[int]]) -> dict[str, float]:
+        """Answer the prompts that `choose` takes (trainer/run.py::_validated_rows) and judge them; the samples go to the run's folder
+        `validation`."""
         own, folder = self.config.sampled, self.config.trainer.run_dir / "validation"
-        return validate(self.dataset, rollout, self.sampling, self.judge, step, n=own.n, batch_size=own.batch_size, folder=folder)
+        dataset: Any = Subset(self.dataset, choose(len(self.dataset), own.n, self.config.data.train_batch_size))
+        return validate(dataset, rollout, self.sampling, self.judge, step, n=own.n, batch_size=own.batch_size, folder=folder)

@@ -56,20 +56,17 @@ class SFTTrainer(StageRun):
         )
         train = open_rows(data.train_files, max_samples=data.train_max_samples)
         val = open_rows(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
-        self._loss, self.sampled = make_loss, sampled
+        self.sampled = sampled
         if sampled is not None and self.role is Role.Actor:
             self.role = Role.ActorRollout
-        super().__init__(config, tokenizer, worker_cls, group_cls, train, val, data.train_batch_size, data.max_length)
+        super().__init__(config, tokenizer, worker_cls, group_cls, make_loss, train, val)
         self.has_validation = val is not None or sampled is not None
-
-    def _make_loss(self) -> Callable[[], Any]:
-        return self._loss
 
     def _validate(self) -> dict[str, float]:
         """Loss on the validation rows under val/; of sampled answers what PPO's validation reports, under val-core/ and val-aux/."""
         metrics = super()._validate() if self.val_data is not None else {}
         if self.sampled is not None:
-            metrics |= self.sampled.validate(self.model_wg, self.global_steps)
+            metrics |= self.sampled.validate(self.model_wg, self.global_steps, self._validated_rows)
         return metrics
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.errors import NumericalError
-from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, TokenOutputs, chunked_log_probs, most_logits
+from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, Read, TokenOutputs, chunked_log_probs, most_logits
 from lockstep.models.flops import ModelCost, model_cost
 from lockstep.models.load import Head
 from lockstep.models.outputs import logits_log_probs
@@ -30,7 +30,6 @@ from lockstep.models.packing import (
     TokenRows,
     cut_into_micro_batches,
     pack_rows,
-    pack_sequences,
     shared_prompt_tokens,
 )
 from lockstep.models.weight_file import TensorSpec
@@ -83,6 +82,8 @@ class TrainEngine(SavedEngine):
     """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
     tokens_at_once: int | None = None
     """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
+    hands_out_hidden: bool = True
+    """Whether `read_hidden` can be called: not where the logits are more than what the output layer makes of the hidden states."""
     cost: ModelCost
     """What a token costs, for rates."""
     dtype: torch.dtype
@@ -148,22 +149,6 @@ class TrainEngine(SavedEngine):
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
     @torch.no_grad()
-    def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids [rows] (score head), read where transformers reads it."""
-        self.module.eval()
-        data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
-        rows = data.ragged("rows")
-        batches = self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks)))
-        packs = LazySequence(
-            len(batches),
-            lambda n: pack_sequences(rows.select(torch.tensor(batches[n], dtype=torch.int64)), pad_token_id, self.device),
-        )
-        with self.on_device():
-            found = zip(packs, self.columns(packs, 1.0), strict=True)
-            scores = [out["scores"] for packed, out in found if not packed.is_placeholder]
-        return torch.cat(scores).cpu()[list(own)] if scores else torch.empty(0)
-
-    @torch.no_grad()
     def evaluate(self, data: DataProto, loss: LossFn, budget: Budget) -> dict[str, Metric]:
         """The loss's metrics over these rows, merged, without a gradient."""
         self.module.eval()
@@ -203,19 +188,24 @@ class TrainEngine(SavedEngine):
         for packed in packs:
             yield self._run(packed, temperature)
 
+    def read_hidden(self, packed: PackedRows, read: Read) -> Any:
+        """What `read` returns inside a forward pass of one micro-batch, for its hidden states where tokens are predicted and the output
+        layer. Not in a pipeline."""
+        return self.module(**packed.inputs, read=read, read_at=packed.predict_at)
+
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     def _run(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> dict[str, Tensor]:
         """The columns [M] of one micro-batch, or its scores [rows]."""
         if self.teacher is not None:
-            return self.teacher.columns(self.module, packed)
+            return self.teacher.columns(self, packed)
         if self.head is Head.SCORE:
             return {"scores": self.module(**packed.inputs, read_at=packed.predict_at)}
         if self.head is Head.VALUE:
             return {"values": self.module(**packed.inputs).logits[0, packed.predict_at, 0].float()}
         if self.tokens_at_once is not None:
             read_columns = partial(chunked_log_probs, packed.targets, temperature, entropy_grad)
-            found = self.module(**packed.inputs, read=read_columns, read_at=packed.predict_at)
+            found = self.read_hidden(packed, read_columns)
         else:
             logits = self.module(**packed.inputs, logits_to_keep=packed.predict_at).logits[0]
             found = logits_log_probs(logits, packed.targets, temperature, entropy_grad)
@@ -246,10 +236,10 @@ class TrainEngine(SavedEngine):
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
         counts, budget, scored = data.token_counts().tolist(), budget.times(self.token_ranks), self.head is Head.SCORE
-        batches = self._equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
+        batches = self.equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
         return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 
-    def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
+    def equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""
         count = torch.tensor(len(batches))
         if self.world_size > 1:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,23 @@ class Updates:
         return OptimResult(grad_norm=norm, lr=lr)
 
 
+def update(engine: TrainEngine, work: tuple[Any, ...], skips_as: str | None) -> tuple[dict[str, Metric], OptimResult | None]:
+    """forward_backward with the arguments `work`, and the optimizer's step. With `skips_as`, what metrics begin with, an update that is not
+    finite is left out (skip.py); then there is no result."""
+    if skips_as is None:
+        return engine.forward_backward(*work), engine.optim_step()
+    from lockstep.workers.engine.skip import update_or_skip
+
+    return update_or_skip(engine, work, skips_as)
+
+
 def update_metrics(
-    prefix: str, engine: TrainEngine, mini_batch: DataProto, result: OptimResult, started: float
+    prefix: str, engine: TrainEngine, mini_batch: DataProto, result: OptimResult | None, started: float
 ) -> dict[str, Metric]:
     """Norm of the gradient, learning rate, tokens per second of one device since `started` (time.perf_counter), and on a GPU whose peak is
-    known the share of it that was used (MFU). Waits for the GPU."""
+    known the share of it that was used (MFU); nothing without a `result`. Waits for the GPU."""
+    if result is None:
+        return {}
     on_gpu = engine.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(engine.device)

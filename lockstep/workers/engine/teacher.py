@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.models.chunked_kl import DIVERGENCE_COLUMNS, Divergence, Layer, chunked_divergence
@@ -26,7 +26,7 @@ class Teacher:
     engine: TrainEngine
     kind: Divergence
 
-    def columns(self, student: nn.Module, packed: PackedRows) -> dict[str, Tensor]:
+    def columns(self, student: TrainEngine, packed: PackedRows) -> dict[str, Tensor]:
         """The columns of TokenOutputs that compare the two on a micro-batch. Reads the column response_mask."""
         learns, found = torch.is_grad_enabled(), []
         mask = packed.tokens.columns.get("response_mask")
@@ -36,18 +36,18 @@ class Teacher:
             layer: Layer = (hidden, weight, bias)
             read = partial(chunked_divergence, self.kind, packed.targets, mask, layer)
             with torch.set_grad_enabled(learns):
-                found.append(student(**packed.inputs, read=read, read_at=packed.predict_at))
+                found.append(student.read_hidden(packed, read))
             return hidden
 
         with torch.no_grad():
-            self.engine.module(**packed.inputs, read=compare, read_at=packed.predict_at)
+            self.engine.read_hidden(packed, compare)
         return dict(zip(DIVERGENCE_COLUMNS, found[0], strict=True))
 
 
 def set_teacher(student: TrainEngine, teacher: TrainEngine, kind: Divergence) -> None:
     """Let the student's columns be those of `Teacher`. Raises ConfigError for a model that cannot hand out its hidden states."""
     for engine, key in ((student, "model.path"), (teacher, "teacher.path")):
-        if engine.tokens_at_once is None:
+        if not engine.hands_out_hidden:
             raise ConfigError(
                 f"the logits of {key} are not its output layer's (it scales or caps them), so they cannot be compared a chunk at a time; "
                 "use lockstep ppo algorithm.adv_estimator=distill"

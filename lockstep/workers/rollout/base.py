@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError, WeightSyncError
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.rollout.request import MOST_TOP, Completion, DecodeText, Request
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
-DecodeText = Callable[[list[int]], str]
-"""Token ids -> text, special tokens included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One response to generate. The limits are the call's where they are None."""
-
-    prompt_ids: Tensor
-    """[P] int64, P at least 1."""
-    key: tuple[int, int, int]
-    """(step, prompt, sample): with the run's seed and the position it decides the random number behind each token."""
-    max_tokens: int | None = None
-    """Longest response."""
-    stop_token_ids: tuple[int, ...] | None = None
-    """The response ends after one of these."""
-    stop: tuple[str, ...] | None = None
-    """The response ends after the token that completes one of these strings."""
-
-
-Numbered = tuple[int, Request]
-"""A request with its place in the call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One response, or why there is none."""
-
-    index: int
-    """Which request of the call it answers."""
-    ids: Tensor
-    """[T] int64, with the stop token, or the tokens of the stop string, when there was one. Empty after an error."""
-    log_probs: Tensor
-    """[T] float32: log-prob of each token under the whole distribution at the sampling temperature (at 1 when greedy)."""
-    finish_reason: str
-    """"stop", "length", "abort" (has the tokens up to then) or "error"."""
-    policy_version: int
-    """Which weights wrote it."""
-    error: str | None = None
-    """What was wrong, with the request's key; only with finish_reason "error"."""
+if TYPE_CHECKING:
+    from lockstep.workers.rollout.stream import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +31,20 @@ class Stopping:
     decode_text: DecodeText | None
 
     @classmethod
-    def of(cls, request: Request, sampling: SamplingParams, context: int | None, decode_text: DecodeText | None) -> Stopping:
-        """The request's own limits, and the call's where it has none; never more tokens than fit into `context`."""
+    def of(
+        cls,
+        request: Request,
+        sampling: SamplingParams,
+        context: int | None,
+        decode_text: DecodeText | None,
+        length: int | None = None,
+    ) -> Stopping:
+        """The request's own limits, and those of `sampling` where it has none; never more tokens than fit into `context` after the `length`
+        (None: those of the prompt) before the response."""
         token_ids = sampling.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
         strings = sampling.stop if request.stop is None else request.stop
         limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        limit = limit if context is None else min(limit, context - len(request.prompt_ids))
+        limit = limit if context is None else min(limit, context - (len(request.prompt_ids) if length is None else length))
         return cls(limit, frozenset(token_ids), strings, decode_text)
 
     def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
@@ -141,23 +112,33 @@ class RolloutEngine(ABC):
 
         Raises WeightSyncError when the last weight update did not work, ConfigError for stop strings without a way to decode tokens.
         """
-        if self._broken is not None:
-            raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
+        self.check_weights()
         if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
             raise ConfigError("stop strings need the tokenizer: make the rollout engine with decode_text")
-        served = []
-        for index, request in enumerate(requests):
-            fault = _fault(request, self.vocabulary, self.context)
-            if fault is None:
-                served.append((index, request))
-            else:
-                yield failed(index, request, fault, self.version)
-        if served:
-            yield from self._serve(served, sampling)
+        with self._open_for(requests, sampling) as stream:
+            for request in requests:
+                stream.add(request)
+            for answer in stream:
+                if isinstance(answer, Completion):
+                    yield answer
 
     @abstractmethod
-    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
-        """`generate_stream` of one or more requests without a fault."""
+    def open(self, sampling: SamplingParams, *, num_tokens: int | None = None) -> Stream:
+        """A stream whose requests can join, go on and leave while others run. Close it when it is over: an engine has one at a time.
+
+        `sampling` is what a request without parameters of its own gets. `num_tokens`: how many tokens the key-value cache should hold
+        (None: what memory allows). Raises WeightSyncError when the last weight update did not work, RuntimeError while another is open,
+        ConfigError where the engine has none.
+        """
+
+    def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
+        """A stream for these requests and no others."""
+        return self.open(sampling)
+
+    def check_weights(self) -> None:
+        """Raise WeightSyncError when the last weight update did not work."""
+        if self._broken is not None:
+            raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """One completion for each request, in order."""
@@ -177,21 +158,28 @@ class RolloutEngine(ABC):
         return
 
 
-def _fault(request: Request, vocabulary: int, context: int | None) -> str | None:
-    """Why a model of this vocabulary and context length cannot serve the request; None if it can."""
-    ids, limit = request.prompt_ids, request.max_tokens
+def fault_of(
+    request: Request, params: SamplingParams, length: int, vocabulary: int, context: int | None, decodes: bool
+) -> str | None:
+    """Why a model of this vocabulary and context length cannot serve the request, which has `length` tokens with what it continues; None
+    if it can. `decodes`: whether there is a tokenizer for stop strings."""
+    ids, limit, strings = request.prompt_ids, request.max_tokens, params.stop if request.stop is None else request.stop
     if not len(ids):
         return "the prompt is empty; it needs one token or more"
     if limit is not None and limit < 1:
         return f"max_tokens={limit}; it must be at least 1"
-    if request.stop is not None and "" in request.stop:
+    if "" in strings:
         return "one of its stop strings is empty"
+    if strings and not decodes:
+        return "stop strings need the tokenizer: make the rollout engine with decode_text"
+    if not 0 <= request.top_log_probs <= MOST_TOP:
+        return f"top_log_probs={request.top_log_probs}; it must be between 0 and {MOST_TOP}"
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         return f"the prompt has token {wrong}, the model knows 0 to {vocabulary - 1}: the tokenizer does not fit the model"
-    if context is not None and len(ids) >= context:
-        return f"the prompt has {len(ids)} tokens, the model's context holds {context}, one of them for the response"
+    if context is not None and length >= context:
+        return f"the prompt has {length} tokens, the model's context holds {context}, one of them for the response"
     return None
 
 

@@ -14,7 +14,8 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_source import model_folder
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, RolloutEngine, not_finite
+from lockstep.workers.rollout.base import RolloutEngine, not_finite
+from lockstep.workers.rollout.request import Completion, DecodeText, Job, TopLogProbs
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, received
 from lockstep.workers.weight_sync.module import copy_weights, module_manifest
 
@@ -63,18 +64,27 @@ class ProcessRollout(RolloutEngine):
         self.folder = os.path.abspath(model_folder(str(model.path)))
         self._start(model, device, str(dtype).removeprefix("torch."))
 
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether the process is no longer there."""
+
     @abstractmethod
     def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         """Start the process with the model of `self.folder`."""
 
-    def _completion(
-        self, index: int, request: Request, ids: Sequence[int], log_probs: Sequence[float], reason: str, sampling: SamplingParams
+    def completed(
+        self, job: Job, ids: Sequence[int], log_probs: Sequence[float], reason: str, tops: TopLogProbs | None = None
     ) -> Completion:
-        """What the process answered to a request; the log-probs say whether the logits were finite."""
+        """What the process answered to a job; the log-probs say whether the logits were finite."""
         values = torch.tensor(log_probs, dtype=torch.float32)
         bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
         if bad:
-            return not_finite(index, request, bad[0], self.version)
-        if not self.config.gives_log_probs(sampling.temperature, sampling.truncates, sampling.repetition_penalty != 1.0):
-            values = torch.full_like(values, torch.nan)
-        return Completion(index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version)
+            return not_finite(job.index, job.request, bad[0], self.version)
+        if not self.gives_log_probs(job.params):
+            values, tops = torch.full_like(values, torch.nan), None
+        return Completion(job.index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version, None, tops)
+
+    def gives_log_probs(self, params: SamplingParams) -> bool:
+        """See RolloutConfig.gives_log_probs."""
+        return self.config.gives_log_probs(params.temperature, params.truncates, params.penalises)

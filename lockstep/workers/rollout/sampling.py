@@ -1,4 +1,4 @@
-"""Draw tokens from logits: temperature, repetition penalty, top-k, top-p, min-p. The random numbers come from `counted.py`."""
+"""Draw tokens from logits: temperature, penalties, top-k, top-p, min-p. The random numbers come from `counted.py`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,26 @@ def sample(
     min_p: float,
     repetition_penalty: float,
     history: Sequence[Tensor] | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    responses: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token [rows] and its log-prob [rows] (float32) from `logits` [rows, vocabulary].
 
     The token is where the cumulative probability passes `uniform` [rows], among the tokens that top-k, then top-p, then min-p keep.
-    `history`, a vector of tokens a row, is what the repetition penalty acts on. The log-prob is that of the whole distribution at
-    `temperature`, without penalty, which is what the trainer computes; at temperature 0 (greedy) it is taken at 1. A row with NaN or +inf
-    among its logits gets a log-prob that is not finite, and a token without meaning.
+    `history`, a vector of tokens a row, is what the repetition penalty acts on, `responses` what the other two act on. The log-prob is that
+    of the whole distribution at `temperature`, without penalty, which is what the trainer computes; at temperature 0 (greedy) it is taken
+    at 1. A row with NaN or +inf among its logits gets a log-prob that is not finite, and a token without meaning.
     """
     logits = logits.float() / (temperature or 1.0)
     penalised = logits
     if repetition_penalty != 1.0:
         assert history is not None, "a repetition penalty needs the tokens so far"
         penalised = penalise(logits, history, repetition_penalty)
+    if presence_penalty or frequency_penalty:
+        assert responses is not None, "these penalties need the responses so far"
+        scale = temperature or 1.0  # they are of the logits before the temperature
+        penalised = lower(penalised, responses, presence_penalty / scale, frequency_penalty / scale)
     if temperature == 0:
         tokens = penalised.argmax(-1)
         return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, dim=-1)
@@ -53,6 +60,15 @@ def penalise(logits: Tensor, history: Sequence[Tensor], penalty: float) -> Tenso
     for row, tokens in zip(logits, history, strict=True):
         seen = tokens.to(logits.device).unique()
         row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    return logits
+
+
+def lower(logits: Tensor, responses: Sequence[Tensor], presence: float, frequency: float) -> Tensor:
+    """Logits less `presence` where the row's response has the token, and less `frequency` for each time."""
+    logits = logits.clone()
+    for row, tokens in zip(logits, responses, strict=True):
+        seen, counts = tokens.to(logits.device).unique(return_counts=True)
+        row[seen] -= presence + frequency * counts
     return logits
 
 
@@ -91,3 +107,16 @@ def keep_likely(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
     if min_p > 0.0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
     return logits
+
+
+def keep_likely_each(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`keep_likely` with parameters of each row, [rows, 1] each; a top-k below 1 keeps all."""
+    vocabulary = logits.shape[-1]
+    ordered, index = logits.sort(dim=-1, descending=True)
+    last = torch.where(top_k < 1, vocabulary, top_k).clamp(max=vocabulary).long() - 1
+    smallest = ordered.gather(-1, last)
+    probs = ordered.masked_fill(ordered < smallest, -torch.inf).softmax(-1)
+    dropped = ((probs.cumsum(-1) - probs) >= top_p) & (top_p < 1.0)
+    dropped[:, 0] = False
+    dropped |= (ordered < smallest) | (ordered < ordered[:, :1] + torch.log(min_p))
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), -torch.inf)

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from lockstep.algorithms.advantages.recursion import discounted_sums, selected
+from lockstep.algorithms.advantages.gae import gae
+from lockstep.algorithms.advantages.recursion import discounted_sums, selected, turn_discount
+from lockstep.algorithms.advantages.returns import rewards_to_go
 from lockstep.algorithms.rows import Rows
 
 
@@ -23,3 +25,24 @@ def test_selected_tokens_have_their_places_and_rows():
     places, rows = selected(torch.tensor([0, 1, 1, 0, 1]), Rows(torch.tensor([2, 0, 1, 2])))
     assert places.tolist() == [1, 2, 4]
     assert rows.lengths.tolist() == [1, 0, 1, 1]
+
+
+def test_a_discount_per_turn_counts_turns_and_not_tokens():
+    """Against sums over turns, with tokens of an environment between them."""
+    turns = [[1, 1, 1, 2, 2, 3], [1], [1, 1, 2, 2]]
+    mask = [[1, 1, 0, 1, 0, 1], [1], [1, 0, 1, 1]]
+    rewards = [[1.0, 2.0, 9.0, 4.0, 9.0, 8.0], [3.0], [5.0, 9.0, 7.0, 6.0]]
+    rows = Rows(torch.tensor([len(row) for row in turns]))
+    flat = [torch.tensor([x for row in column for x in row]) for column in (turns, mask, rewards)]
+    factors = turn_discount(flat[0], flat[1], rows, 0.5)
+    found = rewards_to_go(flat[2], flat[1], rows, factors)
+    expected = [
+        sum(r * 0.5 ** (u - turn) for r, u, m in zip(reward[t:], row[t:], own[t:], strict=True) if m) if own[t] else 0.0
+        for row, own, reward in zip(turns, mask, rewards, strict=True)
+        for t, turn in enumerate(row)
+    ]
+    assert found.tolist() == expected
+    _, returns = gae(
+        token_level_rewards=flat[2], response_mask=flat[1], rows=rows, values=torch.zeros(rows.num_tokens), gamma=factors, lam=1.0
+    )
+    assert returns.tolist() == expected  # without values GAE is the rewards to come

@@ -1,6 +1,7 @@
 """What holds for every policy loss, and how they are found."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -119,10 +120,10 @@ def test_parameters_that_cannot_work_are_refused_with_their_key(name, wrong):
 
 
 @pytest.fixture
-def scratch_registry(monkeypatch):
+def scratch_registry():
     """Registrations of one test, gone after it."""
-    monkeypatch.setattr(module, "POLICY_LOSSES", dict(module.POLICY_LOSSES))
-    monkeypatch.setattr(module, "PREPARATIONS", dict(module.PREPARATIONS))
+    with patch.dict(module.POLICY_LOSSES), patch.dict(module.PREPARATIONS):
+        yield
 
 
 @pytest.mark.usefixtures("scratch_registry")

@@ -6,7 +6,8 @@ from helpers.flat import policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo, vanilla
+from lockstep.algorithms.policy_losses.clipped import vanilla
+from lockstep.algorithms.policy_losses.per_token import cispo, dro, gpg, sapo
 from lockstep.errors import ConfigError
 
 PROPERTY = settings(max_examples=50, deadline=None)

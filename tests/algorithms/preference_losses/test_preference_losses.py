@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from lockstep.algorithms.preference_losses import (
     NLL_COEF,
     PREFERENCE_LOSSES,
+    PREPARATIONS,
     bind_preference_loss,
     bind_preference_prepare,
     get_preference_loss,
@@ -134,12 +136,9 @@ def test_a_share_of_wrong_labels_is_below_a_half(name, share):
         loss_of(name, COLUMNS, label_smoothing=share)
 
 
-def test_a_loss_can_be_added(monkeypatch):
-    import lockstep.algorithms.preference_losses as package
-
-    for table in ("PREFERENCE_LOSSES", "PREPARATIONS"):
-        monkeypatch.setattr(package, table, dict(getattr(package, table)))
-
+@patch.dict(PREFERENCE_LOSSES)
+@patch.dict(PREPARATIONS)
+def test_a_loss_can_be_added():
     def centre_of(*, is_chosen):
         return {"centre": torch.zeros(is_chosen.shape)}
 

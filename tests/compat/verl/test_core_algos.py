@@ -7,8 +7,10 @@ comparisons here leave these out, the tests of `lockstep.algorithms` have them.
 import inspect
 import math
 import statistics
+from contextlib import ExitStack
 from enum import Enum
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.rows import Rows
@@ -380,13 +383,12 @@ def test_every_estimator_of_the_enum_has_its_function():
 
 
 @pytest.fixture
-def scratch(monkeypatch):
+def scratch():
     """Registries that forget."""
-    from lockstep.algorithms import advantages, policy_losses
-
-    for module, name in ((advantages, "ADV_ESTIMATORS"), (policy_losses, "POLICY_LOSSES"), (core_algos, "ADV_ESTIMATOR_REGISTRY"),
-                         (core_algos, "POLICY_LOSS_REGISTRY")):  # fmt: skip
-        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+    with ExitStack() as stack:
+        for table in (ADV_ESTIMATORS, POLICY_LOSSES, core_algos.ADV_ESTIMATOR_REGISTRY, core_algos.POLICY_LOSS_REGISTRY):
+            stack.enter_context(patch.dict(table))
+        yield
 
 
 @pytest.mark.usefixtures("scratch")

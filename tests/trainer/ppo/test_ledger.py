@@ -11,6 +11,7 @@ from helpers.tiny import save_tiny_model
 
 import lockstep
 from lockstep import protocol
+from lockstep.agents.episode import Episode, episode_columns
 from lockstep.algorithms.rows import Rows
 from lockstep.protocol import DataProto, Ragged
 
@@ -75,7 +76,15 @@ def test_the_ledger_of_columns_says_who_adds_them(everything):
     written = {name: by for name, by in ledger().items() if by != "-"}
     assert all(writers.found.pop(name) == "make_prompts" for name in of_dataset)
     assert {name for name, by in written.items() if by == "RLHFDataset"} <= of_dataset
-    assert writers.found == {name: by for name, by in written.items() if by != "RLHFDataset"}
+    assert writers.found == {name: by for name, by in written.items() if by not in ("RLHFDataset", "play_rows")}
+
+
+def test_what_episodes_add_is_in_the_ledger():
+    columns = episode_columns([Episode([1], finish_reason="stop")])
+    added = {*columns.columns, *columns.non_tensor_batch} - {
+        name for name, by in ledger().items() if by in ("generate", "RLHFDataset")
+    }
+    assert added == {name for name, by in ledger().items() if by == "play_rows"}
 
 
 def test_what_the_ledger_says_is_derived_is_there_in_the_views_only():

@@ -37,6 +37,9 @@ def test_too_many_missing_rewards_stop_the_run_with_examples_before_anything_is_
     config = embedded_config(*GRPO, "trainer.total_training_steps=2", "reward.max_failure_rate=0.05")
     with pytest.raises(RewardError, match=r"max_failure_rate=0\.05(.|\n)*this word is too short for me"):
         train(config, POOL, HYBRID, reward_fn=manager(config, fails_for_short_words))
+    recorded = [json.loads(line) for line in (config.trainer.run_dir / "reward_failures.jsonl").read_text().splitlines()]
+    assert recorded
+    assert all("too short" in failure["error"] for failure in recorded), "the failures that stopped the run are written down"
 
 
 def test_a_run_in_which_every_reward_is_missing_changes_nothing(embedded_config):

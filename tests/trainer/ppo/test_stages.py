@@ -1,4 +1,5 @@
 import math
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Max, Mean, Sum
+from lockstep.observability.spans import progress, running
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
@@ -85,14 +87,30 @@ def test_a_dataset_that_can_is_asked_for_all_rows_at_once():
     assert dataset.asked == [[3, 1]]
 
 
-def test_generation_sees_the_prompts_and_the_sampling_key_and_nothing_else():
+class Sampler(Group):
+    """A worker group that tells of its first response before it answers."""
+
+    @contextmanager
+    def receiving(self, handle):
+        yield handle
+
+    def generate_sequences(self, data, on_finished, **arguments):
+        on_finished((1, torch.tensor([5, 6, 7])))
+        self.heard = running[-1].done, running[-1].total, running[-1].tokens
+        return Group.__getattr__(self, "generate_sequences")(data, **arguments)
+
+
+def test_generation_sees_the_prompts_and_the_sampling_key_and_counts_what_it_hears_of():
     batch = make_batch().select(["prompts"])
-    group = Group(responses=[[1.0], [2.0]])
+    group = Sampler(responses=[[1.0], [2.0]])
     sampling = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=3, stop_token_ids=(1,), seed=0)
-    stages.generate(group, batch, sampling, step=4)
+    heard = []
+    with progress("gen"):
+        stages.generate(group, batch, sampling, step=4, on_finished=lambda row, ids: heard.append((row, ids.tolist())))
+    assert (group.heard, heard) == ((1, 2, 3), [(1, [5, 6, 7])])
     ((method, data, arguments),) = group.calls
     assert (method, arguments) == ("generate_sequences", {"sampling": sampling, "step": 4})
-    assert (set(data.columns), set(data.non_tensor_batch)) == ({"prompts"}, {"index", "sample"})
+    assert (set(data.columns), set(data.non_tensor_batch)) == ({"prompts"}, {"index", "sample", "row"})
     assert rows_of(batch, "responses") == [[1.0], [2.0]]
 
 

@@ -165,6 +165,22 @@ def test_a_margin_moves_the_loss(arguments: dict[str, Any], tmp_path: Path) -> N
     assert metrics(tmp_path / "run")[0]["train/loss"] == pytest.approx(math.log(1 + math.exp(2)), abs=0.1)
 
 
+def test_validation_has_the_accuracy_on_each_source(trained: Path, arguments: dict[str, Any], tmp_path: Path) -> None:
+    files = [
+        write_pairs(tmp_path / f"{name}.jsonl", count, seed=3, data_source=name) for name, count in (("easy", 40), ("hard", 9))
+    ]
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    turned = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    files[1].write_text("".join(json.dumps(row) + "\n" for row in turned))
+    changes = {"data.val_files": f"[{files[0]},{files[1]}]", "data.train_batch_size": 16, "trainer.total_training_steps": 1}
+    changes |= {"model.path": trained / "global_step_160" / "actor", "optim.lr": 0.0}
+    assert reward_model(arguments, tmp_path / "run", **changes) == 0
+    last = metrics(tmp_path / "run")[-1]
+    assert last["val/accuracy/easy"] > 0.9 > 0.1 > last["val/accuracy/hard"]
+    assert last["val/accuracy"] == pytest.approx((40 * last["val/accuracy/easy"] + 9 * last["val/accuracy/hard"]) / 49)
+    assert last["val/accuracy_low/hard"] < last["val/accuracy_high/hard"]
+
+
 BAD_ROW = {"prompt": "abc", "chosen": "cba"}
 
 

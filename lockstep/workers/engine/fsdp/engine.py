@@ -81,6 +81,7 @@ class FSDPEngine(TrainEngine):
         output = module.get_output_embeddings()
         if hands_out and logits_are_the_layers(self.module, output, device):
             self.tokens_at_once = logits_at_once(output.out_features, device)
+        self.hands_out_hidden = self.tokens_at_once is not None
         sharded_model.reshard(self.module)  # AdamW has to get the shards
         self._keep_gathered = self.world_size == 1 or not config.reshard_after_forward
         self._offloads_state = config.optimizer_offload is True  # auto is for a plan to decide; without one it is no

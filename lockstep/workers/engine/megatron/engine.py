@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
+from lockstep.models.chunked_head import Read as ReadHidden
+from lockstep.models.chunked_head import stacked_log_probs
 from lockstep.models.flops import head_size
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
@@ -85,6 +88,9 @@ class MegatronEngine(TrainEngine):
 
     def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
         """See TrainEngine. The ranks of the last stage have the columns and give them to the others."""
+        if self.teacher is not None:
+            yield from super().columns(packs, temperature)
+            return
         for packed, stacked in zip(packs, self._forward(packs, temperature), strict=True):
             yield self._named(self._from_last_stage(stacked, len(packed.predict_at)))
 
@@ -92,6 +98,8 @@ class MegatronEngine(TrainEngine):
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
     ) -> dict[str, Metric]:
         """See TrainEngine. Gradients are reduced over the ranks in `optim_step`."""
+        if self.teacher is not None:
+            return super().forward_backward(data, loss, budget, temperature, entropy_grad)
         packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
 
         def loss_of(number: int, stacked: Tensor) -> Tensor:
@@ -101,6 +109,9 @@ class MegatronEngine(TrainEngine):
 
         self._schedule(packs, loss_of, temperature, entropy_grad, forward_only=False)
         return self._metrics(loss_pass)
+
+    def read_hidden(self, packed: PackedRows, read: ReadHidden) -> Any:
+        return self.module(packed, read)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Nothing to switch: megatron's schedule only adds up, and `optim_step` reduces."""
@@ -126,7 +137,8 @@ class MegatronEngine(TrainEngine):
 
         def forward_step(numbers: Iterator[int], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, None]]]:
             number = next(numbers)
-            return model(packs[number], temperature, entropy_grad), lambda output: (consume(number, output), None)
+            read = partial(stacked_log_probs, packs[number].targets, temperature, entropy_grad)
+            return model(packs[number], read), lambda output: (consume(number, output), None)
 
         get_forward_backward_func()(
             forward_step_func=forward_step,

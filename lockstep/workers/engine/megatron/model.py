@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.chunked_head import chunked_log_probs
+from lockstep.models.chunked_head import Read
 from lockstep.models.load import Head
 from lockstep.models.packing import PackedRows
 from lockstep.models.vocabulary_part import VocabularyPart
@@ -28,8 +30,8 @@ from lockstep.workers.engine.megatron.spec import PackedRowsParams, block_spec
 class Stage(MegatronModule):
     """What megatron's schedule calls for each micro-batch.
 
-    The last stage gives the model's columns side by side: [M, 3] (LANGUAGE_COLUMNS), or [M, 1] value or score. Others give the hidden
-    states that the next one gets.
+    The last stage gives what `read` makes of a language model's hidden states, or [M, 1] value or score. Others give the hidden states
+    that the next one gets.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Stage(MegatronModule):
         """megatron's schedule gives the hidden states of the stage before."""
         self.decoder.set_input_tensor(input_tensor[0])
 
-    def forward(self, packed: PackedRows, temperature: float, entropy_grad: bool) -> Tensor:
+    def forward(self, packed: PackedRows, read: Read) -> Any:
         padding = -packed.input_ids.shape[1] % self._tokens_multiple
         hidden = None
         if self.embedding is not None:
@@ -106,11 +108,11 @@ class Stage(MegatronModule):
         if isinstance(self.head, NumberHead):
             return self.head(hidden, packed)
         tied = self.embedding.weight if self.share_embeddings_and_output_weights and self.embedding is not None else None
-        return self.head(hidden, packed, temperature, entropy_grad, tied)
+        return self.head(hidden, packed, read, tied)
 
 
 class VocabularyHead(nn.Module):
-    """The rows of the output layer that this rank has; log-prob and entropy without the logits of the others."""
+    """The rows of the output layer that this rank has."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, vocabulary: int, *, has_weight: bool) -> None:
         super().__init__()
@@ -123,16 +125,15 @@ class VocabularyHead(nn.Module):
         if has_weight:
             self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=config.params_dtype))
 
-    def forward(self, hidden: Tensor, packed: PackedRows, temperature: float, entropy_grad: bool, tied: Tensor | None) -> Tensor:
-        """[M, 3]: log-prob of each target, entropy and largest log-prob where it is predicted."""
+    def forward(self, hidden: Tensor, packed: PackedRows, read: Read, tied: Tensor | None) -> Any:
+        """What `read` makes of the hidden states where tokens are predicted."""
         if self._sequence_parallel:  # backward: the parts' gradients are summed and divided into the ranks' tokens
             chosen = gather_from_sequence_parallel_region(hidden)[packed.predict_at, 0]
         else:
             chosen = copy_to_tensor_model_parallel_region(hidden[packed.predict_at, 0])  # backward: summed
         weight = self.weight if tied is None else tied
         assert weight is not None
-        columns = chunked_log_probs(packed.targets, temperature, entropy_grad, chosen, weight, part=self._part)
-        return torch.stack(columns, dim=-1)
+        return read(chosen, weight, None, self._part)
 
 
 class NumberHead(nn.Linear):

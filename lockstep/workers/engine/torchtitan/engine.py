@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine import TorchtitanConfig
+from lockstep.models.chunked_head import Read, stacked_log_probs
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto
-from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.moments import moment_of, read_moments, set_steps, steps_of
 from lockstep.workers.engine.optim import make_adamw, step_adamw
@@ -71,12 +73,17 @@ class TorchtitanEngine(TrainEngine):
     # -- passes ----------------------------------------------------------------------------------------------------------------
 
     def columns(self, packs: Sequence[PackedRows], temperature: float) -> Iterator[dict[str, Tensor]]:
+        if self.teacher is not None:
+            yield from super().columns(packs, temperature)
+            return
         for answer in self._answers([self._inputs(packed, temperature) for packed in packs]):
             yield self._named(answer)
 
     def forward_backward(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
     ) -> dict[str, Metric]:
+        if self.teacher is not None:
+            return super().forward_backward(data, loss, budget, temperature, entropy_grad)
         packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
         batches = [self._inputs(packed, temperature, entropy_grad) for packed in packs]
 
@@ -91,15 +98,18 @@ class TorchtitanEngine(TrainEngine):
         """What the output layer says of each micro-batch, on every rank, without a gradient."""
         answers = self._pipeline.forward(batches)
         for number, (*_, question) in enumerate(batches):
-            shape = (len(question.at), 2) if self.head is Head.LANGUAGE_MODEL else (len(question.at),)
+            shape = (len(question.at), len(LANGUAGE_COLUMNS)) if self.head is Head.LANGUAGE_MODEL else (len(question.at),)
             answer = answers[number] if answers else torch.empty(shape, device=self.device)
             if self._layout.stages is not None:
                 dist.broadcast(answer, group=self._layout.stages, group_src=self._layout.dims.pp - 1)
             yield answer
 
     def _inputs(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> Inputs:
-        question = Question(packed.predict_at, packed.targets, temperature, entropy_grad)
+        question = Question(packed.predict_at, partial(stacked_log_probs, packed.targets, temperature, entropy_grad))
         return packed.input_ids, packed.position_ids, packed.layout, question
+
+    def read_hidden(self, packed: PackedRows, read: Read) -> Any:
+        return self.module(packed.input_ids, packed.position_ids, packed.layout, Question(packed.predict_at, read))
 
     # -- updates ---------------------------------------------------------------------------------------------------------------
 

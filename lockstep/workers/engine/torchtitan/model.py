@@ -24,7 +24,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import packed_attention
-from lockstep.models.chunked_head import chunked_log_probs
+from lockstep.models.chunked_head import Read
 from lockstep.models.vocabulary_part import VocabularyPart
 from lockstep.workers.engine.sharded import local_part
 
@@ -35,10 +35,8 @@ class Question:
 
     at: Tensor
     """[M]: the places in the pack whose outputs are wanted."""
-    targets: Tensor | None = None
-    """[M]: the tokens whose log-probs are wanted (language model)."""
-    temperature: float = 1.0
-    entropy_grad: bool = False
+    read: Read
+    """What a language model's output layer answers: anything made of tensors, of the hidden states [M, H] there and its own weights."""
 
 
 class TitanAttention(Module):
@@ -78,23 +76,19 @@ class Rotation(Module):
 
 
 class LanguageHead(Linear):
-    """Answers with the columns [M, 3] of `chunked_log_probs` of a question's targets."""
+    """Answers with what a question reads."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
-    def forward(self, input: Tensor, question: Question | None = None) -> Tensor:
+    def forward(self, input: Tensor, question: Question | None = None) -> Any:
         assert question is not None
-        assert question.targets is not None
-        options = (question.targets, question.temperature, question.entropy_grad)
         if isinstance(self.weight, DTensor):  # each rank has a part of the vocabulary, and makes a part of the gradient
             assert isinstance(input, DTensor)
             hidden = input.to_local(grad_placements=[Partial()])[0, question.at]
-            columns = chunked_log_probs(*options, hidden, self.weight.to_local(), part=VocabularyPart.of(self.weight))
-        else:
-            columns = chunked_log_probs(*options, input[0, question.at], self.weight)
-        return torch.stack(columns, dim=-1)
+            return question.read(hidden, self.weight.to_local(), None, VocabularyPart.of(self.weight))
+        return question.read(input[0, question.at], self.weight, None, None)
 
 
 class ValueHead(Linear):

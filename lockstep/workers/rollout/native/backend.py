@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, nullcontext
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.native.scheduler import Sample, Scheduler
 
 TakeAborts = Callable[[], Set[int]]
 """Asked before each pass (GPU: interval) for the indices of the samples to end now."""
+Event = tuple[Sample, str | None]
+"""A sample and why it ended: stop, length, abort or error. None: it goes on, and has more tokens (only with `Sample.streams`)."""
 
 
 class Backend(ABC):
     """A model on one device, and the memory of `num_pages` pages for its keys and values.
 
-    `run` is called once for each generation, or again when samples were added after it had ended: pages and what they hold stay until
-    `open` or `close`.
+    `run` is called again when samples were added after it had ended: pages and what they hold stay until `open` or `close`.
     """
 
     page_size: int
@@ -27,6 +29,8 @@ class Backend(ABC):
     """Whether a pass may hold prompts and decoding rows together."""
     most_tokens: int | None = None
     """Tokens of a pass above which it only loses speed; None if there is no such number."""
+    in_one_shape: bool = False
+    """See Scheduler.in_one_shape."""
     num_pages: int = 0
     """Pages that there is memory for now, the scratch page among them; 0 while closed."""
 
@@ -42,10 +46,14 @@ class Backend(ABC):
     def close(self) -> None:
         """Give all memory back to the device."""
 
-    @abstractmethod
-    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
-        """(sample, why it ended: stop, length, abort or error) as they end, until the scheduler is idle.
+    def ready(self) -> AbstractContextManager[None]:
+        """Inside, passes are computed with the weights that the module had at the start, laid out for it. `run` needs it."""
+        return nullcontext()
 
-        The module's weights are those at the start. An error is a log-prob that is not finite, the sample's last one. Closing the
-        iterator ends the generation; the scheduler must not be used after that.
+    @abstractmethod
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[list[Event]]:
+        """What came of each pass, until the scheduler is idle or stale. Samples may be added to it in between.
+
+        `sampling` is for samples without parameters of their own. An error is a log-prob that is not finite, the sample's last one.
+        Closing the iterator ends the generation; the scheduler must not be used after that.
         """

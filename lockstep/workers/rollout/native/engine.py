@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 from functools import cached_property
-
-import torch
+from typing import TypeVar
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import CACHED
-from lockstep.workers.rollout.base import Completion, Numbered, Request, Stopping, failed
 from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.native.backend import Backend
-from lockstep.workers.rollout.native.cpu.backend import PAGE_SIZE, TorchBackend
+from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.fused import FusedBackend, fused_library
-from lockstep.workers.rollout.native.generation import Requests, generate
-from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.cpu.passes import PAGE_SIZE, PassBackend
+from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
+from lockstep.workers.rollout.native.open_stream import OpenStream
+from lockstep.workers.rollout.native.pages import CacheShape, PagePool
+from lockstep.workers.rollout.native.prefix_cache import PrefixCache
 from lockstep.workers.rollout.native.probe import cache_shape, check_equivalence
 from lockstep.workers.rollout.native.scheduler import Scheduler
+from lockstep.workers.rollout.native.stream import NativeStream
+from lockstep.workers.rollout.request import Request
+from lockstep.workers.rollout.stream import Stream
+
+AnyScheduler = TypeVar("AnyScheduler", bound=Scheduler)
 
 
 class NativeRollout(ModuleRollout):
@@ -25,66 +31,68 @@ class NativeRollout(ModuleRollout):
 
     attention = CACHED
 
-    _aborts: Set[int] = frozenset()
-    _streams = False
-    """Whether a `generate_stream` is open: it has the pages."""
+    _stream: Stream | None = None
+    """The one that is open: it has the pages."""
 
-    def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """See RolloutEngine. Raises RuntimeError while another stream is open: read that to its end, or close it."""
-        if self._streams:
-            raise RuntimeError(
-                "this engine has an open generate_stream, whose pages a second one would share: read it to its end, or close it"
-            )
-        self._streams, self._aborts = True, frozenset()
-        try:
-            yield from super().generate_stream(requests, sampling)
-        finally:
-            self._streams = False
+    def open(self, sampling: SamplingParams, *, num_tokens: int | None = None) -> Stream:
+        """See RolloutEngine. Requests that start alike share pages, those that are over too. Without `num_tokens` the cache has room for
+        `max_num_seqs` sequences that fill the context, or for as much as there is memory for."""
+        self.check_weights()
+        if num_tokens is None:
+            num_tokens = (self.context or 1 << 40) * self.config.max_num_seqs
+        scheduler = self._scheduler(1 + -(-num_tokens // self.backend.page_size), OpenScheduler)
+        room = scheduler.pool.capacity * scheduler.pool.page_size
+        scheduler.longest = min(room, self.context or room)
+        if not self.backend.in_one_shape:
+            scheduler.cache = PrefixCache(scheduler.pool)
+        return self._opened(OpenStream(self, sampling, self.backend, scheduler, self._forget_stream))
 
-    @torch.no_grad()
-    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
-        requests = dict(served)
-        limits = {index: Stopping.of(request, sampling, self.context, self.decode_text) for index, request in served}
-        scheduler = self._scheduler(requests, limits)
-        for index, request in served:
-            length, longest = len(request.prompt_ids), limits[index].max_tokens
-            if not scheduler.can_hold(length, longest):
-                del limits[index]
-                room = scheduler.pool.capacity * scheduler.pool.page_size
-                reason = (
-                    f"prompt and response may have {length} + {longest} tokens, the key-value cache has room for {room}; "
-                    "free memory, raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower the longest response"
-                )
-                yield failed(index, request, reason, self.version)
-        if limits:
-            yield from generate(self.backend, scheduler, requests, limits, sampling, self.version, self._take_aborts)
+    def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
+        """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for. Nothing is left to
+        others, so that what is computed does not depend on when it is."""
+        limits = [(len(r.prompt_ids), r.max_tokens or (r.sampling or sampling).max_tokens) for r in requests]
+        needs = sorted((min(sum(limit), self.context or 1 << 40) for limit in limits), reverse=True)
+        pages = 1 + sum(-(-need // self.backend.page_size) + 1 for need in needs[: self.config.max_num_seqs])
+        if any(r.top_log_probs or r.prompt_log_probs for r in requests):
+            own = self._scheduler(pages, OpenScheduler)
+            return self._opened(OpenStream(self, sampling, self.backend, own, self._forget_stream))
+        return self._opened(NativeStream(self, sampling, self.backend, self._scheduler(pages, Scheduler), self._forget_stream))
+
+    def _opened(self, stream: Stream) -> Stream:
+        self._stream = stream
+        return stream
+
+    def _forget_stream(self) -> None:
+        self._stream = None
 
     def abort(self, index: int) -> None:
-        """End a request of the running `generate_stream` before the next pass; its completion has what was generated until then."""
-        self._aborts |= {index}
+        """End a request of the stream that is open, before the next pass; its completion has what was generated until then."""
+        if self._stream is not None:
+            self._stream.abort(index)
 
     def check(self) -> None:
         check_equivalence(self.module, self._cpu_backend(invariant=False))
 
     def sleep(self) -> None:
+        """See RolloutEngine. Raises RuntimeError while a stream is open, which has the memory."""
+        self._check_free()
         if "backend" in vars(self):
             self.backend.close()
 
-    def _take_aborts(self) -> Set[int]:
-        aborts, self._aborts = self._aborts, frozenset()
-        return aborts
+    def _check_free(self) -> None:
+        if self._stream is not None:
+            raise RuntimeError("this engine has an open stream, whose pages these are: read it to its end, or close it")
 
-    def _scheduler(self, requests: Requests, limits: dict[int, Stopping]) -> Scheduler:
-        """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for."""
-        backend, seats = self.backend, self.config.max_num_seqs
-        needs = sorted((len(requests[i].prompt_ids) + own.max_tokens for i, own in limits.items()), reverse=True)
-        wanted = 1 + sum(-(-need // backend.page_size) + 1 for need in needs[:seats])
+    def _scheduler(self, wanted: int, kind: type[AnyScheduler]) -> AnyScheduler:
+        """Over that many pages, or as many as there is memory for."""
+        self._check_free()
+        backend = self.backend
         if backend.num_pages < wanted:
             backend.close()  # its pages count as free memory
             backend.open(max(2, min(wanted, backend.most_pages())))
         pool = PagePool(backend.num_pages, backend.page_size)
         budget = min(self.config.max_num_batched_tokens, backend.most_tokens or self.config.max_num_batched_tokens)
-        return Scheduler(pool, seats, budget, backend.lookahead, backend.mixed)
+        return kind(pool, self.config.max_num_seqs, budget, backend.lookahead, backend.mixed)
 
     @cached_property
     def backend(self) -> Backend:
@@ -98,9 +106,12 @@ class NativeRollout(ModuleRollout):
             return GPUBackend(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
         return self._cpu_backend(invariant)
 
-    def _cpu_backend(self, invariant: bool) -> TorchBackend:
-        shape, library = cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
-        utilization = self.config.gpu_memory_utilization
+    def _cpu_backend(self, invariant: bool) -> PassBackend:
+        library, utilization = fused_library(self.module), self.config.gpu_memory_utilization
         if library is not None:
-            return FusedBackend(self.module, shape, library, utilization, invariant)
-        return TorchBackend(self.module, shape, utilization, invariant)
+            return FusedBackend(self.module, self._cpu_shape, library, utilization, invariant)
+        return TorchBackend(self.module, self._cpu_shape, utilization, invariant)
+
+    @cached_property
+    def _cpu_shape(self) -> CacheShape:
+        return cache_shape(self.module, PAGE_SIZE)

@@ -68,6 +68,10 @@ class PagePool:
             if not self._holders[page]:
                 self._free.append(page)
 
+    def num_holders(self, page: int) -> int:
+        """How many hold it."""
+        return self._holders[page]
+
     def writable(self, page: int) -> bool:
         """Whether its holder may write into it: it has no other. Else the holder takes a new page and copies (see the scheduler)."""
         return self._holders[page] == 1

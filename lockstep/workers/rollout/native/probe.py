@@ -1,5 +1,4 @@
-"""What a module is: what its keys and values look like, whether paged generation computes what it computes itself, and whether it has the
-plain decoder layer that the hand-written ways compute.
+"""What a module is: what its keys and values look like, and whether paged generation computes what it computes itself.
 
 transformers' families differ in what they give to an attention function. A family that keeps state elsewhere, or reads a mask of its
 own, would be computed wrongly and without a word, so the engine compares before it generates.
@@ -8,20 +7,15 @@ own, would be computed wrongly and without a word, so the engine compares before
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.base import Stopping
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend, batch_of
+from lockstep.workers.rollout.native.cpu.passes import PassBackend, batch_of
 from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.native.scheduler import Pass, PassRow, Prompt, Sample
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Norm, attention with rotary positions, norm, gated MLP."""
-_ROPE_OF_POSITION = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone; the others also look at the longest sequence of the batch."""
 
 _PROMPTS = (7, 3)
 """Lengths of the two prompts that are compared."""
@@ -66,7 +60,7 @@ def cache_shape(module: PreTrainedModel, page_size: int) -> CacheShape:
 
 
 @torch.no_grad()
-def check_equivalence(module: PreTrainedModel, backend: TorchBackend) -> None:
+def check_equivalence(module: PreTrainedModel, backend: PassBackend) -> None:
     """Raise UnsupportedModel unless prompts and decoded tokens give the logits that the module gives to each whole sequence."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = module.config.get_text_config().vocab_size
@@ -114,21 +108,3 @@ def _unsupported(module: PreTrainedModel, reason: str) -> UnsupportedModel:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def is_fusable(module: PreTrainedModel) -> bool:
-    """Whether cpu/fused.py and gpu/fused.py can compute this model."""
-    config = module.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    return (
-        config.model_type in FAMILIES
-        and getattr(config, "hidden_act", None) == "silu"
-        and rope.get("rope_type", "default") in _ROPE_OF_POSITION
-        and getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
-    )
-
-
-def sliding_window(module: PreTrainedModel, attention: nn.Module) -> int | None:
-    """How far a layer of it looks back. Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
-    whole = module.config.sliding_window if module.config.model_type == "mistral" else None
-    return getattr(attention, "sliding_window", whole)

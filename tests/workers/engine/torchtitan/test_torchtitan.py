@@ -24,6 +24,7 @@ from helpers.conformance import (
     reference_run,
     weights_of,
 )
+from helpers.distill import assert_a_student_learns_as_in_plain_pytorch
 from helpers.distributed import run_distributed
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.engines import make_tiny_engine
@@ -267,3 +268,8 @@ def test_an_update_on_preference_pairs_equals_plain_pytorch(tmp_path: Path, layo
 def test_an_update_of_a_reward_model_equals_plain_pytorch(tmp_path: Path, layout: str) -> None:
     assert_scores_learn_as_in_plain_pytorch(LAYOUTS[layout], save_tiny_model(tmp_path / "scored", score_head=True))
     properties.assert_a_missing_head_is_drawn_from_the_seed(LAYOUTS[layout], save_tiny_model(tmp_path / "causal"), Head.SCORE)
+
+
+@pytest.mark.parametrize(("layout", "changes"), [("1", TIED), ("dp2", {"padding": 2}), ("tp2", {})])
+def test_an_update_of_a_student_equals_plain_pytorch(tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
+    assert_a_student_learns_as_in_plain_pytorch(LAYOUTS[layout], tmp_path, **changes)

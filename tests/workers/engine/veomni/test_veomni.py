@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import engine_properties as properties
 from helpers.conformance import STEPS, TWO_MICRO_BATCHES, batch_of
+from helpers.distill import assert_a_student_learns_as_in_plain_pytorch
 from helpers.distributed import run_distributed
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.engines import engine_choice, make_tiny_engine
@@ -190,3 +191,8 @@ def test_an_update_on_preference_pairs_equals_plain_pytorch(tmp_path: Path) -> N
 def test_an_update_of_a_reward_model_equals_plain_pytorch(tmp_path: Path) -> None:
     assert_scores_learn_as_in_plain_pytorch(veomni(2, 2), save_tiny_model(tmp_path / "scored", score_head=True))
     properties.assert_a_missing_head_is_drawn_from_the_seed(veomni(2), save_tiny_model(tmp_path / "causal"), Head.SCORE)
+
+
+@pytest.mark.parametrize(("world", "changes"), [(1, TIED), (2, {"padding": 2})])
+def test_an_update_of_a_student_equals_plain_pytorch(tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
+    assert_a_student_learns_as_in_plain_pytorch(veomni(world), tmp_path, **changes)

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.rollout.base import Completion, Request
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend
+from lockstep.workers.rollout.native.cpu.passes import PassBackend
 from lockstep.workers.rollout.native.engine import NativeRollout
 
 
@@ -37,7 +37,7 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`small_pool(pages)`: as if there were memory for that many pages only."""
 
     def shrink(pages: int) -> None:
-        monkeypatch.setattr(TorchBackend, "most_pages", lambda self: pages)
+        monkeypatch.setattr(PassBackend, "most_pages", lambda self: pages)
 
     return shrink
 
@@ -259,7 +259,7 @@ def test_a_second_stream_while_one_is_open_is_refused(tmp_path: Path) -> None:
     expected = ids_of(rollout.generate(requests, sampling()))
     stream = rollout.generate_stream(requests, sampling())
     completions = [next(stream)]
-    with pytest.raises(RuntimeError, match="has an open generate_stream"):
+    with pytest.raises(RuntimeError, match="has an open stream"):
         rollout.generate(requests, sampling())
     completions += stream
     assert ids_of(sorted(completions, key=lambda completion: completion.index)) == expected

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.fake_backend import FakeBackend
 from helpers.fake_model import VOCABULARY, FakeModel
+from helpers.fake_streams import generate
 from helpers.rollouts import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.workers.rollout.base import Completion, Request, Stopping
 from lockstep.workers.rollout.counted import request_keys
-from lockstep.workers.rollout.native.generation import generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.scheduler import Pass, Prompt, Sample, Scheduler
 
@@ -34,8 +34,7 @@ class Loop:
         self.scheduler = Scheduler(PagePool(num_pages, page_size), seats, budget, 1, self.backend.mixed)
 
     def run(self, take_aborts=set) -> list[Completion]:  # type: ignore[no-untyped-def]
-        limits = {index: Stopping.of(request, PARAMS, None, None) for index, request in enumerate(self.requests)}
-        return list(generate(self.backend, self.scheduler, self.requests, limits, PARAMS, 0, take_aborts))
+        return generate(self.backend, self.scheduler, self.requests, PARAMS, take_aborts)
 
     def check(self) -> None:
         """Every request gets what it gets alone, and no page is held any more."""
@@ -215,3 +214,15 @@ def test_the_budget_bounds_the_tokens_of_a_pass(mixed: bool) -> None:
     loop.model.logits = watched  # type: ignore[method-assign]
     loop.check()
     assert max(sizes) == 10
+
+
+def test_a_large_request_is_not_overtaken_by_small_ones_behind_it() -> None:
+    """It needs all pages: it waits until the first is over, and those behind it wait too."""
+    scheduler = Scheduler(PagePool(11, 4), max_num_seqs=8, max_num_batched_tokens=64)
+    scheduler.add([sample_of(0, Prompt([1] * 4), 4), sample_of(1, Prompt([2] * 36), 4), sample_of(2, Prompt([3]), 4)])
+    first = scheduler.plan().rows
+    assert [row.sample.index for row in first] == [0]
+    scheduler.append(first[0].sample, [5], [0.0])
+    assert [row.sample.index for row in scheduler.plan().rows] == [0]
+    scheduler.finish(first[0].sample)
+    assert [row.sample.index for row in scheduler.plan().rows] == [1]

@@ -14,6 +14,7 @@ import torch
 from helpers.fake_backend import FakeBackend
 from helpers.fake_gpu import fake_gpu
 from helpers.fake_model import VOCABULARY, FakeModel
+from helpers.fake_streams import generate
 from helpers.plain_scheduler import CheckedScheduler
 from helpers.rollouts import sampling
 from hypothesis import given, settings
@@ -22,7 +23,6 @@ from hypothesis import strategies as st
 from lockstep.workers.rollout.base import Completion, Request, Stopping
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.backend import Backend
-from lockstep.workers.rollout.native.generation import generate
 
 
 def letters(ids: list[int]) -> str:
@@ -82,7 +82,7 @@ class Case:
         return {index: Stopping.of(request, self.params, None, letters) for index, request in enumerate(self.requests)}
 
     def generate(self, backend: Backend, scheduler: CheckedScheduler) -> list[Completion]:
-        return list(generate(backend, scheduler, self.requests, self.limits, self.params, 0, self.take_aborts))
+        return generate(backend, scheduler, self.requests, self.params, self.take_aborts, letters)
 
     def take_aborts(self) -> set[int]:
         return {self.rng.randrange(len(self.requests) + 1)} if self.rng.random() < 0.02 else set()

@@ -6,7 +6,7 @@ function computes a token by itself, in one order, so tokens and log-probs have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,22 +17,23 @@ from transformers import PreTrainedModel
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend
+from lockstep.workers.rollout.native.cpu.compiled import library
 from lockstep.workers.rollout.native.cpu.kernels import (
     Library,
     Pages,
     attend,
     attention_blocks,
     draw,
-    library,
     rms_norm,
     rotate,
     store,
 )
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
+from lockstep.workers.rollout.native.family import is_fusable, sliding_window
 from lockstep.workers.rollout.native.pages import CacheShape
-from lockstep.workers.rollout.native.probe import is_fusable, sliding_window
+from lockstep.workers.rollout.native.scheduler import Sample
 
 
 def fused_library(module: PreTrainedModel) -> Library | None:
@@ -77,7 +78,7 @@ def _float(norm: Any) -> Any:
     return None if norm is None else norm.weight.detach().float().contiguous()
 
 
-class FusedBackend(TorchBackend):
+class FusedBackend(PassBackend):
     """See Backend. `library` is what `fused_library` gave for the module. Passes are computed inside `ready` only."""
 
     def __init__(
@@ -137,7 +138,7 @@ class FusedBackend(TorchBackend):
             self._angles = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         return self._angles
 
-    def _draw(self, logits: Tensor, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        if not sampling.truncates and sampling.repetition_penalty == 1.0:
-            return draw(self._library, logits, uniforms(batch.keys, batch.response_positions), sampling.temperature)
-        return super()._draw(logits, batch, sampling)
+    def draw_alike(self, logits: Tensor, draws: Sequence[Sample], params: SamplingParams) -> tuple[Tensor, Tensor]:
+        if params.truncates or params.penalises:
+            return super().draw_alike(logits, draws, params)
+        return draw(self._library, logits, uniforms(*numbers_of(draws)), params.temperature)

@@ -1,5 +1,5 @@
-"""The C functions of this folder: compiled into one library, kept in the cache folder by source, compiler and processor, and called with
-tensors: attention over pages, the parts of a decoder layer, the draw. Activations are float32, on the CPU.
+"""The C functions of this folder (compiled.py) called with tensors: attention over pages, the parts of a decoder layer, the draw.
+Activations are float32, on the CPU.
 
 Legend: N tokens, H query heads, K key heads, D size of a head. `pages` are a layer of KVCache in the functions' own order (attention.c),
 float32 or bfloat16.
@@ -8,13 +8,6 @@ float32 or bfloat16.
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models.cached_attention import Variant
-from lockstep.utils.model_source import cache_folder
 
-_SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "layer.c", "linear.c"))
-_HEADER = Path(__file__).parent / "vectors.h"
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_COMPILE_S = 60
-"""A compiler that takes longer is not waited for."""
 _BLOCK_ROWS = 12
 """Queries (tokens times the heads that share a key) that read a key together."""
 
@@ -58,33 +45,6 @@ def _c_type(value: Tensor | int | float | None) -> Any:
     if value is None or isinstance(value, Tensor):
         return ctypes.c_void_p
     return ctypes.c_float if isinstance(value, float) else ctypes.c_int64
-
-
-@functools.cache
-def library() -> Library | None:
-    """The compiled functions, or None where there is no compiler that can make them."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return None
-    try:
-        return Library(_compiled(compiler))
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _compiled(compiler: str) -> Path:
-    processor = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0] if Path("/proc/cpuinfo").exists() else ""
-    texts = [file.read_text() for file in (_HEADER, *_SOURCES)]
-    about = "\n".join([*texts, compiler, *_FLAGS, platform.machine(), processor])
-    file = cache_folder() / "kernels" / f"decoder-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            made = Path(folder) / file.name
-            command = [compiler, *_FLAGS, "-o", str(made), *map(str, _SOURCES), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
-            made.rename(file)
-    return file
 
 
 @dataclass(frozen=True, slots=True)

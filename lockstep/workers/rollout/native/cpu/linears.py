@@ -1,14 +1,12 @@
-"""Copies of linear layers' weights that are laid out for decoding, for the time of one generation.
+"""PackedLinear: copies of linear layers' weights in the panels of `linear.c`, for the time of one generation.
 
 A matrix product with few rows spends much of its time on rearranging the weight. Decoding makes thousands of them with the same weight, so
-it is rearranged once: into the panels of `linear.c` (PackedLinear), or for every other model into oneDNN's layout (`prepacked`).
+it is rearranged once; prepacked.py does it for models that the C functions do not compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +15,6 @@ from torch import Tensor, nn
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
 _STORE, _ADD, _GATED = range(3)
-
-_SMALLEST = 128 * 128
-"""Weights with fewer numbers are left alone: the call costs more than it saves."""
-_TYPICAL_ROWS = 64
-"""The number of rows that the layout is chosen for; it serves any number."""
-_MOST_ROWS = 128
-"""With more rows the plain product is as fast."""
 
 
 class PackedLinear:
@@ -74,35 +65,3 @@ def _halves(weights: Sequence[Tensor], lanes: int, gated: bool) -> Tensor:
         return torch.stack([first, second], 1)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     return F.pad(whole, (0, 0, 0, -len(whole) % (2 * lanes))).view(-1, 2, lanes, whole.shape[1])
-
-
-@contextmanager
-def prepacked(module: nn.Module) -> Iterator[int]:
-    """Inside, the linear layers of a CPU module use prepacked copies of their weights; gives the bytes of these copies.
-
-    Weights that change inside are not seen. Layers of another class than nn.Linear, of another type than float32 or bfloat16, and modules
-    on another device are left as they are.
-    """
-    linears = [layer for layer in module.modules() if type(layer) is nn.Linear and _can_be_packed(layer.weight)]
-    layers = linears if torch.backends.mkldnn.is_available() else []
-    packed: dict[int, Tensor] = {}
-    for layer in layers:
-        if id(layer.weight) not in packed:
-            packed[id(layer.weight)] = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TYPICAL_ROWS)
-        # An attribute of the instance hides the class's forward, and goes away without a trace.
-        layer.forward = partial(_linear, layer, packed[id(layer.weight)])  # type: ignore[method-assign]
-    try:
-        yield sum(layer.weight.nbytes for layer in {id(layer.weight): layer for layer in layers}.values())
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _can_be_packed(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() >= _SMALLEST
-
-
-def _linear(layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
-    if x.numel() > _MOST_ROWS * x.shape[-1]:
-        return nn.functional.linear(x, layer.weight, layer.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")

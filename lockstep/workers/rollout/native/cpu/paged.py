@@ -5,15 +5,21 @@ On a CPU with a C compiler a compiled function reads the pages in place. Otherwi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lockstep.models.attention import causal_attention
 from lockstep.models.cached_attention import Variant
-from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, library, store
+from lockstep.workers.rollout.native.cpu.compiled import library
+from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, store
 from lockstep.workers.rollout.native.pages import KVCache
+
+if TYPE_CHECKING:
+    from lockstep.workers.rollout.native.scheduler import Sample
+    from lockstep.workers.rollout.native.scores import ScoredRow
 
 
 @dataclass(slots=True)
@@ -37,12 +43,10 @@ class StepBatch:
     """[R, most pages] int32: the row's pages in order, then zeros (the scratch page)."""
     sample_from: Tensor
     """[S] int64: the token of the pass whose logits a draw is from. Samples of one prompt name the same token."""
-    keys: Tensor
-    """[S] int64: `sampling.request_keys` of each draw's request."""
-    response_positions: Tensor
-    """[S] int64: which token of the response is drawn, from 0; with the key it decides the random number."""
-    history: list[Tensor] | None = None
-    """[S] of [seen tokens] int64: the request's prompt and response so far; only where a repetition penalty is asked for."""
+    draws: list[Sample] = field(default_factory=list)
+    """[S]: for whom."""
+    scored: list[ScoredRow] = field(default_factory=list)
+    """Tokens of prompts whose log-probs are wanted."""
 
 
 class PagedAttention:

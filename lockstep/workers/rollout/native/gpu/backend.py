@@ -10,16 +10,16 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import free_device_memory
-from lockstep.workers.rollout.native.backend import Backend, TakeAborts
-from lockstep.workers.rollout.native.gpu.draw import make_filter, num_chunks
+from lockstep.workers.rollout.native.backend import Backend, Event, TakeAborts
+from lockstep.workers.rollout.native.family import is_fusable
+from lockstep.workers.rollout.native.gpu.draw import num_chunks
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.loop import GenerationLoop
 from lockstep.workers.rollout.native.gpu.rows import RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket
 from lockstep.workers.rollout.native.pages import CacheShape, KVCache
-from lockstep.workers.rollout.native.probe import is_fusable
-from lockstep.workers.rollout.native.scheduler import Sample, Scheduler
+from lockstep.workers.rollout.native.scheduler import Scheduler
 
 PAGE_SIZE = 64
 INTERVAL = 8
@@ -56,7 +56,7 @@ class GPUBackend(Backend):
         fused: bool = True,
     ) -> None:
         assert shape.page_size == self.page_size
-        self._module, self._shape, self._own_weights, self._batch_invariant = module, shape, own_weights, batch_invariant
+        self._module, self._shape, self._own_weights, self.in_one_shape = module, shape, own_weights, batch_invariant
         self._gpu_memory_utilization, self._fused = gpu_memory_utilization, fused and is_fusable(module)
         self._device = module.device
         self._cache: KVCache | None = None
@@ -80,29 +80,26 @@ class GPUBackend(Backend):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[tuple[Sample, str]]:
-        lengths = [sample.most_cached + 1 for sample in scheduler.waiting]
+    def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[list[Event]]:
         assert self._cache is not None, "the backend is closed"
-        width, seen = -(-max(lengths) // self.page_size) + 1, sampling.repetition_penalty != 1.0
-        rows, decoder, runner = self._seat(self._cache, scheduler.max_num_seqs, width, seen)
+        longest = scheduler.longest or max(sample.most_cached + 1 for sample in scheduler.waiting)
+        width = -(-longest // self.page_size) + 1
+        rows, decoder, runner = self._seat(self._cache, scheduler.max_num_seqs, width, sampling.penalises)
         addresses = [parameter.data_ptr() for parameter in self._module.parameters()]
         if addresses != self._addresses:
             runner.forget()
             self._addresses = addresses
-        if self._batch_invariant:
+        if self.in_one_shape:
             scheduler.in_one_shape = True
             # A prompt must not be cut where others leave off; each is a pass of its own anyway.
-            scheduler.max_num_batched_tokens = sum(lengths)
-        rows.inverse_temperature.fill_(1.0 / (sampling.temperature or 1.0))
-        rows.greedy.fill_(int(sampling.temperature == 0))
+            scheduler.max_num_batched_tokens = 1 << 40
         rows.stop.zero_()
-        # The device looks for the tokens that end every response; the others are found when an interval is read.
-        common = frozenset.intersection(*(sample.limits.token_ids for sample in scheduler.waiting))
-        known = [token for token in common if 0 <= token < len(rows.stop)]
+        # The device looks for the tokens that end a response unless it says otherwise; others are found when an interval is read.
+        known = [token for token in sampling.stop_token_ids if 0 <= token < len(rows.stop)]
         if known:
             rows.stop[torch.tensor(known, device=self._device)] = 1
-        loop = GenerationLoop(scheduler, decoder, runner, rows, self._cache, self._batch_invariant)
-        yield from loop.run(make_filter(sampling), take_aborts)
+        loop = GenerationLoop(scheduler, decoder, runner, rows, self._cache, self.in_one_shape, sampling)
+        yield from loop.run(take_aborts)
 
     def _seat(self, cache: KVCache, max_num_seqs: int, width: int, seen: bool) -> _Seated:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""
@@ -121,7 +118,7 @@ class GPUBackend(Backend):
             )
             seated = self._seated = _Seated(rows, decoder, DecodeRunner(decoder, rows, self.page_size, self._warm))
         if seen != (seated.rows.seen is not None):
-            seated.runner.forget()
+            seated.runner.forget_filtered()
             seated.rows.track_seen(seen)
         return seated
 

@@ -6,7 +6,7 @@ The rule and the random number are those of `rollout/sampling.py`: the token is 
 the vocabulary, passes the uniform number of (request key, place in the response). The sum is taken in another order (chunks of 4,096), so
 a uniform within rounding of a border may fall on its other side; nothing depends on the other rows.
 
-Where not all tokens may be drawn (top-k, top-p, min-p, repetition penalty), plain torch inside the captured step says which. It sorts the
+Where not all tokens may be drawn (top-k, top-p, min-p, penalties), plain torch inside the captured step says which. It sorts the
 vocabulary or walks over it several times, so a step with a filter is slower than one without.
 """
 
@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.native.gpu.rows import RING, RowState
-from lockstep.workers.rollout.sampling import keep_likely
+from lockstep.workers.rollout.native.gpu.rows import RING, RUNNING, RowState
+from lockstep.workers.rollout.sampling import keep_likely, keep_likely_each
 
 Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
 """(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
@@ -56,21 +56,36 @@ def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = No
         vocabulary,
         source.stride(0),
         chunks,
+        first,
         CHUNK=chunk,
         num_warps=4,
     )
     _pick[(count,)](
         source, logits, rows.chunk_max if normaliser is None else normaliser, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature,
-        rows.greedy, rows.stop, rows.key, rows.limit, rows.token, rows.context, rows.generated, rows.done, rows.out_tokens,
-        rows.out_log_probs, vocabulary, source.stride(0), logits.stride(0), chunks, first,
+        rows.greedy, rows.stop, rows.stops, rows.key, rows.position, rows.limit, rows.token, rows.context, rows.generated, rows.done,
+        rows.out_tokens, rows.out_log_probs, vocabulary, source.stride(0), logits.stride(0), chunks, first,
         CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), WIDTH=RING, FILTERED=kept is not None, num_warps=8,
     )  # fmt: skip
 
 
+def keep_top(logits: Tensor, rows: RowState, first: int) -> None:
+    """Write the most likely tokens of the rows `first`... into `rows`, where `draw`, which comes after it, writes theirs."""
+    assert rows.top_ids is not None
+    assert rows.top_log_probs is not None
+    here = slice(first, first + len(logits))
+    scaled = logits * rows.option("inverse_temperature", here)
+    values, ids = scaled.topk(rows.top_ids.shape[2], -1)
+    place = (rows.generated[here] % RING).long()[:, None, None].expand(-1, 1, ids.shape[1])
+    rows.top_ids[here].scatter_(1, place, ids[:, None].int())
+    rows.top_log_probs[here].scatter_(1, place, (values - scaled.logsumexp(-1, keepdim=True))[:, None])
+
+
 def make_filter(sampling: SamplingParams) -> Filter | None:
     """The filter of these parameters; None where every token may be drawn as it is likely."""
-    if not sampling.truncates and sampling.repetition_penalty == 1.0:
+    if not sampling.truncates and not sampling.penalises:
         return None
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return keep_by_row
     # At temperature 0 the most likely token is taken, which no truncation drops.
     truncation = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.temperature else (-1, 1.0, 0.0)
     return _cached_filter(*truncation, sampling.repetition_penalty)
@@ -81,25 +96,45 @@ def _cached_filter(top_k: int, top_p: float, min_p: float, penalty: float) -> Fi
     """The same object for the same parameters: graphs are kept by it."""
 
     def keep(logits: Tensor, rows: RowState, first: int) -> tuple[Tensor, Tensor]:
-        scaled = logits * rows.inverse_temperature
+        here = slice(first, first + len(logits))
+        inverse = rows.option("inverse_temperature", here)
+        scaled = logits * inverse
         normaliser = scaled.logsumexp(-1)
         if penalty != 1.0:
             assert rows.seen is not None, "a repetition penalty needs the tokens so far"
-            here = slice(first, first + len(logits))
             seen = rows.seen[here].scatter_(1, rows.token[here, None], True)
             scaled = torch.where(seen, torch.where(scaled > 0, scaled / penalty, scaled * penalty), scaled)
         kept = keep_likely(scaled, top_k, top_p, min_p)
-        return kept / rows.inverse_temperature, normaliser  # the draw applies the temperature
+        return kept / inverse, normaliser  # the draw applies the temperature
 
     return keep
 
 
-@triton.jit
-def _chunk_sums(X, MAX, SUM, INVERSE_T, vocabulary, stride_x, chunks, CHUNK: tl.constexpr):
+def keep_by_row(logits: Tensor, rows: RowState, first: int) -> tuple[Tensor, Tensor]:
+    """The filter of rows that have parameters of their own. Always sorts: `make_filter`'s are faster where all rows have the same."""
+    here = slice(first, first + len(logits))
+    inverse = rows.option("inverse_temperature", here)
+    scaled = logits * inverse
+    normaliser = scaled.logsumexp(-1)
+    if rows.seen is not None and rows.counts is not None:
+        token = rows.token[here, None]
+        seen = rows.seen[here].scatter_(1, token, True)
+        # A row that has ended, or is only warming up, does not count its token again.
+        counts = rows.counts[here].scatter_add_(1, token, (rows.done[here, None] == RUNNING).short())
+        penalty = rows.option("repetition_penalty", here)
+        scaled = torch.where(seen, torch.where(scaled > 0, scaled / penalty, scaled * penalty), scaled)
+        lowered = rows.option("presence_penalty", here) * (counts > 0) + rows.option("frequency_penalty", here) * counts
+        scaled = scaled - lowered * inverse
+    options = (rows.option(name, here) for name in ("top_k", "top_p", "min_p"))
+    return keep_likely_each(scaled, *options) / inverse, normaliser
+
+
+@triton.jit(do_not_specialize=["first"])
+def _chunk_sums(X, MAX, SUM, INVERSE_T, vocabulary, stride_x, chunks, first, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(X + row * stride_x + i, mask=i < vocabulary, other=float("-inf")) * tl.load(INVERSE_T)
+    x = tl.load(X + row * stride_x + i, mask=i < vocabulary, other=float("-inf")) * tl.load(INVERSE_T + row + first)
     peak = tl.max(x, 0)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     tl.store(MAX + row * chunks + chunk, peak)
@@ -123,7 +158,8 @@ def _uniform(key, position):
 
 @triton.jit(do_not_specialize=["first"])
 def _pick(
-    X, RAW, NORMALISER, MAX, SUM, INVERSE_T, GREEDY, STOP, KEY, LIMIT, TOKEN, CONTEXT, GENERATED, DONE, OUT_TOKEN, OUT_LOG_PROB,
+    X, RAW, NORMALISER, MAX, SUM, INVERSE_T, GREEDY, STOP, STOPS, KEY, POSITION, LIMIT, TOKEN, CONTEXT, GENERATED, DONE,
+    OUT_TOKEN, OUT_LOG_PROB,
     vocabulary, stride_x, stride_raw, chunks, first,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
@@ -131,8 +167,8 @@ def _pick(
     row = line + first
     done = tl.load(DONE + row)
     generated = tl.load(GENERATED + row)
-    inverse_t = tl.load(INVERSE_T)
-    greedy = tl.load(GREEDY) != 0
+    inverse_t = tl.load(INVERSE_T + row)
+    greedy = tl.load(GREEDY + row) != 0
 
     c = tl.arange(0, CHUNKS)
     chunk_max = tl.load(MAX + line * chunks + c, mask=c < chunks, other=float("-inf"))
@@ -141,7 +177,7 @@ def _pick(
     mass = tl.where(chunk_max == float("-inf"), chunk_sum, chunk_sum * tl.exp(chunk_max - peak))  # keeps a NaN sum
     mass = tl.where((chunk_max == float("-inf")) & (mass == mass), 0.0, mass)
     total = tl.sum(mass, 0)
-    threshold = _uniform(tl.load(KEY + row), generated) * total
+    threshold = _uniform(tl.load(KEY + row), generated + tl.load(POSITION + row)) * total
 
     # The chunk: the first whose cumulative mass passes the threshold; the last with any mass where rounding lets none pass.
     passed = (tl.cumsum(mass, 0) > threshold) & (mass > 0)
@@ -169,7 +205,7 @@ def _pick(
     live = done == 0
     finite = (log_prob == log_prob) & (log_prob > float("-inf")) & (log_prob < float("inf"))
     state = tl.where(generated + 1 >= tl.load(LIMIT + row), 2, 0)
-    state = tl.where(tl.load(STOP + token) != 0, 1, state)
+    state = tl.where((tl.load(STOP + token) != 0) & (tl.load(STOPS + row) != 0), 1, state)
     state = tl.where(finite, state, 3)
     place = row * WIDTH + generated % WIDTH
     tl.store(OUT_TOKEN + place, token, mask=live)

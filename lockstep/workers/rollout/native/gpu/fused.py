@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.models.cached_attention import Variant
+from lockstep.workers.rollout.native.family import sliding_window
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
-from lockstep.workers.rollout.native.probe import sliding_window
 
 
 def fuse_projections(module: PreTrainedModel) -> None:

@@ -23,17 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.backend import TakeAborts
+from lockstep.config.sampling import SamplingParams
+from lockstep.observability.spans import running
+from lockstep.workers.rollout.native.backend import Event, TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
-from lockstep.workers.rollout.native.gpu.draw import Filter
+from lockstep.workers.rollout.native.gpu.draw import keep_by_row, make_filter
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
 from lockstep.workers.rollout.native.pages import KVCache
-from lockstep.workers.rollout.native.scheduler import PassRow, Sample, Scheduler
-
-PENDING = -1
-"""A token that is enqueued and not read yet."""
+from lockstep.workers.rollout.native.scheduler import PENDING, PassRow, Sample, Scheduler
+from lockstep.workers.rollout.native.scores import places_of, scored_rows, take_scores, with_drawn
 
 _WORTH_SHARING = 0.1
 """Shared prefixes are read together when that saves this share of all keys and values."""
@@ -63,7 +63,8 @@ class _Seat:
 
 @dataclass(slots=True)
 class _Interval:
-    """Outputs of the rows that were `seats`, on their way to the host: generated, done, tokens, log-probs."""
+    """Outputs of the rows that were `seats`, on their way to the host: generated, done, tokens, log-probs, and where somebody wants them
+    ids and log-probs of the most likely tokens."""
 
     seats: list[_Seat]
     outputs: list[Tensor]
@@ -74,7 +75,7 @@ class GenerationLoop:
     """Runs a scheduler's samples to their ends on `rows` and `cache`. The scheduler's lookahead is the length of an interval.
 
     `batch_invariant` decodes in the largest batch always and prefills each prompt alone, so that every product has the same shape, and
-    rounds the same way, whatever else is generated.
+    rounds the same way, whatever else is generated. `sampling` is for samples without parameters of their own.
     """
 
     def __init__(
@@ -85,12 +86,13 @@ class GenerationLoop:
         rows: RowState,
         cache: KVCache,
         batch_invariant: bool,
+        sampling: SamplingParams,
     ) -> None:
         assert 0 < scheduler.lookahead < RING, f"the steps of an interval and a first token must fit into {RING} places"
         assert not scheduler.mixed
         assert bucket(scheduler.max_num_seqs) <= rows.capacity
         self._scheduler, self._decoder, self._runner, self._rows, self._cache = scheduler, decoder, runner, rows, cache
-        self._batch_invariant, self._device = batch_invariant, rows.token.device
+        self._batch_invariant, self._device, self._sampling = batch_invariant, rows.token.device, sampling
         rows.clear()
         self._seats: list[_Seat] = []
         """The sample of each row, from row 0. All rows after them are padding."""
@@ -99,33 +101,53 @@ class GenerationLoop:
         self._grouped: list[_Seat] | None = None
         """The seats that `RowState.shared` was made for."""
         self._shares = False
+        self._options, self._stop_ids = _options(sampling), frozenset(sampling.stop_token_ids)
+        self._filter = self._keep = make_filter(sampling)
+        """What says which tokens may be drawn: for samples without parameters of their own, and for the rows as they are."""
+        self._is_special = self._keeps_top = False
+        """Whether rows have parameters of their own or want more log-probs, and whether some want those of the most likely tokens."""
 
-    def run(self, keep: Filter | None, take_aborts: TakeAborts) -> Iterator[tuple[Sample, str]]:
-        """See Backend.run. `keep` says which tokens may be drawn."""
+    def run(self, take_aborts: TakeAborts) -> Iterator[list[Event]]:
+        """See Backend.run."""
         scheduler = self._scheduler
-        while not scheduler.is_idle or self._in_flight:
-            aborts = take_aborts()
-            if aborts:
-                yield from self._abort(aborts)
-            planned = scheduler.plan()
-            if planned.copies:
-                targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
-                copy_pages(self._cache.pool, sources, targets)
-            seats = {id(seat.sample): seat for seat in self._seats if seat.goes_on}
-            if planned.rows and all(id(row.sample) in seats for row in planned.rows):
-                self._decode([seats[id(row.sample)] for row in planned.rows], keep)
-            elif planned.rows:
-                if any(PENDING in row.sample.tokens for row in planned.rows):
-                    self._send_unsent()
-                    yield from self._read(leave=0)
-                    planned.rows = [row for row in planned.rows if row.sample.pages]
-                for rows in [[row] for row in planned.rows] if self._batch_invariant else [planned.rows]:
-                    self._prefill(rows, keep)
-            if scheduler.is_idle:
-                self._move([])
-            yield from self._read(leave=0 if scheduler.is_idle else 1)
+        while (not scheduler.is_idle or self._in_flight) and not scheduler.is_stale:
+            yield self._settled(self._pass(take_aborts()))
+        self._send_unsent()
+        yield self._settled(self._read(leave=0))
 
-    def _abort(self, indices: Set[int]) -> Iterator[tuple[Sample, str]]:
+    def _settled(self, events: Iterator[Event]) -> list[Event]:
+        found = list(events)
+        for sample, reason in found:
+            if reason is not None:
+                self._scheduler.settle(sample, reason)
+        return found
+
+    def _pass(self, aborts: Set[int]) -> Iterator[Event]:
+        """Enqueue the next prefill or interval, and read what is ready."""
+        scheduler = self._scheduler
+        if aborts:
+            yield from self._abort(aborts)
+        planned = scheduler.plan()
+        waits = not planned.rows
+        if planned.copies:
+            targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
+            copy_pages(self._cache.pool, sources, targets)
+        seats = {id(seat.sample): seat for seat in self._seats if seat.goes_on}
+        if planned.rows and all(id(row.sample) in seats for row in planned.rows):
+            self._decode([seats[id(row.sample)] for row in planned.rows])
+        elif planned.rows:
+            if any(PENDING in row.sample.tokens for row in planned.rows):
+                self._send_unsent()
+                yield from self._read(leave=0)
+                planned.rows = [row for row in planned.rows if row.sample.pages]
+            for rows in [[row] for row in planned.rows] if self._batch_invariant else [planned.rows]:
+                self._prefill(rows)
+        waits = waits or scheduler.is_idle
+        if waits:
+            self._move([])
+        yield from self._read(leave=0 if waits else 1)
+
+    def _abort(self, indices: Set[int]) -> Iterator[Event]:
         """End these samples with the tokens that they have; those that turn out to have ended already are reported as such."""
         self._send_unsent()
         yield from self._read(leave=0)
@@ -136,7 +158,7 @@ class GenerationLoop:
 
     # -- enqueue -----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, seats: list[_Seat], keep: Filter | None) -> None:
+    def _decode(self, seats: list[_Seat]) -> None:
         if len(seats) < len(self._seats):
             self._move([seat for seat in self._seats if seat.goes_on])
         assert len(seats) == len(self._seats), "a running sample was left out of a decoding pass"
@@ -144,12 +166,12 @@ class GenerationLoop:
         left = [seat.sample.limits.max_tokens - len(seat.sample.tokens) for seat in self._seats]
         count = min(self._scheduler.lookahead, max(left))
         size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
-        self._runner.steps(size, count, keep, self._share_prefixes())
+        self._runner.steps(size, count, self._keep, self._share_prefixes(), self._keeps_top)
         for seat, remaining in zip(list(self._seats), left, strict=True):
             self._promise(seat.sample, min(count, remaining))
         self._send_outputs()
 
-    def _prefill(self, rows: list[PassRow], keep: Filter | None) -> None:
+    def _prefill(self, rows: list[PassRow]) -> None:
         if not rows:
             return
         page_size = self._cache.shape.page_size
@@ -164,16 +186,25 @@ class GenerationLoop:
         key_slots = self._upload(np.concatenate(all_slots)) if any(contexts) else None
         layout = PromptRows([row.count for row in rows], contexts, key_slots, self._device)
         tokens, positions, slots = self._upload(np.stack(packed))
+        scored = scored_rows(rows) if any(row.sample.scores for row in rows) else []
+        if scored:
+            layout.last = torch.cat([layout.last, self._upload(np.array(places_of(scored)))])
         logits = self._decoder.prefill(tokens, positions, slots, layout)
+        if scored:
+            temperatures = [(row.sample.params or self._sampling).temperature for row in scored]
+            take_scores(scored, logits[len(rows) :], temperatures)
         draws = [(number, sample) for number, row in enumerate(rows) for sample in row.draws]
         for row in rows:
             if not row.draws:
                 self._scheduler.advance(row)
         if draws:
             first = self._seat([sample for _, sample in draws])
-            self._runner.draw(logits[self._upload(np.array([number for number, _ in draws]))], first, keep)
+            chosen = logits[self._upload(np.array([number for number, _ in draws]))]
+            self._runner.draw(chosen, first, self._keep, self._keeps_top)
             for _, sample in draws:
                 self._promise(sample, 1)
+            if any(sample.streams for _, sample in draws):
+                self._send_outputs()  # the first token is waited for
 
     def _promise(self, sample: Sample, count: int) -> None:
         """The sample will have `count` more tokens, unless it stops."""
@@ -186,18 +217,49 @@ class GenerationLoop:
         self._move([seat for seat in self._seats if seat.goes_on])
         first = len(self._seats)
         self._seats += [_Seat(s, s.pages, read=len(s.tokens), sent=len(s.tokens)) for s in samples]
+        if self._is_special or any(s.params is not None or s.scores is not None for s in samples):
+            self._choose_steps()
         rows, here = self._rows, slice(first, len(self._seats))
         # The draw adds one to the context: after it, all of the sample but the drawn token is in the cache.
-        numbers = [[len(s) - 1 for s in samples], [len(s.tokens) for s in samples], [s.limits.max_tokens for s in samples]]
-        rows.context[here], rows.generated[here], rows.limit[here] = self._upload(np.array(numbers, dtype=np.int32))
+        ints, floats = zip(*(self._numbers(s) for s in samples), strict=True)
+        rows.ints[:, here] = self._upload(np.array(ints, dtype=np.int32).T)
+        rows.floats[:, here] = self._upload(np.array(floats, dtype=np.float32).T)
         rows.key[here] = self._upload(np.array([s.key for s in samples], dtype=np.int64))
         rows.token[here] = self._upload(np.array([(s.tokens or s.prompt.ids)[-1] for s in samples], dtype=np.int64))
-        rows.done[here] = RUNNING
-        if rows.seen is not None:
+        if rows.seen is not None and rows.counts is not None:
             rows.seen[here] = False  # while it was padding, the filter has marked the padding's token
+            rows.counts[here] = 0
             for row, sample in enumerate(samples, first):
+                if not (sample.params or self._sampling).penalises:
+                    continue
                 rows.seen[row, self._upload(np.array(sample.slice(0, len(sample))))] = True
+                before = sample.tokens[:-1]
+                if before:
+                    rows.counts[row] = self._upload(np.bincount(before, minlength=rows.counts.shape[1])).short()
+                if not sample.tokens:
+                    rows.counts[row, sample.prompt.ids[-1]] = -1  # the filter will count it, and it is not of the response
         return first
+
+    def _numbers(self, sample: Sample) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Its numbers in the order of INTS and of FLOATS."""
+        (greedy, top_k), floats = self._options if sample.params is None else _options(sample.params)
+        tokens, limits = len(sample.tokens), sample.limits
+        stops = self._stop_ids <= limits.token_ids
+        return (len(sample) - 1, tokens, limits.max_tokens, sample.position, RUNNING, greedy, stops, top_k), floats
+
+    def _choose_steps(self) -> None:
+        """Which filter the rows need, and whether the most likely tokens are noted. Called while there is something special about one."""
+        samples, rows = [seat.sample for seat in self._seats], self._rows
+        own = [sample.params for sample in samples if sample.params is not None]
+        filtered = any(params.truncates or params.penalises for params in own) or (len(own) < len(samples) and self._filter)
+        self._keep = (keep_by_row if filtered else None) if own else self._filter
+        if rows.seen is None and any(params.penalises for params in own):
+            self._runner.forget_filtered()
+            rows.track_seen(True)
+        self._keeps_top = any(sample.scores is not None and sample.scores.top for sample in samples)
+        if self._keeps_top:
+            rows.track_top()
+        self._is_special = bool(own) or self._keeps_top
 
     def _update_page_table(self) -> None:
         """Tell the device which pages its rows have got."""
@@ -261,6 +323,8 @@ class GenerationLoop:
         padding = bucket(len(self._seats)) - len(order)
         self._rows.gather(self._upload(np.array(order + [self._rows.capacity] * padding, dtype=np.int64)))
         self._seats = seats
+        if self._is_special:
+            self._choose_steps()
 
     def _send_unsent(self) -> None:
         if any(seat.sent < len(seat.sample.tokens) and not seat.over for seat in self._seats):
@@ -269,6 +333,8 @@ class GenerationLoop:
     def _send_outputs(self) -> None:
         rows, count = self._rows, len(self._seats)
         outputs = [rows.generated[:count], rows.done[:count], rows.out_tokens[:count], rows.out_log_probs[:count]]
+        if self._keeps_top and rows.top_ids is not None and rows.top_log_probs is not None:
+            outputs += [rows.top_ids[:count], rows.top_log_probs[:count]]
         ready = None
         if self._device.type == "cuda":
             outputs = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in outputs]
@@ -286,29 +352,51 @@ class GenerationLoop:
 
     # -- read --------------------------------------------------------------------------------------------------------------
 
-    def _read(self, leave: int) -> Iterator[tuple[Sample, str]]:
+    def _read(self, leave: int) -> Iterator[Event]:
         """Take in intervals, the oldest first, until `leave` are on their way."""
         while len(self._in_flight) > leave:
             interval = self._in_flight.popleft()
             if interval.ready is not None:
                 interval.ready.synchronize()
-            generated, done, tokens, log_probs = (tensor.tolist() for tensor in interval.outputs)
+            generated, done, tokens, log_probs = (tensor.tolist() for tensor in interval.outputs[:4])
             for row, seat in enumerate(interval.seats):
                 sample, start, end = seat.sample, seat.read, generated[row]
                 if seat.over or end == start:
                     continue
                 places = [place % RING for place in range(start, end)]
+                for one in running[-1:]:
+                    one.written += end - start
                 sample.tokens[start:end] = [tokens[row][place] for place in places]
                 sample.log_probs[start:end] = [log_probs[row][place] for place in places]
+                if sample.scores is not None and sample.scores.top:
+                    _take_top(sample, start, places, *(tensor[row] for tensor in interval.outputs[4:]))
                 seat.read = end
                 left = len(sample.tokens) >= sample.limits.max_tokens  # it left the scheduler when its last token was promised
                 reason = sample.find_end(start, end, done[row] != NOT_FINITE)
                 if reason is None:
+                    if sample.streams:
+                        yield sample, None
                     continue
                 if not left:
                     self._scheduler.finish(sample)
                 seat.over = True
                 yield sample, reason
+
+
+def _options(params: SamplingParams) -> tuple[tuple[int, int], tuple[float, ...]]:
+    """greedy and top_k; FLOATS. At temperature 0 the most likely token is taken, which no truncation drops."""
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    if not params.temperature:
+        return (1, -1), (1.0, 1.0, 0.0, *penalties)
+    return (0, params.top_k), (1.0 / params.temperature, params.top_p, params.min_p, *penalties)
+
+
+def _take_top(sample: Sample, start: int, places: list[int], ids: Tensor, log_probs: Tensor) -> None:
+    """The most likely tokens at `places` of a row's ring, from its token `start` on."""
+    assert sample.scores is not None
+    for token, place in enumerate(places, start):
+        top = list(zip(ids[place].tolist(), log_probs[place].tolist(), strict=True))[: sample.scores.top]
+        sample.scores.response.append(with_drawn(top, sample.tokens[token], sample.log_probs[token]))
 
 
 def _slots(pages: list[int], count: int, page_size: int) -> np.ndarray:

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
+from lockstep.workers.rollout.request import MOST_TOP
 
 RING = 16
 """Tokens of a row that are kept for the host, which must look before they are overwritten."""
 
 RUNNING, STOPPED, TOO_LONG, NOT_FINITE = range(4)
 """Values of `RowState.done`: not finished; a stop token was drawn; the limit is reached; a log-prob is not finite."""
+
+INTS = ("context", "generated", "limit", "position", "done", "greedy", "stops", "top_k")
+FLOATS = ("inverse_temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NAMED = ("context", "generated", "limit", "position", "done", "greedy", "stops", "inverse_temperature")
 
 
 @dataclass(slots=True)
@@ -33,6 +38,8 @@ class RowState:
     """[rows] int32: tokens of the response so far."""
     limit: Tensor
     """[rows] int32: the longest response."""
+    position: Tensor
+    """[rows] int32: what `generated` is counted from where random numbers are made."""
     done: Tensor
     """[rows] int32: RUNNING or why it ended. A finished row is computed with the others and changes nothing."""
     key: Tensor
@@ -43,10 +50,16 @@ class RowState:
     """[rows, RING] int32: token number i of the response is at i % RING."""
     out_log_probs: Tensor
     """[rows, RING] float32"""
+    ints: Tensor
+    """[INTS, rows] int32: the numbers of each row that the host sets, in one block; `context` and others are its rows."""
+    floats: Tensor
+    """[FLOATS, rows] float32, likewise."""
     inverse_temperature: Tensor
-    """[1] float32"""
+    """[rows] float32"""
     greedy: Tensor
-    """[1] int32: 1 takes the most likely token."""
+    """[rows] int32: 1 takes the most likely token."""
+    stops: Tensor
+    """[rows] int32: whether `stop` holds for it."""
     stop: Tensor
     """[vocabulary] uint8: 1 ends the response."""
     chunk_max: Tensor
@@ -57,7 +70,13 @@ class RowState:
     shared: SharedPrefixes
     """Which rows read their first pages together."""
     seen: Tensor | None = None
-    """[rows, vocabulary] bool: tokens of the prompt and the response; only where a repetition penalty is asked for."""
+    """[rows, vocabulary] bool: tokens of the prompt and the response; only where a penalty is asked for."""
+    counts: Tensor | None = None
+    """[rows, vocabulary] int16: how often the response has a token, `token` itself not counted; with `seen`."""
+    top_ids: Tensor | None = None
+    """[rows, RING, MOST_TOP] int32: the most likely tokens at the places of `out_tokens`; only where they are asked for."""
+    top_log_probs: Tensor | None = None
+    """[rows, RING, MOST_TOP] float32"""
 
     @staticmethod
     def make(capacity: int, width: int, vocabulary: int, chunks: int, device: torch.device) -> RowState:
@@ -67,18 +86,18 @@ class RowState:
         def zeros(*shape: int, kind: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
+        ints, floats = zeros(len(INTS), rows), torch.ones(len(FLOATS), rows, device=device)
+        ints[INTS.index("done")] = TOO_LONG
+        numbers = dict(zip(INTS, ints, strict=True)) | dict(zip(FLOATS, floats, strict=True))
         return RowState(
+            ints=ints,
+            floats=floats,
+            **{name: numbers[name] for name in _NAMED},
             token=zeros(rows, kind=torch.int64),
-            context=zeros(rows),
-            generated=zeros(rows),
-            limit=zeros(rows),
-            done=zeros(rows) + TOO_LONG,
             key=zeros(rows, kind=torch.int64),
             page_table=zeros(rows, width),
             out_tokens=zeros(rows, RING),
             out_log_probs=zeros(rows, RING, kind=torch.float32),
-            inverse_temperature=torch.ones(1, device=device),
-            greedy=zeros(1),
             stop=zeros(vocabulary, kind=torch.uint8),
             chunk_max=zeros(rows, chunks, kind=torch.float32),
             chunk_sum=zeros(rows, chunks, kind=torch.float32),
@@ -92,19 +111,34 @@ class RowState:
 
     def gather(self, order: Tensor) -> None:
         """Row i becomes what row `order[i]` was, for the first len(order) rows; `capacity` makes a padding row."""
-        for tensor in (self.token, self.context, self.generated, self.limit, self.done, self.key, self.page_table, self.seen):
+        for tensor in (self.token, self.key, self.page_table, self.seen, self.counts):
             if tensor is not None:
                 tensor[: len(order)] = tensor[order]
+        for block in (self.ints, self.floats):
+            block[:, : len(order)] = block[:, order]
 
     def shared_of(self, size: int) -> SharedPrefixes:
         """`shared` for the first `size` rows: a group has two rows or more."""
         groups = max(1, size // 2)
         return SharedPrefixes(self.shared.first[:groups], self.shared.size[:groups], self.shared.tokens[:size])
 
+    def option(self, name: str, rows: slice) -> Tensor:
+        """[count, 1] of these rows: a number of INTS or FLOATS."""
+        block, names = (self.ints, INTS) if name in INTS else (self.floats, FLOATS)
+        return block[names.index(name), rows, None]
+
     def track_seen(self, wanted: bool) -> None:
-        """Make or drop `seen`. Graphs that use it must be forgotten when it is made anew."""
-        shape = len(self.token), len(self.stop)
-        self.seen = torch.zeros(shape, dtype=torch.bool, device=self.token.device) if wanted else None
+        """Make or drop `seen` and `counts`. Graphs that use them must be forgotten when they are made anew."""
+        shape, device = (len(self.token), len(self.stop)), self.token.device
+        self.seen = torch.zeros(shape, dtype=torch.bool, device=device) if wanted else None
+        self.counts = torch.zeros(shape, dtype=torch.int16, device=device) if wanted else None
+
+    def track_top(self) -> None:
+        """Make `top_ids` and `top_log_probs`, unless they are there."""
+        if self.top_ids is None:
+            shape, device = (len(self.token), RING, min(MOST_TOP, len(self.stop))), self.token.device
+            self.top_ids = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.top_log_probs = torch.zeros(shape, device=device)
 
     def clear(self) -> None:
         """All rows become padding."""

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.observability.spans import progress
 from lockstep.workers.rollout.native.gpu.attention import decode_slots
-from lockstep.workers.rollout.native.gpu.draw import Filter, draw
+from lockstep.workers.rollout.native.gpu.draw import Filter, draw, keep_top
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
@@ -21,8 +22,9 @@ from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Batch sizes that are captured; above the last, multiples of 256."""
 
-StepKind = tuple[int, Filter | None, bool]
-"""What a graph is captured for: the number of rows, the filter, and whether shared prefixes are read together."""
+StepKind = tuple[int, Filter | None, bool, bool]
+"""What a graph is captured for: the number of rows, the filter, whether shared prefixes are read together, and whether the most likely
+tokens are noted."""
 WarmSteps = set[StepKind]
 """What has been computed once in this process: its kernels are compiled."""
 Decoder = FusedDecoder | HFDecoder
@@ -43,11 +45,12 @@ class DecodeRunner:
         self._pool: Any = None
         self._warm = warm
 
-    def steps(self, size: int, count: int, keep: Filter | None, shared: bool) -> None:
+    def steps(self, size: int, count: int, keep: Filter | None, shared: bool, top: bool = False) -> None:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
-        kind = (size, keep, shared)
+        kind = (size, keep, shared, top)
         if self._captures and kind not in self._graphs:
-            self._capture(kind)
+            with progress(f"compiling the decode step of {kind[0]} rows"):
+                self._capture(kind)
         graph = self._graphs.get(kind)
         for _ in range(count):
             if graph is None:
@@ -55,8 +58,10 @@ class DecodeRunner:
             else:
                 graph.replay()
 
-    def draw(self, logits: Tensor, first: int, keep: Filter | None) -> None:
+    def draw(self, logits: Tensor, first: int, keep: Filter | None, top: bool = False) -> None:
         """Draw a token for each of the rows `first`... from `logits` [count, vocabulary]."""
+        if top:
+            keep_top(logits, self._rows, first)
         kept, normaliser = (None, None) if keep is None else keep(logits, self._rows, first)
         draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
 
@@ -65,18 +70,22 @@ class DecodeRunner:
         self._graphs.clear()
         self._pool = None
 
-    def _step(self, size: int, keep: Filter | None, shared: bool) -> None:
+    def forget_filtered(self) -> None:
+        """Drop the graphs that use RowState.seen."""
+        self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[1] is None}
+
+    def _step(self, size: int, keep: Filter | None, shared: bool, top: bool) -> None:
         rows = self._rows
         table, context = rows.page_table[:size], rows.context[:size]
         positions, slots = decode_slots(table, context, self._page_size)
         prefixes = rows.shared_of(size) if shared else None
-        self.draw(self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes), 0, keep)
+        self.draw(self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes), 0, keep, top)
 
     def _capture(self, kind: StepKind) -> None:
         """Add the kind's graph. A model whose step cannot be captured is decoded without graphs from here on, and says so."""
         if not self._warm:
             # A compiler that makes one kernel for all batch sizes tunes it for the size that it sees first: let that be the largest.
-            self._warm_up((self._rows.capacity, None, False))
+            self._warm_up((self._rows.capacity, None, False, False))
         if kind not in self._warm:
             self._warm_up(kind)
         graph = torch.cuda.CUDAGraph()

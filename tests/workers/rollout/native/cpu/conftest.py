@@ -1,6 +1,7 @@
 import pytest
 
-from lockstep.workers.rollout.native.cpu.kernels import Library, library
+from lockstep.workers.rollout.native.cpu.compiled import library
+from lockstep.workers.rollout.native.cpu.kernels import Library
 
 
 @pytest.fixture

@@ -1,11 +1,8 @@
-from pathlib import Path
-
 import pytest
 import torch
 
-from lockstep.models.attention import masked_attention
 from lockstep.models.cached_attention import Variant
-from lockstep.workers.rollout.native.cpu import kernels
+from lockstep.models.masked_attention import masked_attention
 from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, attention_blocks, draw, rms_norm, rotate, store
 from lockstep.workers.rollout.sampling import sample
 
@@ -102,13 +99,3 @@ def test_the_draw_is_that_of_sample(compiled: Library, temperature: float) -> No
         finite = torch.isfinite(draw(compiled, logits, uniform, temperature)[1])
         assert not finite[3]
         assert finite.sum() == 199
-
-
-def test_without_a_working_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    make = kernels.library.__wrapped__
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    assert make() is None
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/false")
-    assert make() is None
-    assert not list((tmp_path / "lockstep" / "kernels").iterdir())

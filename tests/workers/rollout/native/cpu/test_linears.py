@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.workers.rollout.native.cpu.kernels import Library
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear, prepacked
+from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.prepacked import prepacked
 
 
 class Tied(nn.Module):

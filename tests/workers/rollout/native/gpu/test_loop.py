@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.fake_model import VOCABULARY, FakeModel
+from helpers.fake_streams import generate as generate_all
 from helpers.rollouts import sampling
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Completion, DecodeText, Request, Stopping
+from lockstep.workers.rollout.base import Completion, DecodeText, Request
 from lockstep.workers.rollout.counted import request_keys
-from lockstep.workers.rollout.native.generation import generate as native_generate
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.scheduler import Scheduler
 
@@ -29,8 +30,7 @@ def generate(
     take_aborts: Callable[[], set[int]] = set,
 ) -> list[Completion]:
     scheduler = Scheduler(PagePool(gpu.num_pages, gpu.page_size), seats, 1000, gpu.lookahead, gpu.mixed)
-    limits = {index: Stopping.of(request, params, None, decode_text) for index, request in enumerate(requests)}
-    completions = native_generate(gpu, scheduler, requests, limits, params, 0, take_aborts)
+    completions = generate_all(gpu, scheduler, requests, params, take_aborts, decode_text)
     return sorted(completions, key=lambda completion: completion.index)
 
 
@@ -48,9 +48,10 @@ def test_a_row_that_was_padding_has_seen_nothing(make_gpu: MakeGPU) -> None:
     """Padding rows draw token 0. The last requests get such rows: the second one, too long for the pool while the first runs, is aborted,
     and nobody has left the batch."""
     params = sampling(**PENALTY, max_tokens=20)
-    lengths = [2, 160, *range(2, 9)]
+    lengths = [2, 190, *range(2, 9)]
     requests = [Request(torch.arange(5, 5 + n) % VOCABULARY, (0, i, 0)) for i, n in enumerate(lengths)]
-    model = FakeModel(41, 4)
+    requests[1] = replace(requests[1], max_tokens=2)
+    model = FakeModel(49, 4)
     calls = iter(range(1000))
     found = generate(make_gpu(model), requests, params, seats=8, take_aborts=lambda: {1} if next(calls) == 2 else set())
     assert found[1].finish_reason == "abort"

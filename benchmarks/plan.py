@@ -1,0 +1,154 @@
+"""How near `lockstep plan` comes to what was measured: every committed H200 result beside its prediction, as a table.
+
+    python -m benchmarks.plan                  print it
+    python -m benchmarks.plan --page docs/plan.md      write it into the page
+
+Rows of FIT are those that the constants of lockstep/planner were set with; all others were never looked at for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen2Config
+
+from benchmarks.workload import LOADS, SHAPES
+from lockstep.config import as_config
+from lockstep.config.engine import ModelConfig
+from lockstep.models.load import Head
+from lockstep.planner import decode
+from lockstep.planner.built import reusing_models
+from lockstep.planner.hardware import find_device
+from lockstep.planner.predict import Lengths, predict
+from lockstep.planner.shape import Shape, read_shape
+from lockstep.planner.time import Ranks, Rows, update_s
+
+RESULTS = Path(__file__).parent / "results"
+H200 = find_device("h200")
+FIT = {
+    ("step_1.5b_2026-11-15", "update_actor", "s"), ("step_1.5b_2026-11-15", "old_log_prob", "s"),
+    ("step_1.5b_ppo_2026-11-15", "update_critic", "s"), ("rollout_1.5b_2026-11-15", "fixed", "s"),
+    ("rollout_1.5b_2026-11-15", "gsm8k_like", "s"), ("rollout_1.5b_2026-11-15", "long_tail", "s"),
+    ("rollout_0.5b_2026-11-15", "fixed", "s"), ("launch_1.5b_2026-11-15", "update_actor", "GiB"),
+}  # fmt: skip
+_BEGIN, _END = "<!-- python -m benchmarks.plan -->", "<!-- end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One number, predicted and measured."""
+
+    file: str
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_fit(self) -> bool:
+        return (self.file, self.what, self.unit) in FIT
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    with tempfile.TemporaryDirectory() as folder, reusing_models():
+        for name, shape in SHAPES.items():
+            Qwen2Config(**shape, architectures=["Qwen2ForCausalLM"]).save_pretrained(Path(folder, name))
+        found = [case for file in sorted(RESULTS.glob("*.json")) for case in _of_file(file, Path(folder))]
+    return [case for case in found if case.measured]
+
+
+def _of_file(file: Path, models: Path) -> Iterator[Case]:
+    kind, result = file.stem.split("_")[0], json.loads(file.read_text())
+    if kind in ("step", "launch"):
+        yield from _steps(file.stem, result, models)
+    elif kind == "rollout" and result.get("hardware") == "NVIDIA H200" and not set(file.stem.split("_")) & {"generic", "invariant"}:
+        yield from _rollouts(file.stem, result, models)
+    elif kind == "updates":
+        yield from _updates(file.stem, result, models)
+
+
+def _steps(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
+    asked = result["arguments"]
+    (algorithm, run), *_ = result["steps"].items() if "steps" in result else [(asked["algorithm"], result)]
+    config = as_config(
+        {
+            "data": {"train_files": "rows", "train_batch_size": asked["prompts"], "max_prompt_length": asked["prompt"],
+                     "max_response_length": asked["response"]},
+            "actor_rollout_ref": {
+                "model": {"path": str(models / asked["shape"])}, "actor": {"ppo_max_token_len_per_gpu": asked["max_tokens"]},
+                "rollout": {"n": asked["n"], "max_num_seqs": 1024},
+            },
+            "critic": {"ppo_max_token_len_per_gpu": asked["max_tokens"]},
+            "algorithm": {"adv_estimator": "gae" if algorithm == "ppo" else "grpo"},
+        }
+    )  # fmt: skip
+    lengths = Lengths(asked["prompt"], run["metrics"].get("response_length/mean", asked["response"]))
+    found = predict(config, H200, lengths, recomputes_old="old_log_prob" in run["stage_s"])
+    for stage in (*found.seconds, "step"):
+        peak = run["metrics"].get(f"perf/max_memory_allocated_gb/{stage}")
+        if peak:
+            yield Case(name, stage, "GiB", found.memory[stage].total() / 2**30, peak)
+        if run["stage_s"].get(stage, 0) > 0.1:
+            yield Case(name, stage, "s", found.step_s if stage == "step" else found.seconds[stage], run["stage_s"][stage])
+
+
+def _shape(models: Path, name: str) -> Shape:
+    return read_shape(ModelConfig(path=str(models / name)), Head.LANGUAGE_MODEL)
+
+
+def _rollouts(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
+    shape = _shape(models, result["arguments"]["shape"])
+    for row in result["rows"]:
+        load = LOADS[row["load"]]()
+        work = decode.Generation([len(ids) for ids in load.prompts], load.lengths, 8, result["arguments"]["max_num_seqs"])
+        yield Case(name, row["load"], "s", decode.generate_s(shape, work, H200), min(row["runs_s"]))
+
+
+def _updates(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
+    asked = result["arguments"]
+    shape = _shape(models, asked["shape"])
+    for recipe, run in result["updates"].items():
+        n = 1 if recipe == "sft" else 2  # dpo's pairs, and grpo's groups there, share prompts two by two
+        rows = Rows(asked["rows"] / n, n, asked["prompt"], asked["response"], asked["max_tokens"])
+        seconds = update_s(shape, rows, H200, Ranks(1, 1, 1), "none", 1, shape.parameters)
+        yield Case(name, f"update of {recipe}", "s", seconds, run["update_s"])
+
+
+def table(found: Sequence[Case]) -> str:
+    """As Markdown, what was not fitted first."""
+    lines = ["| result | what | predicted | measured | error | |", "|---|---|---|---|---|---|"]
+    for case in sorted(found, key=lambda case: (case.is_fit, case.unit, case.file)):
+        fit = "calibrated with" if case.is_fit else ""
+        lines.append(
+            f"| {case.file} | {case.what} | {case.predicted:.1f} {case.unit} | {case.measured:.1f} | {case.error:+.1%} | {fit} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, help="write the table into this page, between its marks")
+    options = parser.parse_args(arguments)
+    text = table(cases())
+    if options.page is None:
+        print(text)
+        return
+    page = options.page.read_text()
+    marked = re.compile(f"{re.escape(_BEGIN)}\n.*?{re.escape(_END)}", re.DOTALL)
+    options.page.write_text(marked.sub(lambda _: f"{_BEGIN}\n{text}\n{_END}", page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Episode: the tokens of one conversation between a policy and its environment, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.agents.environment import Message
+from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.rollout.base import Completion
+
+MISSING = "error"
+"""finish_reason of an episode whose environment failed: it has no tokens and no reward."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """Grows turn by turn. Tokens after the prompt are the policy's, with a log-prob, or the environment's, with none."""
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    """1 for a token that the policy sampled."""
+    log_probs: list[float] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    """The policy's turn that a token belongs to, from 1; the environment's tokens belong to the turn before them."""
+    rewards: list[float] = field(default_factory=list)
+    """What the environment said of a turn, at its last sampled token; 0 elsewhere."""
+    turns: int = 0
+    last_turn: list[int] = field(default_factory=list)
+    """The tokens of the policy's last turn: what a reward function judges."""
+    finish_reason: str = ""
+    messages: list[Message] = field(default_factory=list)
+    """The conversation, to be read."""
+    info: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    faults: int = 0
+    retries: int = 0
+    environment_s: float = 0.0
+    error: str | None = None
+
+    def add_policy(self, completion: Completion) -> None:
+        """A turn of the policy."""
+        self.turns += 1
+        self.last_turn = completion.ids.tolist()
+        self._add(self.last_turn, completion.log_probs.tolist(), 1)
+
+    def add_environment(self, ids: Sequence[int]) -> None:
+        """Tokens that were put between two turns."""
+        self._add(ids, [float("nan")] * len(ids), 0)
+
+    def add_reward(self, reward: float) -> None:
+        """A reward of the policy's last turn."""
+        last = max((i for i, own in enumerate(self.mask) if own), default=None)
+        if last is not None:
+            self.rewards[last] += reward
+
+    def _add(self, ids: Sequence[int], log_probs: Sequence[float], own: int) -> None:
+        self.ids += ids
+        self.log_probs += log_probs
+        self.mask += [own] * len(ids)
+        self.turn += [self.turns] * len(ids)
+        self.rewards += [0.0] * len(ids)
+
+    def told(self) -> dict[str, Any]:
+        """What is recorded of it beside its tokens."""
+        names = ("turns", "calls", "faults", "retries", "environment_s", "messages", "info", "error")
+        return {name: getattr(self, name) for name in names}
+
+
+def missing(prompt_ids: Sequence[int], error: str, retries: int, environment_s: float) -> Episode:
+    """An episode whose environment failed."""
+    prompt = list(prompt_ids)
+    return Episode(prompt, finish_reason=MISSING, error=error, retries=retries, environment_s=environment_s)
+
+
+def episode_columns(episodes: Sequence[Episode]) -> DataProto:
+    """The columns prompts, responses, response_mask, rollout_log_probs, turn, turn_rewards, last_turn, finish_reason, episode."""
+
+    def ragged(name: str, dtype: torch.dtype) -> Ragged:
+        rows: list[Tensor] = [torch.tensor(getattr(episode, name), dtype=dtype) for episode in episodes]
+        return Ragged.from_rows(rows, dtype=dtype)
+
+    kinds = {
+        "prompts": ("prompt_ids", torch.int64),
+        "responses": ("ids", torch.int64),
+        "response_mask": ("mask", torch.int64),
+        "rollout_log_probs": ("log_probs", torch.float32),
+        "turn": ("turn", torch.int64),
+        "turn_rewards": ("rewards", torch.float32),
+        "last_turn": ("last_turn", torch.int64),
+    }
+    columns = {column: ragged(name, dtype) for column, (name, dtype) in kinds.items()}
+    objects = {"finish_reason": [e.finish_reason for e in episodes], "episode": [e.told() for e in episodes]}
+    return DataProto.from_dict(columns, objects)

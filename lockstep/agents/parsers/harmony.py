@@ -1,0 +1,34 @@
+"""gpt-oss's form: a response is several messages, each in a channel; a call is one in the commentary that names its recipient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.agents.environment import Fault, ToolCall
+from lockstep.agents.parsers.parsed import Parsed, read_call, read_json
+
+_FORM = "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>"
+_MESSAGE = re.compile(
+    r"(?:<\|start\|>)?([^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)<\|message\|>(.*?)(?=<\|(?:end|call|return|start)\|>|\Z)",
+    re.DOTALL,
+)
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+
+
+def parse_harmony(text: str, schemas: Mapping[str, dict[str, Any]]) -> Parsed:
+    """See `lockstep.agents.parsers`. Calls in the analysis are thoughts, not calls."""
+    content, found = [], list[ToolCall | Fault]()
+    for match in _MESSAGE.finditer(text):
+        header, body = match[1], match[2]
+        recipient = _RECIPIENT.search(header)
+        if "analysis" in header:
+            continue
+        if recipient is None:
+            content.append(body)
+            continue
+        name = recipient[1].removeprefix("functions.")
+        value = read_json(body or "{}", _FORM)
+        found.append(value if isinstance(value, Fault) else read_call({"name": name, "arguments": value}, _FORM))
+    return Parsed.of("".join(content), found)

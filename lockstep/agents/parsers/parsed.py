@@ -1,0 +1,46 @@
+"""What a parser finds, and what all parsers share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.agents.environment import Fault, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A response, read."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    @classmethod
+    def of(cls, content: str, found: Sequence[ToolCall | Fault]) -> Parsed:
+        """Calls and faults apart, each in order."""
+        calls = tuple(each for each in found if isinstance(each, ToolCall))
+        return cls(content.strip(), calls, tuple(each for each in found if isinstance(each, Fault)))
+
+
+def read_call(value: Any, form: str, arguments: str = "arguments") -> ToolCall | Fault:
+    """A call of a JSON object with a name and `arguments`."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(arguments, {}), dict):
+        return Fault(f"a tool call must be {form}, not {json.dumps(value)[:200]}")
+    if unknown := value.keys() - {"name", arguments, "id", "type"}:
+        return Fault(f"a tool call must be {form}; it has no {', '.join(sorted(unknown))}")
+    return ToolCall(value["name"], value.get(arguments, {}))
+
+
+def read_json(text: str, form: str) -> Any:
+    """The value that a text spells, or a Fault."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        return Fault(f"a tool call must be {form}; this is no JSON ({error}): {text.strip()[:200]}")
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")

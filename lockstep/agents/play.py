@@ -1,0 +1,291 @@
+"""Play episodes: every episode is a straight line of code in a thread of its own; the engine's passes run on the caller's.
+
+An episode goes on as soon as its own environment has answered: passes wait for nobody, and nobody waits for a round. The key-value pages
+of earlier turns are kept, so a turn costs its new tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.agents.bridge import Bridge
+from lockstep.agents.environment import Action, Fault, Message, ToolCall, Turn
+from lockstep.agents.episode import Episode, missing
+from lockstep.agents.hosts import EnvironmentFailed, Host, Make, make_host
+from lockstep.agents.parsers import Parse
+from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
+from lockstep.workers.rollout.stream import Stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One episode to be played."""
+
+    row: dict[str, Any]
+    """Of the data set; what `Environment.reset` gets."""
+    prompt_ids: list[int]
+    """Of the row: what an episode that could not be played is shown with."""
+    key: tuple[int, int, int]
+    """(step, prompt, sample): decides the policy's random numbers."""
+    seed: int
+    """The environment's: the same for all samples of a prompt, so that a group plays one game."""
+    make: Make
+    kwargs: dict[str, Any]
+    """The environment is make(**kwargs)."""
+    bridge: Bridge
+    schemas: dict[str, dict[str, Any]]
+    """Tool -> JSON schema of its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an episode may use."""
+
+    max_turns: int
+    max_turn_tokens: int | None
+    """Of the policy, in one turn."""
+    max_observation_tokens: int | None
+    """Of one message of the environment; the rest is cut off, and the policy is told so."""
+    max_environments: int
+    """Episodes that are played at once."""
+    step_timeout_s: float
+    episode_timeout_s: float
+    """Of one episode, in its environment."""
+    retries: int
+    """How often an episode whose environment failed is begun anew."""
+
+
+class Player:
+    """Plays episodes on an engine."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        parse: Parse,
+        sampling: SamplingParams,
+        limits: Limits,
+    ) -> None:
+        """`sampling.max_tokens` is what an episode may have after its prompt, the environment's tokens included."""
+        self._engine, self._tokenizer, self._parse, self._sampling, self._limits = engine, tokenizer, parse, sampling, limits
+
+    def play(self, tasks: Sequence[Task], on_finished: Callable[[int, Episode], None] | None = None) -> list[Episode]:
+        """All of them, in order. `on_finished` hears of each (its number, the episode) when it ends, on another thread."""
+        episodes: dict[int, Episode] = {}
+        left: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(len(tasks)):
+            left.put(number)
+        with self._engine.open(self._sampling) as stream:
+            asked = _Asked(stream)
+
+            def serve() -> None:
+                hosts: dict[type[Host], Host] = {}
+                try:
+                    while len(episodes) < len(tasks):
+                        number = left.get_nowait()
+                        episodes[number] = self._episode(tasks[number], hosts, asked)
+                        if on_finished is not None:
+                            on_finished(number, episodes[number])
+                except queue.Empty:
+                    pass
+                except BaseException as error:
+                    asked.give_up(error)
+                finally:
+                    for host in hosts.values():
+                        host.close()
+                    if len(episodes) == len(tasks):
+                        asked.end()
+
+            threads = [
+                threading.Thread(target=serve, name=f"episode-{i}", daemon=True)
+                for i in range(min(len(tasks), self._limits.max_environments))
+            ]
+            with asked.closing():
+                for thread in threads:
+                    thread.start()
+                asked.run()
+            for thread in threads:
+                thread.join()
+        return [episodes[number] for number in range(len(tasks))]
+
+    def _episode(self, task: Task, hosts: dict[type[Host], Host], asked: _Asked) -> Episode:
+        """One episode; begun anew, with the same key and so the same tokens, when its environment fails."""
+        seconds = 0.0
+        for attempt in range(self._limits.retries + 1):
+            new = make_host(task.make, self._limits.step_timeout_s)
+            host = hosts.setdefault(type(new), new)
+            try:
+                episode = self._attempt(task, host, asked)
+                episode.retries = attempt
+                return episode
+            except EnvironmentFailed as error:
+                failure = str(error)
+            finally:
+                seconds += host.seconds
+                host.end()
+        return missing(task.prompt_ids, failure, self._limits.retries, seconds)
+
+    def _attempt(self, task: Task, host: Host, asked: _Asked) -> Episode:
+        limits, bridge = self._limits, task.bridge
+        turn = self._shortened(host.begin(task.make, task.kwargs, task.row, task.seed))
+        new, previous = bridge.start(turn.messages), None
+        context = self._engine.context
+        budget = self._sampling.max_tokens if context is None else min(self._sampling.max_tokens, context - len(new))
+        episode = Episode(list(new), messages=list(turn.messages), info=dict(turn.info))
+        stops = tuple({*self._sampling.stop_token_ids, *bridge.end_ids})
+        try:
+            while not episode.finish_reason:
+                left = budget - len(episode.ids)
+                most = left if limits.max_turn_tokens is None else min(left, limits.max_turn_tokens)
+                request = Request(torch.tensor(new), task.key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous)
+                index, completion = asked.ask(request)
+                if previous is not None:
+                    asked.stream.release(previous)
+                previous = index
+                if completion.finish_reason == "error":
+                    raise EnvironmentFailed(f"the policy could not answer: {completion.error}")
+                episode.add_policy(completion)
+                new = self._go_on(task, host, episode, completion, budget, stops)
+        finally:
+            if previous is not None:
+                asked.stream.release(previous)
+        episode.environment_s = host.seconds
+        return episode
+
+    def _go_on(
+        self, task: Task, host: Host, episode: Episode, completion: Completion, budget: int, stops: Sequence[int]
+    ) -> list[int]:
+        """Let the environment answer the policy's turn; returns the tokens before the next one. Sets `finish_reason` at the end."""
+        is_cut = completion.finish_reason == "length"
+        action = self._read(task, completion, stops)
+        episode.messages.append(_shown(action))
+        episode.calls += len(action.calls)
+        episode.faults += len(action.faults)
+        if is_cut and len(episode.ids) >= budget:
+            episode.finish_reason = "length"
+            return []
+        turn = self._shortened(host.step(replace(action, is_cut=is_cut)))
+        if host.seconds > self._limits.episode_timeout_s:
+            raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
+        if turn.reward is not None:
+            episode.add_reward(float(turn.reward))
+        episode.messages += turn.messages
+        episode.info |= turn.info
+        if turn.done:
+            episode.finish_reason = "stop"
+            return []
+        new = [task.bridge.end_of_turn(action.calls)] if is_cut else []
+        new += task.bridge.following(turn.messages, action.calls)
+        if episode.turns >= self._limits.max_turns or len(episode.ids) + len(new) >= budget:
+            episode.finish_reason = "length"
+            return []
+        episode.add_environment(new)
+        return new
+
+    def _read(self, task: Task, completion: Completion, stops: Sequence[int]) -> Action:
+        """What the policy said and wants called."""
+        ids = completion.ids.tolist()
+        if ids and ids[-1] in stops:
+            ids = ids[:-1]
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        parsed = self._parse(text, task.schemas)
+        calls, faults = parsed.calls, parsed.faults
+        if len(calls) > 1 and not task.bridge.has_several_calls:
+            faults = (*faults, Fault("only one tool may be called in a turn; the others were not called"))
+            calls = calls[:1]
+        return Action(text, parsed.content, calls, faults)
+
+    def _shortened(self, turn: Turn) -> Turn:
+        """The turn, with what its messages have over the limit cut off."""
+        most = self._limits.max_observation_tokens
+        if most is not None:
+            turn.messages = [self._cut(message, most) for message in turn.messages]
+        return turn
+
+    def _cut(self, message: Message, most: int) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        ids = self._tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) <= most:
+            return message
+        return message | {"content": f"{self._tokenizer.decode(ids[:most])}... ({len(ids) - most} more tokens were cut off)"}
+
+
+class _Asked:
+    """Completions for threads that wait for them, from a stream that one thread drives."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Completion]] = {}
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def ask(self, request: Request) -> tuple[int, Completion]:
+        """The index of a request, and its completion."""
+        answer: Future[Completion] = Future()
+        with self._lock:
+            if self._error is not None:
+                raise RuntimeError("the engine has ended") from self._error
+            index = self.stream.add(request)
+            self._waiting[index] = answer
+        return index, answer.result()
+
+    def run(self) -> None:
+        """Drive the stream until `end`. Raises what `give_up` was told."""
+        while not self._ended.is_set():
+            completion = self.stream.next(timeout_s=0.2)
+            if isinstance(completion, Completion):
+                with self._lock:
+                    waiting = self._waiting.pop(completion.index)
+                waiting.set_result(completion)
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Nothing more will be asked."""
+        self._ended.set()
+
+    def give_up(self, error: BaseException) -> None:
+        """Something went wrong that is nobody's to mend: `run` raises it."""
+        with self._lock:
+            self._error = self._error or error
+            for answer in self._waiting.values():
+                answer.set_exception(error)
+            self._waiting.clear()
+        self._ended.set()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Whoever waits gets the error that ends the block."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+
+def _shown(action: Action) -> Message:
+    """The policy's turn as a message, to be read."""
+    message: Message = {"role": "assistant", "content": action.text}
+    if action.calls:
+        message["tool_calls"] = [_call(call) for call in action.calls]
+    return message
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}

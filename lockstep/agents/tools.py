@@ -1,0 +1,152 @@
+"""Tools: functions that a policy may call, and the environment that calls them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from lockstep.agents.environment import Action, Environment, Message, ToolCall, Turn
+from lockstep.errors import ConfigError
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+
+
+class ToolError(Exception):
+    """Raised by a tool for what the policy did wrong: its text is the result. Any other exception is the tool's own failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function with the JSON schema that the policy is shown."""
+
+    name: str
+    schema: dict[str, Any]
+    """{"type": "function", "function": {"name", "description", "parameters"}}."""
+    function: Callable[..., Any]
+    """Called with the arguments by name; sync or async. What it returns is the result: text as it is, all else as JSON."""
+
+    @classmethod
+    def of(cls, given: Any) -> Tool:
+        """A tool as it is, or of a Python function: the schema is its signature and docstring (Google style, every argument described).
+
+        Raises ConfigError, saying what the function lacks.
+        """
+        if isinstance(given, Tool):
+            return given
+        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+        try:
+            schema = get_json_schema(given)
+        except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{getattr(given, '__name__', given)!r} cannot be a tool: {error}; it needs type hints and a docstring with a line for "
+                "each argument under `Args:`, or give a Tool with a schema of its own"
+            ) from error
+        return cls(schema["function"]["name"], schema, given)
+
+    def fault(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments, for the policy; None if nothing is."""
+        parameters = self.schema["function"].get("parameters", {})
+        known = parameters.get("properties", {})
+        for name in parameters.get("required", ()):
+            if name not in arguments:
+                return f"{self.name} needs the argument {name!r}"
+        for name, value in arguments.items():
+            if name not in known:
+                return f"{self.name} has no argument {name!r}; it has {', '.join(known) or 'none'}"
+            if not _fits(value, known[name]):
+                return f"the argument {name!r} of {self.name} must be {_type_names(known[name])}, not {json.dumps(value)[:200]}"
+        return None
+
+
+def _type_names(schema: Mapping[str, Any]) -> str:
+    kinds = schema.get("type", [])
+    kind = " or ".join([kinds] if isinstance(kinds, str) else kinds)
+    return f"one of {schema['enum']}" if "enum" in schema else kind
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value has the type that a schema asks for. What a schema says beyond type and enum is the tool's to check."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if value is None and schema.get("nullable"):
+        return True
+    if isinstance(value, bool) and "boolean" not in kinds and kinds:
+        return False
+    return not kinds or any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
+
+
+def tools_of(kind: type[Environment]) -> list[Tool]:
+    """The tools of a class of environments, as the policy is told of them."""
+    return [Tool.of(MethodType(getattr(kind, tool), kind) if isinstance(tool, str) else tool) for tool in kind.tools]
+
+
+class ToolEnvironment(Environment):
+    """Calls what the policy asks for and answers with the results; without a call the episode is over, and the reward judges it."""
+
+    is_judged = True
+
+    def __init__(self, tools: Sequence[Any] = ()) -> None:
+        """`tools` beside those of the class."""
+        own = [Tool.of(getattr(self, tool) if isinstance(tool, str) else tool) for tool in type(self).tools]
+        self._by_name = {tool.name: tool for tool in (*own, *map(Tool.of, tools))}
+
+    def step(self, action: Action) -> Turn | Awaitable[Turn]:
+        """See Environment. The calls are made in order; async ones are awaited one after another."""
+        if not action.calls and not action.faults:
+            return Turn(done=True)
+        results = [self._call(call) for call in action.calls]
+        if any(inspect.isawaitable(result) for result in results):
+            return self._answer_later(action, results)
+        return self._answer(action, results)
+
+    def _call(self, call: ToolCall) -> Any:
+        """The result's text, or what will become it."""
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r}; there are: {', '.join(self._by_name) or 'none'}"
+        if (fault := tool.fault(call.arguments)) is not None:
+            return f"error: {fault}"
+        try:
+            result = tool.function(**call.arguments)
+        except ToolError as error:
+            return f"error: {error}"
+        return _awaited(result) if inspect.isawaitable(result) else _as_text(result)
+
+    async def _answer_later(self, action: Action, results: Sequence[Any]) -> Turn:
+        return self._answer(action, [await result if inspect.isawaitable(result) else result for result in results])
+
+    def _answer(self, action: Action, results: Sequence[str]) -> Turn:
+        messages: list[Message] = [
+            {"role": "tool", "name": call.name, "content": result} for call, result in zip(action.calls, results, strict=True)
+        ]
+        if action.faults:
+            text = "\n".join(f"error: {fault.text}" for fault in action.faults)
+            messages.append({"role": "user", "content": text})
+        return Turn(messages)
+
+
+async def _awaited(result: Awaitable[Any]) -> str:
+    try:
+        return _as_text(await result)
+    except ToolError as error:
+        return f"error: {error}"
+
+
+def _as_text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -1,0 +1,49 @@
+"""Episodes of many turns: which environment, which tools, and what an episode may use."""
+
+from dataclasses import dataclass, field
+
+from lockstep.config.check import at_least
+from lockstep.errors import ConfigError
+
+
+@dataclass
+class AgentConfig:
+    """With an environment or tools, every prompt becomes an episode; with neither, one response as ever."""
+
+    environment: str | None = None
+    """The other side of an episode: "file.py:Class" or "module:Class", a subclass of lockstep.agents.Environment. Null with tools: the one
+    that calls them. A row's column `environment` stands above it; `env_kwargs` are its arguments."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the policy may call, each as "file.py:name" or "module:name", or one that ships: python, calculator."""
+    parser: str = "auto"
+    """How the model writes calls: auto (by its chat template), hermes, qwen_xml, llama_json, pythonic, mistral, harmony, or "file.py:name"
+    for a function of your own."""
+    max_turns: int = 8
+    """Most turns of the policy in an episode."""
+    max_turn_tokens: int | None = None
+    """Most tokens of one turn of the policy. Null: what is left of data.max_response_length, which is for the whole episode."""
+    max_observation_tokens: int | None = None
+    """Most tokens of one message of the environment; the rest is cut off, and the message says so."""
+    max_environments: int = 64
+    """Episodes that are played at once in each worker. An environment whose class another process can find has a process of its own."""
+    step_timeout_s: float = 60.0
+    """Deadline of each call of an environment."""
+    episode_timeout_s: float = 600.0
+    """Longest time that one episode may spend in its environment."""
+    retries: int = 1
+    """How often an episode whose environment failed is played again, with the same random numbers, before it counts as missing."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "agent", 1, "max_turns", "max_environments")
+        at_least(self, "agent", 0, "retries")
+        for name in ("max_turn_tokens", "max_observation_tokens"):
+            if getattr(self, name) is not None:
+                at_least(self, "agent", 1, name)
+        for name in ("step_timeout_s", "episode_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"agent.{name}={getattr(self, name)}: a deadline must be over 0 seconds")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether prompts become episodes."""
+        return self.environment is not None or bool(self.tools)

@@ -1,0 +1,152 @@
+"""No wait is silent: what is being done (`spans.running`) is shown while it takes long.
+
+On a terminal it is one line that is redrawn, until a display has an area of its own; elsewhere a line every ten seconds at most.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from lockstep.observability.spans import Progress, running
+
+LOG_EVERY_S = 10.0
+_NAMES = {
+    "gen": "generating",
+    "gen_max": "generating the greedy baseline",
+    "reward": "scoring",
+    "testing": "validating",
+    "save_checkpoint": "saving",
+    "data": "reading rows",
+}
+"""What stages of a step are called here, where their names do not say it."""
+
+
+def describe(one: Progress, now: float | None = None) -> str:
+    """Name, how much is done of how much, tokens, tokens a second, and for how long it has run."""
+    seconds = (time.perf_counter() if now is None else now) - one.began
+    parts = [_NAMES.get(one.name, one.name)]
+    if one.total:
+        parts.append(f"{one.done:,} of {one.total:,} {one.unit}".rstrip())
+    elif one.done:
+        parts.append(f"{one.done:,} {one.unit}".rstrip())
+    if tokens := max(one.tokens, one.written):
+        parts += [f"{tokens:,} tokens", f"{tokens / max(seconds, 1e-3):,.0f} tokens/s"]
+    return "  ".join([*parts, f"{seconds:.0f} s"])
+
+
+def now_running() -> str:
+    """The innermost of what is being done; '' where nothing is."""
+    stages = running[-1:]
+    return describe(stages[0]) if stages else ""
+
+
+class Lines:
+    """Writes a line about what is being done whenever `LOG_EVERY_S` have gone by without a line. One for the process, on a thread."""
+
+    def __init__(self) -> None:
+        self._process = 0
+        self._said_at = 0.0
+        self._stream: TextIO | None = None
+
+    def start(self, stream: TextIO) -> None:
+        """Lines are wanted from now on, on that stream."""
+        self._stream = stream
+        self.heard()
+        if self._process != os.getpid():  # a fork has no threads of its parent
+            self._process = os.getpid()
+            threading.Thread(target=self._run, name="waiting", daemon=True).start()
+
+    def stop(self) -> None:
+        """Lines are not wanted any more."""
+        self._stream = None
+
+    def heard(self) -> None:
+        """The user has just been told something."""
+        self._said_at = time.monotonic()
+
+    def say(self) -> None:
+        """Write the line, if it is time for one."""
+        stream = self._stream
+        if stream is not None and time.monotonic() - self._said_at >= LOG_EVERY_S and (text := now_running()):
+            stream.write(f"  {text}\n")
+            stream.flush()
+            self.heard()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(1.0)
+            try:
+                self.say()
+            except (OSError, ValueError):  # the stream is closed
+                self.stop()
+
+
+LINES = Lines()
+_area: Any = None
+"""The redrawn line, while it is there."""
+_streams = sys.stdout, sys.stderr
+"""What it stands before."""
+
+
+@contextmanager
+def shown_waits(stream: TextIO, is_live: bool) -> Iterator[None]:
+    """Inside, waits are shown on `stream`; on a terminal (`is_live`) until somebody calls `leave_terminal`, as a display does."""
+    if not is_live:
+        LINES.start(stream)
+        try:
+            yield
+        finally:
+            LINES.stop()
+        return
+    hook = sys.breakpointhook
+
+    def on_breakpoint(*args: Any, **kwargs: Any) -> Any:
+        leave_terminal()
+        return hook(*args, **kwargs)
+
+    sys.breakpointhook = on_breakpoint
+    _take_terminal(stream)
+    try:
+        yield
+    finally:
+        leave_terminal()
+        if sys.breakpointhook is on_breakpoint:
+            sys.breakpointhook = hook
+
+
+def _take_terminal(stream: TextIO) -> None:
+    global _area, _streams
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    _streams = sys.stdout, sys.stderr
+    console = Console(file=stream, force_terminal=True)
+    _area = Live(get_renderable=lambda: Text(now_running(), no_wrap=True), console=console, refresh_per_second=4, transient=True)
+    _area.start(refresh=True)
+
+
+def leave_terminal() -> None:
+    """End the redrawn line, for someone who needs the terminal. May be called again."""
+    global _area
+    area, _area = _area, None
+    if area is not None:
+        area.stop()
+
+
+def _leave_terminal_to_parent() -> None:
+    # A child's prints must not draw the line, nor wait for a lock that the refreshing thread held at the fork.
+    global _area
+    if _area is not None:
+        _area = None
+        sys.stdout, sys.stderr = _streams
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_terminal_to_parent)

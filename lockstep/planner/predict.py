@@ -1,0 +1,290 @@
+"""What a configuration of `lockstep ppo` will take: memory and time of each stage. Nothing is loaded, and no GPU is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.config.actor_rollout_ref import Parts
+from lockstep.config.critic import CriticConfig
+from lockstep.config.engine import EngineChoice
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.reward import RewardModelConfig
+from lockstep.errors import ResourceError
+from lockstep.models.load import Head
+from lockstep.planner import decode
+from lockstep.planner.built import reusing_models
+from lockstep.planner.count import Load
+from lockstep.planner.hardware import Device
+from lockstep.planner.memory import GENERATION, Contents, MemoryPlan, Model, Rollout, host_bytes, plan_memory, stage_parts
+from lockstep.planner.needs import policy_needs, training_needs
+from lockstep.planner.shape import Shape, read_shape
+from lockstep.planner.time import Ranks, Rows, pass_s, update_s
+
+SAVE = "save_checkpoint"
+SYNC = "update_weights"
+_COPIED, _WRITTEN = 3.4e9, 0.64e9
+"""Bytes per second of a save: to host memory, while the run waits, and then to disk (measured with one 0.5B model)."""
+_SENT = 20e9
+"""Bytes per second to an engine in a process of its own."""
+FLOAT32_SLOWER = 15
+"""How many times fewer float32 operations than bfloat16 ones a GPU does per second (H100, H200: 67 of 989 TFLOP/s)."""
+_SAVED = 12
+"""Bytes of a checkpoint per parameter that learns: the weight and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Mean tokens of prompts and responses."""
+
+    prompt: float
+    response: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """GPUs that hold the same models."""
+
+    name: str
+    ranks: Ranks
+    models: list[Model]
+    rollout: Rollout | None = None
+
+
+@dataclass(slots=True)
+class Prediction:
+    """What was found out. Bytes are those of one GPU, seconds those of a step."""
+
+    memory: dict[str, Contents] = field(default_factory=dict)
+    """Stage -> what lies on the GPU at its fullest moment."""
+    host: int = 0
+    """What is offloaded to the host's memory, per GPU."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Stage -> seconds. Saving is there too, though it is not part of a step."""
+    plans: dict[str, MemoryPlan] = field(default_factory=dict)
+    """Model -> what is offloaded and recomputed."""
+    seats: int = 0
+    """Sequences that are generated at once on a GPU."""
+    tokens: float = 0.0
+    """Tokens of a step, prompts of every row counted."""
+    num_gpus: int = 1
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step without validation and saving."""
+        return sum(seconds for stage, seconds in self.seconds.items() if stage != SAVE)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest moment."""
+        return max(parts.total() for parts in self.memory.values())
+
+
+def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *, recomputes_old: bool = False) -> Prediction:
+    """Memory and time of a step on GPUs of this kind; `recomputes_old`: whether old log-probs take a pass of their own.
+
+    Without `lengths` every prompt and response is as long as it may be. Raises ResourceError, with the first key to turn, when the
+    models do not fit, and DataError when a model's config cannot be read.
+    """
+    lengths = lengths or Lengths(config.data.max_prompt_length, config.data.max_response_length)
+    found = Prediction(
+        tokens=config.data.train_batch_size * config.actor_rollout_ref.rollout.n * (lengths.prompt + lengths.response)
+    )
+    with reusing_models():
+        pools = _pools(config)
+        found.num_gpus = sum(pool.ranks.count for pool in pools)
+        for pool in pools:
+            try:
+                plans = plan_memory(pool.models, pool.rollout, device.memory)
+            except ResourceError as error:
+                raise ResourceError(f"on {pool.ranks.count} x {device.name}, pool {pool.name}: {error}") from None
+            found.plans |= {model.name: plan for model, plan in zip(pool.models, plans, strict=True)}
+            found.host = max(found.host, host_bytes(pool.models, plans))
+            _add_memory(found, config, pool, plans, device)
+        _add_seconds(found, config, pools, device, lengths, recomputes_old)
+    return found
+
+
+# -- who is where ----------------------------------------------------------------------------------------------------------
+
+
+def _pools(config: PPOConfig) -> list[Pool]:
+    """The pools of main_ppo, with the models that one rank of each holds."""
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    ranks = _ranks(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
+    load, element = _load(config, ranks.count, config.actor_mini_batch_prompts), element_of(policy.actor)
+    with_reference = config.use_reference and policy.model.adapts
+    parts = Parts(actor=True, rollout=True, reference=with_reference)
+    models, rollout = policy_needs(policy, parts, load=load, world_size=ranks.count, element=element)
+    if config.use_reference and not with_reference:
+        models += policy_needs(policy, Parts(reference=True), load=load, world_size=ranks.count, element=element)[0]
+    pools = [Pool("global_pool", ranks, models, rollout)]
+    others: list[tuple[str, CriticConfig | RewardModelConfig]] = (
+        [("critic_pool", critic_section(config))] if config.use_critic else []
+    )
+    others += [("reward_pool", config.reward_model)] if config.reward_model.enable else []
+    for name, section in others:
+        place = section if section.enable_resource_pool else trainer
+        own = _ranks(section, place.n_gpus_per_node, place.nnodes)
+        load = _load(config, own.count, config.critic_mini_batch_prompts)
+        model = training_needs(section, load=load, world_size=own.count, element=element_of(section))
+        if section.enable_resource_pool:
+            pools.append(Pool(name, own, [model]))
+        else:
+            models.append(model)
+    return pools
+
+
+def _ranks(choice: EngineChoice, per_node: int, nodes: int) -> Ranks:
+    count, size = per_node * nodes, choice.fsdp_config.fsdp_size
+    return Ranks(count, per_node, count if size == -1 or choice.strategy not in ("fsdp", "fsdp2") else min(size, count))
+
+
+def critic_section(config: PPOConfig) -> CriticConfig:
+    """The section `critic` with the model that it starts from."""
+    model = dataclasses.replace(config.critic.model, path=config.critic.model.path or config.actor_rollout_ref.model.path)
+    return dataclasses.replace(config.critic, model=model)
+
+
+def _device_of(choice: EngineChoice, device: Device) -> Device:
+    """The GPU as a computation in this type sees it: float32 takes no tensor cores, and twice the bytes."""
+    if element_of(choice) == 2:
+        return device
+    return dataclasses.replace(device, flops=device.flops / FLOAT32_SLOWER, bandwidth=device.bandwidth / 2)
+
+
+def element_of(choice: EngineChoice) -> int:
+    """Bytes of a number in the computation on a GPU."""
+    return 4 if choice.engine.dtype == "float32" else 2
+
+
+def _load(config: PPOConfig, ranks: int, mini_batch: int) -> Load:
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    longest = data.max_prompt_length + data.max_response_length
+    return Load(longest, -(-data.train_batch_size * n // ranks), -(-mini_batch * n // ranks))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+def _add_memory(found: Prediction, config: PPOConfig, pool: Pool, plans: Sequence[MemoryPlan], device: Device) -> None:
+    rollout, policy = pool.rollout, config.actor_rollout_ref
+    if rollout is not None:
+        shape = read_shape(policy.model, Head.LANGUAGE_MODEL)
+        rollout = dataclasses.replace(rollout, cache=0)
+        held = stage_parts(pool.models, rollout, plans)[GENERATION].total()
+        found.seats, cache = _cache(config, pool, shape, device.memory - held)
+        rollout = dataclasses.replace(rollout, cache=cache)
+    memory = stage_parts(pool.models, rollout, plans)
+    if rollout is not None:
+        memory[GENERATION]["rollout logits"] = found.seats * shape.vocabulary * 4
+        waiting = {name: size for name, size in memory[GENERATION].items() if not name.endswith(("cache", "logits"))}
+        memory[SYNC] = Counter(waiting)
+        memory[SAVE] = Counter(waiting) + Counter({"saving": 4 * shape.hidden * shape.vocabulary * (pool.ranks.count > 1)})
+    found.memory |= memory
+
+
+def _cache(config: PPOConfig, pool: Pool, shape: Shape, free: int) -> tuple[int, int]:
+    """Sequences at once, and the bytes of the key-value cache of the native engine: what they can need, or the share of what is free."""
+    policy, data = config.actor_rollout_ref, config.data
+    rows = -(-data.train_batch_size * policy.rollout.n // pool.ranks.count)
+    longest = data.max_prompt_length + data.max_response_length
+    each = (-(-longest // decode.PAGE) + 1) * decode.PAGE * shape.cache_numbers * element_of(policy.actor)
+    wanted = min(policy.rollout.max_num_seqs, rows)
+    room = max(each, int(free * policy.rollout.gpu_memory_utilization))
+    if policy.rollout.name != "native":
+        return wanted, room
+    return max(1, min(wanted, room // each)), min(wanted * each, room)
+
+
+# -- time ------------------------------------------------------------------------------------------------------------------
+
+
+def _add_seconds(
+    found: Prediction, config: PPOConfig, pools: Sequence[Pool], device: Device, lengths: Lengths, recomputes_old: bool
+) -> None:
+    policy, ranks, batch = config.actor_rollout_ref, pools[0].ranks, config.data.train_batch_size
+    n, shape, actor = policy.rollout.n, read_shape(policy.model, Head.LANGUAGE_MODEL), policy.actor
+    of = {model.name: (model, pool.ranks) for pool in pools for model in pool.models}
+
+    def rows(max_tokens: int, max_rows: int | None, count: int) -> Rows:
+        budget = max_tokens if max_rows is None else int(max_rows * (lengths.prompt + lengths.response))
+        return Rows(batch / count, n, lengths.prompt, lengths.response, budget)
+
+    seconds, whole = found.seconds, device
+    device = _device_of(actor, whole)
+    sampling = dataclasses.replace(whole, flops=device.flops)  # it counts its bytes itself
+    seconds[GENERATION] = _generate_s(found, config, shape, sampling, ranks, lengths)
+    if config.algorithm.adv_estimator == "remax":
+        seconds["gen_max"] = _generate_s(found, config, shape, sampling, ranks, lengths, samples=1)
+    own = rows(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, ranks.count)
+    if recomputes_old:
+        seconds["old_log_prob"] = pass_s(shape, own, device, ranks)
+    if config.use_reference:
+        teacher = read_shape(policy.reference_model, Head.LANGUAGE_MODEL)
+        budget = policy.ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        passed = rows(budget, policy.ref.log_prob_micro_batch_size_per_gpu, ranks.count)
+        seconds["ref"] = pass_s(teacher, passed, device, ranks)
+    if config.reward_model.enable:
+        judge, judges, own_keys = read_shape(config.reward_model.model, Head.SCORE), of["reward_model"][1], config.reward_model
+        passed = rows(own_keys.max_token_len_per_gpu, own_keys.micro_batch_size_per_gpu, judges.count)
+        seconds["reward_model"] = pass_s(judge, passed, _device_of(own_keys, whole), judges)
+    if config.use_critic:
+        section, (model, those) = critic_section(config), of["critic"]
+        value = read_shape(section.model, Head.VALUE)
+        passed = rows(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, those.count)
+        seconds["values"] = pass_s(value, passed, _device_of(section, whole), those)
+        updates = batch // config.critic_mini_batch_prompts * config.critic_epochs
+        seconds["update_critic"] = _update_s(
+            value, passed, _device_of(section, whole), those, found, model, updates, config.critic_epochs
+        )
+    updates = batch // config.actor_mini_batch_prompts * actor.ppo_epochs
+    seconds["update_actor"] = _update_s(shape, own, device, ranks, found, of["actor"][0], updates, actor.ppo_epochs)
+    own_process = policy.rollout.name in ("vllm", "sglang")
+    seconds[SYNC] = 2 * shape.parameters / _SENT if own_process else ranks.gather_s(2 * shape.parameters, device)
+    seconds[SAVE] = sum(_SAVED * _trained(model) / _COPIED for model, _ in of.values())
+    _add_offloading(found, of)
+
+
+def _generate_s(
+    found: Prediction, config: PPOConfig, shape: Shape, device: Device, ranks: Ranks, lengths: Lengths, samples: int | None = None
+) -> float:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    n = samples or rollout.n
+    count = math.ceil(data.train_batch_size / ranks.count) * n
+    responses = decode.spread_lengths(lengths.response, data.max_response_length, count)
+    work = decode.Generation([lengths.prompt] * count, responses, n, found.seats)
+    return decode.ENGINES[rollout.name] * decode.generate_s(shape, work, device, element_of(config.actor_rollout_ref.actor))
+
+
+def _update_s(
+    shape: Shape, rows: Rows, device: Device, ranks: Ranks, found: Prediction, model: Model, updates: int, epochs: int
+) -> float:
+    recompute = found.plans[model.name].recompute or "none"
+    rows = dataclasses.replace(rows, groups=rows.groups * epochs)
+    return update_s(shape, rows, device, ranks, recompute, updates, _trained(model) * _shards(model, ranks))
+
+
+def _trained(model: Model) -> int:
+    """Parameters that learn, as far as one rank has their moments."""
+    return model.moments // 8
+
+
+def _shards(model: Model, ranks: Ranks) -> int:
+    """Ranks that share the moments of a model that a rank has a part of."""
+    return ranks.count if model.moments else 1
+
+
+def _add_offloading(found: Prediction, of: dict[str, tuple[Model, Ranks]]) -> None:
+    """What moves between host and GPU: weights to each stage of the model and back after an update, moments to and from it."""
+    host_link = 25e9  # bytes per second over PCIe from pinned memory
+    for name, (model, _) in of.items():
+        plan = found.plans[name]
+        for stage in (*model.passes, *([model.update] if model.update else [])):
+            if stage in found.seconds:
+                moved = plan.offload_weights * model.weights * (2 if stage == model.update else 1)
+                moved += plan.offload_moments * model.moments * 2 * (stage == model.update)
+                found.seconds[stage] += moved / host_link

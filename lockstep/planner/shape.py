@@ -1,0 +1,44 @@
+"""A model as the prediction of its time sees it: counts, read from a model on the meta device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config.engine import ModelConfig
+from lockstep.models.fast_layers import has_fast_layers
+from lockstep.models.flops import ModelCost, head_size, model_cost
+from lockstep.models.load import Head
+from lockstep.planner.built import build
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of one model that decide how long it computes."""
+
+    cost: ModelCost
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    cache_numbers: int
+    """Numbers of the key-value cache for one token."""
+    fast: bool
+    """Whether the layers run as written in models/fast_layers.py."""
+
+
+def read_shape(model: ModelConfig, head: Head) -> Shape:
+    """The shape of the model in `model.path`. Raises DataError where transformers cannot build it with this head."""
+    module = build(model, head)
+    text = module.config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Shape(
+        cost=model_cost(module),
+        parameters=sum(p.numel() for p in module.parameters()),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocabulary=text.vocab_size,
+        cache_numbers=2 * text.num_hidden_layers * kv_heads * head_size(text),
+        fast=has_fast_layers(module),
+    )

@@ -1,0 +1,1 @@
+"""`lockstep eval`: a model, a checkpoint or a server on data files or named tasks. See docs/eval.md."""

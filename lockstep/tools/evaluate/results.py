@@ -1,0 +1,227 @@
+"""What samples come to: numbers with intervals, by source; the same as JSON and as a table; and beside those of an earlier result file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.errors import DataError
+from lockstep.observability.score_summary import score_summary
+from lockstep.observability.statistics import Estimate, compare, estimate
+from lockstep.tools.evaluate.question import Question, Sample
+from lockstep.tools.evaluate.scoring import FORMATTED
+from lockstep.utils.printable import printable
+
+Numbers = dict[str, dict[str, Any]]
+"""Name -> value, low, high."""
+
+
+def summarise(questions: Sequence[Question], samples: Sequence[Sample], shown: Sequence[str] | None) -> dict[str, Any]:
+    """By source: `scores` (variable -> name -> number with its interval), `cut_by_length`, `format_failures` where the judge says so,
+    `num_questions`, `num_samples`, `num_missing`.
+
+    `shown` are the scores to sum up; None: `acc` where the reward gives it, else `reward`. Raises DataError where no sample has a score.
+    """
+    failures = [sample.failure for sample in samples if sample.failure is not None]
+    if len(failures) == len(samples):
+        raise DataError(f"no answer has a score; the first: {failures[0]}")
+    found = {}
+    for source in dict.fromkeys(question.source for question in questions):
+        own = [sample for sample in samples if questions[sample.question].source == source]
+        judged = [sample for sample in own if sample.failure is None]
+        groups = _by_question(judged)
+        variables = shown or (["acc"] if judged and all("acc" in sample.scores for sample in judged) else ["reward"])
+        found[source] = {
+            "num_questions": len({sample.question for sample in own}),
+            "num_samples": len(own),
+            "num_missing": len(own) - len(judged),
+            "scores": {name: _numbers(groups, name) for name in variables} if judged else {},
+        }
+        if judged and not questions[judged[0].question].choices:
+            found[source]["cut_by_length"] = _share(groups, lambda sample: sample.finish_reason == "length")
+        if judged and all(FORMATTED in sample.scores for sample in judged):
+            found[source]["format_failures"] = _share(groups, lambda sample: not sample.scores[FORMATTED])
+    return found
+
+
+def compare_with(
+    questions: Sequence[Question], samples: Sequence[Sample], results: dict[str, Any], earlier: dict[str, Any]
+) -> dict[str, Any]:
+    """By source and score: the difference to an earlier result on the questions that both have, with its interval and p-value."""
+    old: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    for place, entry in _placed((entry["source"], entry["hash"]) for entry in earlier["questions"]):
+        old[place] = earlier["questions"][entry]["scores"]
+    groups = _by_question([sample for sample in samples if sample.failure is None])
+    found: dict[str, Any] = {}
+    for source, part in results.items():
+        for variable in part["scores"]:
+            new_scores, old_scores = [], []
+            for place, i in _placed((question.source, question.hash) for question in questions):
+                if place[0] == source and groups.get(i) and old.get(place, {}).get(variable):
+                    new_scores.append([sample.scores[variable] for sample in groups[i]])
+                    old_scores.append(old[place][variable])
+            if len(new_scores) >= 2:
+                difference = compare(new_scores, old_scores)
+                found.setdefault(source, {})[variable] = _number(difference.estimate) | {
+                    "p_value": difference.p_value,
+                    "num_questions": difference.num_questions,
+                    "num_better": difference.num_better,
+                    "num_worse": difference.num_worse,
+                }
+    if not found:
+        raise DataError(
+            "--against: the earlier result has no question with a score that this one has; it was of other data, or of another judge"
+        )
+    return found
+
+
+def question_entries(questions: Sequence[Question], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The scores of each question, for later comparisons."""
+    groups = _by_question([sample for sample in samples if sample.failure is None])
+    entries = []
+    for i, question in enumerate(questions):
+        own = groups.get(i, [])
+        names = own[0].scores if own else {}
+        scores = {name: [sample.scores[name] for sample in own] for name in names if all(name in sample.scores for sample in own)}
+        entries.append({"hash": question.hash, "source": question.source, "scores": scores})
+    return entries
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """An earlier result file. Raises DataError where it is none."""
+    try:
+        earlier = json.loads((path / "results.json" if path.is_dir() else path).read_text())
+        for entry in earlier["questions"]:
+            entry["hash"], entry["source"], entry["scores"].items()
+        return earlier
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"--against {path} is not a result file of lockstep eval: {error!r}") from error
+
+
+def write_samples(path: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
+    """Every sample, one JSON object a line."""
+    with path.open("w") as file:
+        for sample in samples:
+            question = questions[sample.question]
+            row = {
+                "question": question.hash,
+                "index": sample.question,
+                "sample": sample.number,
+                "source": question.source,
+                "prompt": question.prompt,
+                "response": sample.text,
+                "ground_truth": (question.columns.get("reward_model") or {}).get("ground_truth"),
+                "finish_reason": sample.finish_reason,
+                "num_tokens": sample.num_tokens,
+                "failure": sample.failure,
+                "scores": sample.scores,
+                "preds": sample.preds,
+                **({"extra": sample.extra} if sample.extra else {}),
+            }
+            file.write(json.dumps(row, default=str) + "\n")
+
+
+def print_table(results: dict[str, Any], console: Console) -> None:
+    """The numbers of a result file, for people."""
+    say = functools.partial(console.print, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for name in ("source", "score", "", "value", "95 % interval", "questions"):
+        table.add_column(name, justify="left" if name in ("source", "score", "") else "right")
+    for source, part in results["results"].items():
+        rows = [(variable, name, number) for variable, numbers in part["scores"].items() for name, number in numbers.items()]
+        rows += [(name, "share", part[name]) for name in ("cut_by_length", "format_failures") if part.get(name)]
+        for variable, name, number in rows:
+            table.add_row(
+                printable(source), variable, name, f"{number['value']:.3f}", _interval(number), str(part["num_questions"])
+            )
+    console.print(table)
+    for source, part in results["results"].items():
+        if part["num_missing"]:
+            say(f"{printable(source)}: {part['num_missing']} of {part['num_samples']} samples have no score and are in no number")
+    if found := results.get("contamination"):
+        say(
+            f"contaminated: {found['num_contaminated']} of {found['num_questions']} questions have {found['num_words']} words in a row in "
+            f"the training files ({found['num_too_short']} are too short to tell)"
+        )
+        for source, scores in found["without"].items():
+            for variable, number in scores.items():
+                say(f"  {printable(source)} {variable} without them: {number['value']:.3f} {_interval(number)}")
+    for source, scores in (results.get("against") or {}).get("differences", {}).items():
+        for variable, number in scores.items():
+            say(
+                f"{printable(source)} {variable} against {results['against']['file']}: {number['value']:+.3f} {_interval(number)}, "
+                f"p = {number['p_value']:.3g}; better on {number['num_better']} and worse on {number['num_worse']} "
+                f"of {number['num_questions']} questions"
+            )
+
+
+def mean_scores(
+    questions: Sequence[Question], samples: Sequence[Sample], results: dict[str, Any], leave_out: set[int]
+) -> dict[str, Numbers]:
+    """By source: the mean of each score without some of the questions."""
+    groups = _by_question([s for s in samples if s.failure is None and s.question not in leave_out])
+    found: dict[str, Numbers] = {}
+    for source, part in results.items():
+        own = {i: group for i, group in groups.items() if questions[i].source == source}
+        if own:
+            found[source] = {name: next(iter(_numbers(own, name).values())) for name in part["scores"]}
+    return found
+
+
+def _by_question(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    groups: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.question].append(sample)
+    return groups
+
+
+def _numbers(groups: dict[int, list[Sample]], variable: str) -> Numbers:
+    """mean@n, pass@k (best@k where scores are more than right and wrong) and majority@k."""
+    scores = [[sample.scores[variable] for sample in group] for group in groups.values()]
+    preds = [[_pred(sample, variable) for sample in group] for group in groups.values()]
+    has_preds = any(sample.preds for group in groups.values() for sample in group)
+    is_share = all(score in (0.0, 1.0) for group in scores for score in group)
+    names = {"mean": "mean", "best": "pass" if is_share else "best", "maj": "majority"}
+    found = {}
+    for name, number in score_summary(scores, preds if has_preds else None).items():
+        kind, _, size = name.removesuffix("/mean").partition("@")
+        if kind in names:
+            found[f"{names[kind]}@{size}"] = _number(number)
+    return found
+
+
+def _pred(sample: Sample, variable: str) -> str:
+    """The answer that votes; one without an answer votes for nothing that another does."""
+    return sample.preds.get(variable, sample.preds.get("*", f"\0no answer {sample.number}"))
+
+
+def _share(groups: dict[int, list[Sample]], holds: Callable[[Sample], bool]) -> dict[str, Any]:
+    shares = [float(np.mean([holds(sample) for sample in group])) for group in groups.values()]
+    return _number(estimate(shares, sum(map(len, groups.values()))))
+
+
+def _number(number: Estimate) -> dict[str, Any]:
+    low, high = number.interval or (None, None)
+    return {"value": number.value, "low": low, "high": high}
+
+
+def _interval(number: dict[str, Any]) -> str:
+    return "-" if number["low"] is None else f"[{number['low']:.3f}, {number['high']:.3f}]"
+
+
+def _placed(names: Any) -> list[tuple[tuple[Any, ...], int]]:
+    """((source, hash, how often it came before), position): the same question may be in a file twice."""
+    seen: dict[Any, int] = defaultdict(int)
+    places = []
+    for position, name in enumerate(names):
+        places.append(((*name, seen[name]), position))
+        seen[name] += 1
+    return places

@@ -1,0 +1,102 @@
+"""Answers are judged as validation in training judges them: by a RewardManager, while others are still being written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.protocol import DataProto, Ragged
+from lockstep.rewards.manager import RewardManager
+from lockstep.tools.evaluate.answering import Answerer, Drawing
+from lockstep.tools.evaluate.question import Question, Sample
+
+FORMATTED = "formatted"
+"""A score that says whether the asked form was kept."""
+_PRED = "pred"
+
+
+class Texts:
+    """A tokenizer whose token i is the text of row i: a server's answers have no token ids, and rewards read texts."""
+
+    pad_token_id = 0
+
+    def __init__(self, num_rows: int) -> None:
+        self.texts = [""] * num_rows
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a row."""
+        return self.texts[ids[0]]
+
+
+def ask_and_judge(
+    answerer: Answerer,
+    questions: Sequence[Question],
+    drawing: Drawing,
+    judging: Mapping[str, Any],
+    on_sample: Callable[[], None] = lambda: None,
+) -> list[Sample]:
+    """`drawing.n` samples of every question, in order, with their scores; `judging` are the arguments of RewardManager.
+
+    A sample without an answer or a reward has a failure instead of scores.
+    """
+    texts = Texts(len(questions) * drawing.n)
+    manager = RewardManager(tokenizer=texts, num_examine=0, **judging)  # type: ignore[arg-type]
+    batch = _batch(questions, drawing.n)
+    samples: list[Sample | None] = [None] * len(batch)
+    try:
+        scoring = manager.begin(batch)
+        for sample in answerer.answer(questions, drawing):
+            row = sample.question * drawing.n + sample.number
+            samples[row], texts.texts[row] = sample, sample.text
+            if sample.failure is None:
+                scoring.add(row, torch.tensor([row]))
+            on_sample()
+        judged: Any = manager(batch, return_dict=True, scoring=scoring, ragged=True)
+    finally:
+        manager.close()
+    rewards = [float(row.sum()) for row in judged["reward_tensor"].rows()]
+    done = [sample for sample in samples if sample is not None]
+    assert len(done) == len(batch), "an answer is missing"
+    for row, sample in enumerate(done):
+        if sample.failure is None and judged["failures"][row] is not None:
+            failure = judged["failures"][row]
+            sample.failure = f"{failure.kind}: {failure.text}"
+        if sample.failure is None:
+            _take(sample, rewards[row], {name: values[row] for name, values in judged["reward_extra_info"].items()})
+    return done
+
+
+def choose(answerer: Answerer, questions: Sequence[Question]) -> list[Sample]:
+    """One sample per question: the likeliest of its choices (acc), and the likeliest per character (acc_norm, without the first space)."""
+    samples = []
+    for i, (question, found) in enumerate(zip(questions, answerer.log_likelihoods(questions), strict=True)):
+        right = question.columns["extra_info"]["label"]
+        by_character = np.array(found) / [len(choice.strip()) for choice in question.choices]
+        scores = {"acc": float(np.argmax(found) == right), "acc_norm": float(np.argmax(by_character) == right)}
+        text = question.choices[int(np.argmax(found))]
+        samples.append(Sample(i, 0, text, scores=scores, extra={"log_likelihoods": found}))
+    return samples
+
+
+def _batch(questions: Sequence[Question], n: int) -> DataProto:
+    names = dict.fromkeys(name for question in questions for name in question.columns)
+    columns = {name: [question.columns.get(name) for question in questions for _ in range(n)] for name in names}
+    responses = Ragged.from_rows([[row] for row in range(len(questions) * n)], dtype=torch.int64)
+    return DataProto.from_dict({"responses": responses}, columns)
+
+
+def _take(sample: Sample, reward: float, said: dict[str, Any]) -> None:
+    """What the judges said of a sample: numbers are scores, `pred` and `NAME_pred` are the answers that they read."""
+    score = said.pop("score", None)
+    sample.scores["reward"] = float(reward if score is None else score)
+    for name, value in said.items():
+        if isinstance(value, int | float | np.number | np.bool_):
+            sample.scores[name] = float(value)
+        elif name == _PRED or name.endswith(f"_{_PRED}"):
+            if value is not None:
+                sample.preds[name.removesuffix(_PRED).removesuffix("_") or "*"] = str(value)
+        elif value is not None:
+            sample.extra[name] = value

@@ -1,0 +1,190 @@
+"""The named tasks: where their rows come from, how they are asked, where an answer ends, who judges it.
+
+A row is asked in one of two forms. `chat` is the prompt of `lockstep preprocess`: one user message with an instruction, examples before it
+as turns of a conversation. `plain` is a text to continue, as base models are measured, examples before it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.data.preprocess import gsm8k, hellaswag, humaneval, math_dataset, mbpp
+from lockstep.data.preprocess.reading import read_rows
+from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow, WrittenRow
+from lockstep.data.preprocess.sources import SourceFiles, find_files
+from lockstep.errors import DataError
+from lockstep.rewards.graders import math
+from lockstep.tools.evaluate import grading
+from lockstep.tools.evaluate.question import Question, digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One of the tasks that ship."""
+
+    name: str
+    recipe: Recipe
+    as_text: Callable[[SourceRow], tuple[str, str]]
+    """A row as a plain prompt and the text that continues it rightly."""
+    stop: tuple[str, ...] = ()
+    """Where an answer to a plain prompt ends."""
+    num_shots: int = 0
+    """Examples before a plain question; before one in a chat there are none, unless asked for."""
+    max_tokens: int = 512
+    grade: Callable[..., dict[str, Any]] | None = None
+    """Judges an answer; None: the answer is the likeliest of `choices`."""
+    choices: Callable[[SourceRow], tuple[str, ...]] | None = None
+    check: Callable[[], None] = lambda: None
+    """Raises where an answer cannot be judged on this machine."""
+
+    def template(self, form: str, shots: Sequence[Any]) -> dict[str, Any]:
+        """All that decides what a model is asked and how its answer is read, but for the model's own chat template; with its hash."""
+        parts = {
+            "task": self.name,
+            "form": form,
+            "instruction": self.recipe.instruction if form == "chat" else None,
+            "num_shots": len(shots),
+            "stop": list(self.stop) if form == "plain" else [],
+            "extraction": inspect.getdoc(self.grade) if self.grade else "acc: the likeliest ending. acc_norm: per character",
+        }
+        code = [inspect.getsource(function) for function in (self.as_text, self.choices, self.grade) if function is not None]
+        return parts | {"hash": digest([parts, shots, code])}
+
+
+def load_task(
+    name: str, sources: Sequence[str] | None, form: str, num_shots: int | None, limit: int | None
+) -> tuple[list[Question], dict[str, Any]]:
+    """The questions of a task's held-out split, the first `limit` of them, and its template.
+
+    `sources` are those of `lockstep preprocess` (None: the dataset on the hub). Raises DataError where they cannot be read or have no row
+    that can be used, or too few for examples.
+    """
+    task = TASKS[name]
+    task.check()
+    if task.choices is not None:
+        form = "plain"  # what is measured is a continuation
+    num_shots = (task.num_shots if form == "plain" else 0) if num_shots is None else num_shots
+    found = find_files(sources or [task.recipe.hub_id], task.recipe.secondary)
+    split_of = task.recipe.split_of
+    if not found.is_named and split_of is not None:
+        found = SourceFiles(dict.fromkeys(("train", "validation", "test"), found.splits["train"]), [])
+        # MBPP's authors keep all splits in one file.
+    else:
+        split_of = None
+    held_out = next((split for split in task.recipe.held_out if split in found.splits), "train")
+    rows = _rows(task, found, held_out, split_of, limit)
+    if not rows:
+        raise DataError(f"no row of {', '.join(sources or [task.recipe.hub_id])} can be used for the task {name}")
+    examples = _rows(task, found, "train", split_of, num_shots) if num_shots and held_out != "train" else []
+    if len(examples) < num_shots:
+        raise DataError(
+            f"--shots {num_shots}: the source has {len(examples)} training rows for examples; give more with --source, or --shots 0"
+        )
+    shots = [_shot(task, form, row, written) for row, written in examples]
+    return [_question(task, form, shots, i, *row) for i, row in enumerate(rows)], task.template(form, shots)
+
+
+def _rows(
+    task: Task, found: SourceFiles, split: str, split_of: Callable[[SourceRow], str | None] | None, limit: int | None
+) -> list[tuple[SourceRow, WrittenRow]]:
+    rows: list[tuple[SourceRow, WrittenRow]] = []
+    reasons: list[str] = []
+    for file in found.splits.get(split, ()):
+        for row in read_rows(file.fetch()):
+            if limit is not None and len(rows) >= limit:
+                return rows
+            if isinstance(row, UnusableRow) or (split_of is not None and split_of(row) != split):
+                continue
+            try:
+                rows.append((row, task.recipe.convert(row, task.recipe.instruction)))
+            except UnusableRow as reason:
+                reasons.append(str(reason))
+    if reasons and not rows:
+        raise DataError(
+            f"no row of {found.splits[split][0].name} can be used for the task {task.name} ({reasons[0]}): it takes the dataset's own "
+            "files, as lockstep preprocess does; files that preprocess wrote go to --data"
+        )
+    return rows
+
+
+def _shot(task: Task, form: str, row: SourceRow, written: WrittenRow) -> Any:
+    if form == "plain":
+        return "".join(task.as_text(row)) + "\n\n"
+    return [*(written.prompt or ()), {"role": "assistant", "content": written.columns["response"]}]
+
+
+def _question(task: Task, form: str, shots: list[Any], index: int, row: SourceRow, written: WrittenRow) -> Question:
+    assert written.prompt is not None
+    text, _ = task.as_text(row)
+    is_plain = form == "plain"
+    prompt = "".join(shots) + text if is_plain else [turn for shot in shots for turn in shot] + written.prompt
+    columns = {
+        "data_source": written.data_source or task.recipe.hub_id,
+        "reward_model": written.columns["reward_model"],
+        "extra_info": {**written.extra_info, "is_plain": is_plain},
+    }
+    return Question(task.name, text, prompt, is_plain, columns, index, choices=task.choices(row) if task.choices else ())
+
+
+def _gsm8k_text(row: SourceRow) -> tuple[str, str]:
+    return f"Question: {row['question']}\nAnswer:", f" {row['answer']}"
+
+
+def _math_text(row: SourceRow) -> tuple[str, str]:
+    return f"Problem:\n{row['problem']}\n\nSolution:", f" {row['solution']}"
+
+
+def _humaneval_text(row: SourceRow) -> tuple[str, str]:
+    return row["prompt"], row["canonical_solution"]
+
+
+def _mbpp_text(row: SourceRow) -> tuple[str, str]:
+    task, tests = row.get("text") or row["prompt"], "\n".join(row["test_list"])
+    asked = f"You are an expert Python programmer, and here is your task: {task} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+    return asked, f"{row['code']}\n[DONE]"
+
+
+def _hellaswag_text(row: SourceRow) -> tuple[str, str]:
+    first, second = row.get("ctx_a"), row.get("ctx_b")
+    context = f"{first} {second.capitalize()}" if first and second else row["ctx"]
+    return _untagged(f"{row['activity_label']}: {context}"), _hellaswag_choices(row)[int(row["label"])]
+
+
+def _hellaswag_choices(row: SourceRow) -> tuple[str, ...]:
+    return tuple(f" {_untagged(ending)}" for ending in row["endings"])
+
+
+def _untagged(passage: str) -> str:
+    """Without WikiHow's marks, exactly as lm-evaluation-harness leaves them out."""
+    return re.sub(r"\[.*?\]", "", passage.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(name="gsm8k", recipe=gsm8k.RECIPE, as_text=_gsm8k_text, stop=("Question:",), num_shots=5, grade=grading.gsm8k),
+        Task(
+            name="math",
+            recipe=math_dataset.RECIPE,
+            as_text=_math_text,
+            stop=("Problem:",),
+            num_shots=4,
+            max_tokens=1024,
+            grade=grading.competition_math,
+            check=math.check,
+        ),
+        Task(name="hellaswag", recipe=hellaswag.RECIPE, as_text=_hellaswag_text, choices=_hellaswag_choices),
+        Task(
+            name="humaneval",
+            recipe=humaneval.RECIPE,
+            as_text=_humaneval_text,
+            stop=("\nclass", "\ndef", "\n#", "\nif", "\nprint"),
+            grade=grading.program,
+        ),
+        Task(name="mbpp", recipe=mbpp.RECIPE, as_text=_mbpp_text, stop=("[DONE]",), num_shots=3, grade=grading.program),
+    )
+}

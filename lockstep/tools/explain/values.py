@@ -1,0 +1,57 @@
+"""Each value of a configuration, and where it comes from."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.config.load import valid_keys
+from lockstep.config.reference import keys
+from lockstep.config.secrets import redacted
+from lockstep.tools.asked import Asked
+
+DEFAULT = "default"
+_WIDTH = 120
+
+
+def origins(asked: Asked) -> dict[str, str]:
+    """Key -> where its value comes from: default, a preset, a file, the command line."""
+    found = dict.fromkeys(valid_keys(asked.root), DEFAULT)
+    for layer in asked.layers:
+        for key in layer.keys:
+            while key not in found:  # a key within a free-form dict
+                key = key.rpartition(".")[0]
+            found[key] = layer.origin
+    return found
+
+
+def values(asked: Asked) -> Iterator[tuple[str, Any, str]]:
+    """Key, value without what is secret, origin."""
+    places, defaults = origins(asked), {key: default for key, default, _ in keys(asked.root)}
+    for key, origin in places.items():
+        value = functools.reduce(getattr, key.split("."), asked.config)
+        shown = redacted({key.rpartition(".")[2]: value})[key.rpartition(".")[2]]
+        if origin == DEFAULT and value != defaults[key]:
+            origin = "made of the others"
+        elif key == "trainer.critic_warmup" and origin != DEFAULT and not value and not asked.config.use_critic:
+            origin = "no critic"
+        yield key, shown, origin
+
+
+def values_text(asked: Asked) -> str:
+    """What is not a default, one a line with its origin; then the defaults, by section."""
+    listed = list(values(asked))
+    width = max(len(f"{key}={value}") for key, value, origin in listed if origin != DEFAULT)
+    lines = ["values that are not the defaults:", ""]
+    lines += [f"  {f'{key}={value}':{min(width, 90)}}  {origin}" for key, value, origin in listed if origin != DEFAULT]
+    lines += ["", "defaults:", ""]
+    groups: dict[str, list[str]] = {}
+    for key, value, origin in listed:
+        if origin == DEFAULT:
+            group, _, name = key.rpartition(".")
+            groups.setdefault(group, []).append(f"{name}={value}")
+    for group, entries in groups.items():
+        lines.append(textwrap.fill("  ".join(entries), _WIDTH, initial_indent=f"  {group}: ", subsequent_indent="      "))
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""The command line of `lockstep plan`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.config.data import EMBEDDED
+from lockstep.config.load import with_changes
+from lockstep.config.ppo import PPOConfig
+from lockstep.errors import ConfigError, ResourceError, as_command
+from lockstep.tools.asked import read_asked
+
+
+@as_command
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan; returns the exit status: 1 where it does not fit or cannot be made."""
+    options = _parser().parse_intermixed_args(list(arguments))
+    if options.run is not None:
+        from lockstep.tools.plan.measured import compare_run
+
+        print(compare_run(options.run, options.gpu))
+        return 0
+    from lockstep.planner.built import reusing_models
+
+    with reusing_models():
+        return _plan(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    asked = read_asked(options.words, options.config)
+    if not isinstance(asked.config, PPOConfig):
+        raise ConfigError(f"lockstep plan knows ppo and the algorithms that are presets of it, not {asked.command}")
+    from lockstep.planner.hardware import find_device
+    from lockstep.planner.predict import Lengths
+    from lockstep.tools.plan.measured import predicted
+    from lockstep.tools.plan.propose import proposals, what_fits
+    from lockstep.tools.plan.table import GIB, columns, outcome, stages_table
+    from lockstep.trainer.setup import check_engines
+
+    if asked.config.actor_rollout_ref.model.path == EMBEDDED:
+        raise ConfigError(
+            "the embedded task's model is not planned; name one: actor_rollout_ref.model.path=MODEL data.train_files=FILE"
+        )
+    config, device = _on(asked.config, options.count), find_device(options.gpu)
+    data = config.data
+    lengths = Lengths(
+        _length("--prompt-length", options.prompt_length, data.max_prompt_length, "data.max_prompt_length"),
+        _length("--response-length", options.response_length, data.max_response_length, "data.max_response_length"),
+    )
+    if {config.actor_rollout_ref.actor.strategy, config.critic.strategy} <= {"fsdp", "fsdp2"}:  # others may not be installed here
+        check_engines(config, "cuda")
+    ask = functools.partial(predicted, device=device, lengths=lengths)
+    rows = f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens in the mean"
+    head = f"{asked.command}: {config.actor_rollout_ref.model.path}; {rows}"
+    try:
+        found = ask(config)
+    except ResourceError as error:
+        print(f"{head}\n\nit does not fit: {error}\n")
+        _print_proposals("what would fit, any of:", what_fits(config, ask))
+        return 1
+    if options.json:
+        memory = {
+            stage: {name: round(size / GIB, 3) for name, size in columns(parts).items()} for stage, parts in found.memory.items()
+        }
+        peaks = {stage: round(parts.total() / GIB, 3) for stage, parts in found.memory.items()}
+        print(json.dumps({"peak_gib": peaks, "memory_gib": memory, "seconds": found.seconds, "step_s": found.step_s}, indent=1))
+        return 0
+    print(f"{head}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
+    print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
+    if config.algorithm.filter_groups.enable:
+        print("  dynamic sampling: one batch of prompts a step is counted; groups without a signal are generated again")
+    if not device.is_measured:
+        print(f"  the constants were measured on an H200 and are scaled to {device.name} by its peak rates")
+    if found.num_gpus > 1:
+        print("  communication between GPUs is arithmetic, not measured")
+    print("  a reward function takes what it takes: it is not counted\n")
+    _print_proposals("proposal (nothing of it changes what is computed):", proposals(config, found, ask))
+    return 0
+
+
+def _length(option: str, given: float | None, longest: int, key: str) -> float:
+    """Mean tokens as they were given, or the longest."""
+    if given is not None and not 0 < given <= longest:
+        raise ConfigError(f"{option} {given:g} is no mean of lengths up to {key}={longest}")
+    return longest if given is None else given
+
+
+def _on(config: PPOConfig, count: int | None) -> PPOConfig:
+    """The configuration on `count` GPUs, eight to a machine."""
+    if count is None:
+        return config
+    if count < 1 or (count > 8 and count % 8):
+        raise ConfigError(f"--count {count}: up to 8 GPUs, or machines of 8")
+    each = min(count, 8)
+    return with_changes(config, {"trainer.n_gpus_per_node": each, "trainer.nnodes": count // each, "trainer.worker_group": "auto"})
+
+
+def _print_proposals(title: str, found: Sequence[Any]) -> None:
+    if not found:
+        print("proposal: leave it as it is")
+        return
+    print(title)
+    for proposal in found:
+        print(f"  {' '.join(f'{key}={value}' for key, value in proposal.changes.items())}\n      {proposal.reason}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep plan", description="Memory, time and cost of a run before it starts. No GPU is needed."
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[COMMAND] key=value",
+        help="as for lockstep ppo; a first word such as grpo names another command",
+    )
+    parser.add_argument("--config", help="a YAML file with keys")
+    parser.add_argument("--gpu", default="h200", help="h200, h100, a100-80gb, ... (default h200)")
+    parser.add_argument("--count", type=int, help="GPUs, eight to a machine; without it those of the keys")
+    parser.add_argument("--price", type=float, help="of one GPU for an hour, in any currency")
+    parser.add_argument("--prompt-length", type=float, help="mean tokens of a prompt; without it the longest")
+    parser.add_argument("--response-length", type=float, help="mean tokens of a response; without it the longest")
+    parser.add_argument("--json", action="store_true", help="print numbers only, as JSON")
+    parser.add_argument("--run", help="a run's folder: what was measured in it beside what is predicted for it")
+    return parser

@@ -1,0 +1,111 @@
+// Overview: what the run came to, and every metric as a curve.
+
+const FIRST_CURVES = [
+  /^val-core\/.*\/mean@\d+$/, /^critic\/score\/mean$/, /^(train|val)\/(loss|nll|accuracy|margin|kl)$/, /^actor\/(reward_kl_penalty|kl_loss)$/, /^actor\/ppo_kl$/,
+  /^actor\/entropy$/, /^response_length\/mean$/, /^response_length\/clip_ratio$/, /^training\/groups_with_signal$/, /^actor\/pg_clipfrac$/,
+  /^actor\/grad_norm$/, /^critic\/vf_explained_var$/, /^training\/rollout_log_probs_diff_max$/, /^perf\/throughput$/,
+];
+const HIDDEN_CURVES = /^(training\/global_step|training\/epoch)$|^val-aux\/.*\/(low|high)$/;
+let curves = [];
+let shownNames = "";
+
+/** Series of a metric in the runs that are shown. */
+function seriesOf(metric) {
+  return store.runs.flatMap((run, number) => {
+    const ys = run.columns.get(metric);
+    if (!run.shown || !ys) return [];
+    const begin = run.times.find((time) => time !== null) || 0;
+    const xs = chartOptions.x === "time" ? run.times.map((time) => time - begin) : run.steps;
+    const known = run.intervals.get(metric);
+    return [{ number, name: store.head.runs[number].name, xs, ys, intervals: known ? run.steps.map((step) => known.get(step)) : null }];
+  });
+}
+
+function metricNames() {
+  const names = new Set();
+  for (const run of store.runs) for (const name of run.columns.keys()) if (!HIDDEN_CURVES.test(name)) names.add(name);
+  return [...names];
+}
+
+function drawOverview() {
+  const names = metricNames();
+  const top = () => [el("div", { class: "cards" }, ...store.runs.map(card)), alarmSummary()];
+  if (names.length && names.join("\n") === shownNames) { // a live run: what the reader has opened, searched and scrolled to stays
+    refill(byId("overview-top"), ...top());
+    return redrawCurves();
+  }
+  shownNames = names.join("\n");
+  const first = FIRST_CURVES.flatMap((pattern) => names.filter((name) => pattern.test(name))).filter((name, i, all) => all.indexOf(name) === i);
+  const rest = names.filter((name) => !first.includes(name)).sort();
+  curves = [];
+  const panel = byId("overview");
+  const charts = (list) => el("div", { class: "charts" }, ...list.map((name) => {
+    const chart = makeChart(name, () => seriesOf(name));
+    curves.push(chart);
+    return chart;
+  }));
+  const groups = Map.groupBy ? Map.groupBy(rest, (name) => name.split("/")[0]) : groupBy(rest);
+  refill(panel,
+    fill(el("div", { id: "overview-top" }), {}, top()),
+    curveControls(),
+    names.length ? charts(first) : el("p", { class: "empty", text: "No step is done yet." }),
+    ...[...groups].map(([group, list]) => el("details", { class: "group" },
+      el("summary", {}, el("span", { text: group }), el("span", { class: "count", text: list.length })), charts(list))),
+  );
+}
+
+function groupBy(names) {
+  const groups = new Map();
+  for (const name of names) groups.set(name.split("/")[0], [...(groups.get(name.split("/")[0]) || []), name]);
+  return groups;
+}
+
+function redrawCurves() {
+  for (const chart of curves) chart.redraw();
+}
+
+function curveControls() {
+  const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chartOptions.smoothing, on: { input: () => {
+    chartOptions.smoothing = Number(smoothing.value);
+    redrawCurves();
+  } } });
+  const search = el("input", { type: "search", id: "metric-search", placeholder: "e.g. clip", autocomplete: "off", on: { input: () => {
+    const wanted = search.value.toLowerCase();
+    for (const chart of curves) chart.hidden = !chart.dataset.metric.toLowerCase().includes(wanted);
+    for (const group of document.querySelectorAll("#overview details.group")) {
+      group.hidden = ![...group.querySelectorAll(".chart")].some((chart) => !chart.hidden);
+      group.open = Boolean(wanted) && !group.hidden;
+    }
+  } } });
+  const axis = select("Horizontal axis", [["step", "step"], ["time", "time"]], chartOptions.x, (value) => {
+    chartOptions.x = value;
+    redrawCurves();
+  });
+  return el("div", { class: "controls" }, labelled("Find a metric", search), labelled("Horizontal axis", axis), labelled("Smoothing", smoothing));
+}
+
+/** The headline of one run. */
+function card(run, number) {
+  const known = store.head.runs[number];
+  const facts = [];
+  const lastOf = (name) => (run.columns.get(name) || []).findLast((value) => value !== null);
+  const firstOf = (name) => (run.columns.get(name) || []).find((value) => value !== null);
+  if (run.steps.length) facts.push(["steps", short(run.steps[run.steps.length - 1])]);
+  const times = run.times.filter((time) => time !== null);
+  if (times.length > 1) facts.push(["time", duration(times[times.length - 1] - times[0])]);
+  for (const name of [...run.columns.keys()].filter((metric) => FIRST_CURVES[0].test(metric)).slice(0, 2)) {
+    const ends = run.intervals.get(name) && run.intervals.get(name).get(run.steps.findLast((step) => run.intervals.get(name).has(step)));
+    facts.push([name.split("/").slice(1).join("/"), `${short(firstOf(name))} → ${short(lastOf(name))}${range(ends)}`]);
+  }
+  for (const [name, text] of [["critic/score/mean", "training reward"], ["response_length/mean", "response length"]]) {
+    if (run.columns.has(name)) facts.push([text, `${short(firstOf(name))} → ${short(lastOf(name))}`]);
+  }
+  if (run.columns.has("perf/throughput")) facts.push(["tokens/s per device", short(lastOf("perf/throughput"))]);
+  const dot = el("span", { class: "run-dot" });
+  dot.style.background = runColour(number);
+  return el("article", { class: "card" },
+    el("h2", {}, dot, el("span", { text: known.name }), el("span", { class: "badge", text: known.recipe })),
+    known.folder === known.name ? null : el("p", { class: "path", text: known.folder }),
+    el("dl", {}, ...facts.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text })))),
+    ...known.notes.map((note) => el("p", { class: "note", text: note })));
+}

@@ -1,0 +1,45 @@
+"""A run's configuration beside the defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lockstep.config.reference import ROOTS, keys
+from lockstep.errors import ConfigError
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """{"recipe": its command, "keys": [[key, value, default, differs, meaning], ...], "values": the values by key} of a run's config.yaml.
+
+    Values are text, as JSON. A key that this version does not know has no default and no meaning. Raises ConfigError where the file is no
+    YAML.
+    """
+    try:
+        values = dict(_leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False)))
+    except Exception as error:  # whatever a YAML reader raises
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    known = {command: {key: (default, meaning) for key, default, meaning in keys(root)} for command, root in ROOTS.items()}
+    recipe = max(known, key=lambda command: len(values.keys() & known[command].keys()))
+    rows = []
+    for key in dict.fromkeys((*known[recipe], *values)):
+        if key in values or key in known[recipe]:
+            default, meaning = known[recipe].get(key, (None, ""))
+            value = values.get(key, default)
+            rows.append([key, _text(value), _text(default), _text(value) != _text(default), meaning])
+    return {"recipe": recipe, "keys": rows, "values": values}
+
+
+def _leaves(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)

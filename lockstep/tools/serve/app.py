@@ -1,0 +1,331 @@
+"""The paths of the server: what each reads and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.errors import LockstepError
+from lockstep.tools.serve.answers import Answers, NoAnswer, event
+from lockstep.tools.serve.desk import Desk, Order
+from lockstep.tools.serve.fields import BadRequest, Fields
+from lockstep.tools.serve.gate import Gate, TooLate, error_answer
+from lockstep.tools.serve.metrics import Metrics
+from lockstep.tools.serve.prompts import PromptReader, requests_of
+from lockstep.tools.serve.protocol import Call, read_chat, read_completion, read_tokenize
+from lockstep.tools.serve.text import Vocabulary
+from lockstep.workers.rollout.request import Completion
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from lockstep.tools.load_model import LoadedModel
+    from lockstep.tools.serve.follow import NewerWeights
+    from lockstep.workers.rollout.stream import Stream
+
+
+_READ_ON = 64
+"""How many times the longest body is read, and thrown away, before the connection is cut: who still sends does not see the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What a server allows."""
+
+    name: str
+    """The model's name for clients."""
+    api_key: str | None = None
+    max_queue: int = 1024
+    """Requests that may wait, beside the `max_num_seqs` that run."""
+    timeout_s: float = 600.0
+    """Longest time of a request."""
+    max_body_bytes: int = 8 << 20
+    num_tokens: int | None = None
+    """Tokens that the key-value cache should hold; None: what memory allows."""
+    newer: Callable[[LoadedModel], NewerWeights | None] | None = None
+    """Looks for newer weights, every `follow_s`."""
+    follow_s: float = 10.0
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. However it ends, also before the first event, its order is closed."""
+
+    def __init__(self, order: Order, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._order = order
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._order.close()
+
+
+class Server:
+    """One model behind HTTP. `app` is the ASGI application; the engine runs while its lifespan does."""
+
+    desk: Desk
+
+    def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
+        self.loaded, self.options, self.metrics = loaded, options, Metrics()
+        engine = loaded.engine
+        # The engine's thread, the reader's thread and the event loop each have a tokenizer of their own: one is not safe in several.
+        self._reader = PromptReader(copy.deepcopy(loaded.tokenizer), engine.vocabulary, engine.context)
+        self._vocabulary = Vocabulary(copy.deepcopy(loaded.tokenizer))
+        self._reading = ThreadPoolExecutor(1, "reader")
+        self._created = int(time.time())
+        self.routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.models),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+        ]
+        paths = frozenset(route.path for route in self.routes)
+        self.app: ASGIApp = Gate(
+            Router(self.routes, lifespan=self._lifespan), self.metrics, paths, options.api_key, options.timeout_s
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:
+        self.desk = Desk(self._open_stream, self.loaded.engine.config.max_num_seqs + self.options.max_queue)
+        following = asyncio.ensure_future(self._follow()) if self.options.newer is not None else None
+        try:
+            yield
+        finally:
+            if following is not None:
+                following.cancel()
+            await self.desk.close()
+            self._reading.shutdown(wait=False)
+
+    async def _follow(self) -> None:
+        """Change to newer weights whenever there are any."""
+        assert self.options.newer is not None
+        while True:
+            await asyncio.sleep(self.options.follow_s)
+            try:
+                newer = await asyncio.to_thread(self.options.newer, self.loaded)
+            except (LockstepError, OSError) as error:  # a checkpoint may be deleted while it is read: the next one comes
+                print(f"warning: the newest checkpoint could not be loaded, the one before goes on: {error}", flush=True)
+                continue
+            if newer is not None:
+                await self.desk.change(newer.put)
+                self.loaded = replace(self.loaded, source=newer.source)
+                print(f"serving {self.options.name} of step {newer.source.step}", flush=True)
+
+    def _open_stream(self) -> Stream:
+        """A stream of the engine. Every request has sampling parameters of its own, so the stream's are never used."""
+        default = SamplingParams(temperature=1.0, max_tokens=1, stop_token_ids=self.loaded.stop_token_ids, seed=0)
+        return self.loaded.engine.open(default, num_tokens=self.options.num_tokens)
+
+    # -- answers -------------------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions"""
+        return await self._answer(request, read_completion)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions"""
+        return await self._answer(request, read_chat)
+
+    async def _answer(self, request: Request, read: Callable[[bytes], Call]) -> Response:
+        deadline = asyncio.get_running_loop().time() + self.options.timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                call = read(await self._body(request))
+                self._check_model(call.model)
+                prompts = await self._read(self._reader.read, call)
+                self._check_size(len(prompts) * call.n)
+                order = await self.desk.order(requests_of(call, prompts, self.loaded.stop_token_ids, self._reader.context))
+                answers = Answers(call, prompts, self.options.name, self._vocabulary)
+                self.metrics.num_prompt_tokens += sum(map(len, prompts))
+                if call.stream:
+                    return _Events(order, self._events(order, answers, deadline))
+                try:
+                    completions = await self._unless_gone(request, self._collect(order))
+                finally:
+                    order.close()
+        except TimeoutError as error:
+            raise TooLate(f"the request took longer than {self.options.timeout_s:g} s, the server's --timeout-s") from error
+        body = answers.whole(completions)
+        self._count(answers, deadline)
+        return JSONResponse(body)
+
+    async def _collect(self, order: Order) -> list[Completion]:
+        """The completions in the order of the call."""
+        found: dict[int, Completion] = {}
+        while len(found) < order.size:
+            place, answer = await order.next()
+            if isinstance(answer, Completion):
+                found[place] = self._checked(answer)
+        return [found[place] for place in range(order.size)]
+
+    async def _events(self, order: Order, answers: Answers, deadline: float) -> AsyncIterator[bytes]:
+        """The answers as they come. What goes wrong is the last event: the status has been sent."""
+        for text in answers.begin():
+            yield text
+        is_first, num_left = True, order.size
+        try:
+            while num_left:
+                async with asyncio.timeout_at(deadline):
+                    place, answer = await order.next()
+                if is_first:
+                    self.metrics.first_token_s.add(self._elapsed(deadline))
+                    is_first = False
+                if isinstance(answer, Completion):
+                    num_left -= 1
+                    pieces = answers.end(place, self._checked(answer))
+                else:
+                    pieces = answers.tokens(place, answer)
+                for text in pieces:
+                    yield text
+        except Exception as error:
+            late = TooLate("the request took longer than the server's --timeout-s") if isinstance(error, TimeoutError) else error
+            yield event(error_answer(late)[1])
+            return
+        for text in answers.finish():
+            yield text
+        self._count(answers, deadline)
+
+    def _checked(self, completion: Completion) -> Completion:
+        self.metrics.finished[completion.finish_reason] += 1
+        if completion.finish_reason == "error":
+            raise NoAnswer(str(completion.error))
+        return completion
+
+    def _count(self, answers: Answers, deadline: float) -> None:
+        self.metrics.num_generated_tokens += answers.num_generated
+        self.metrics.request_s.add(self._elapsed(deadline))
+
+    def _elapsed(self, deadline: float) -> float:
+        return asyncio.get_running_loop().time() - deadline + self.options.timeout_s
+
+    # -- what a request must be ----------------------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request) -> bytes:
+        """The whole body. Raises BadRequest for one that is too large, or no JSON.
+
+        A page of another site cannot send application/json without asking (CORS), and nobody here says yes.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise BadRequest("expected Content-Type: application/json", status=415)
+        most = self.options.max_body_bytes
+        body, length = bytearray(), 0
+        async for chunk in request.stream():
+            length += len(chunk)
+            if length <= most:
+                body += chunk
+            elif length > _READ_ON * most:
+                break
+        if length > most:
+            raise BadRequest(
+                f"the body is larger than {most} bytes, the server's --max-body-bytes", status=413, code="body_too_large"
+            )
+        return bytes(body)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.options.name):
+            raise BadRequest(
+                f"the model {name!r} is not served here; this server has {self.options.name!r}", "model", 404, "model_not_found"
+            )
+
+    def _check_size(self, count: int) -> None:
+        if count > self.desk.most_open:
+            raise BadRequest(f"the call asks for {count} answers; this server computes at most {self.desk.most_open}", "n")
+
+    async def _read(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """In the thread of the tokenizer: a long text would hold up everybody else."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, function, *arguments)
+
+    async def _unless_gone(self, request: Request, answer: Any) -> list[Completion]:
+        """The answer. Raises ClientDisconnect when the client goes away first."""
+        working, watching = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientDisconnect
+        finally:
+            working.cancel()
+            watching.cancel()
+
+    # -- the rest ------------------------------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models and /v1/models/NAME"""
+        wanted = request.path_params.get("model")
+        self._check_model(wanted)
+        source, context = self.loaded.source, self._reader.context
+        card = {"id": self.options.name, "object": "model", "created": self._created, "owned_by": "lockstep", "root": source.path}
+        card |= {"max_model_len": context, "step": source.step}
+        return JSONResponse(card if wanted else {"object": "list", "data": [card]})
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: the ids of a text or a conversation"""
+        call = read_tokenize(await self._body(request))
+        self._check_model(call.model)
+        text = call.prompt
+        if call.messages is not None:
+            text = await self._read(self._reader.render, call.messages, call.tools, call.template_kwargs)
+        ids = await self._read(self._reader.encode, text, call.add_special_tokens)
+        return JSONResponse({"count": len(ids), "max_model_len": self._reader.context, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize: the text of token ids"""
+        fields = Fields(await self._body(request))
+        self._check_model(fields.text("model"))
+        ids = fields.integers("tokens", self.options.max_body_bytes)
+        fields.finish()
+        if not all(0 <= token < self.loaded.engine.vocabulary for token in ids):
+            raise BadRequest("tokens has an id that the model does not know", "tokens")
+        return JSONResponse({"prompt": self._vocabulary.tokenizer.decode(list(ids))})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: what a client needs to prepare prompts as text"""
+        tokenizer = self._vocabulary.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "chat_template")
+        return JSONResponse(
+            {"tokenizer_class": type(tokenizer).__name__} | {name: getattr(tokenizer, name, None) for name in names}
+        )
+
+    async def health(self, request: Request) -> Response:
+        """GET /health"""
+        broken = self.desk.broken
+        return JSONResponse(
+            {"status": "ok"} if broken is None else {"status": "broken", "reason": broken}, 200 if broken is None else 503
+        )
+
+    async def show_metrics(self, request: Request) -> Response:
+        """GET /metrics"""
+        stream = self.desk.stream
+        gauges = {
+            "requests_open": self.desk.num_open,
+            "requests_running": stream.num_running,
+            "requests_waiting": stream.num_waiting,
+            "cache_pages": stream.num_pages,
+            "cache_pages_free": stream.num_free_pages,
+            "cache_pages_kept": stream.num_kept_pages,
+            "engine_up": self.desk.broken is None,
+        }
+        return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
+
+
+async def _disconnect(request: Request) -> None:
+    """Returns when the client goes away. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,180 @@
+"""Between the event loop and the engine: requests go in, what the engine answers comes back to who asked.
+
+```text
+event loop                                      the engine's thread
+Desk.order -> Stream.add                        Stream.next, again and again: runs the passes
+Order.next <- _deliver <- call_soon_threadsafe  <- Tokens, Completion, or why it broke
+Order.close -> Stream.abort
+Desk.change -> new orders wait                  when nothing is in flight: the change, then another stream
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from lockstep.workers.rollout.stream import Tokens
+
+if TYPE_CHECKING:
+    from lockstep.workers.rollout.request import Completion, Request
+    from lockstep.workers.rollout.stream import Stream
+
+_LOOK_UP_S = 0.5
+"""How often an idle engine's thread looks whether it should end."""
+
+
+class EngineBroken(Exception):
+    """The engine raised: it answers nothing any more."""
+
+
+class QueueFull(Exception):
+    """As many requests wait as may wait."""
+
+
+class Order:
+    """The requests of one call, until each has its completion or the call is given up."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._answers: asyncio.Queue[tuple[int, Completion | Tokens] | EngineBroken] = asyncio.Queue()
+        self.open: dict[int, int] = {}
+        """Index in the stream -> place in the call, of requests without a completion."""
+        self.size = 0
+        """Requests, each of which gets one completion."""
+
+    async def next(self) -> tuple[int, Completion | Tokens]:
+        """What came next, and the place in the call of the request that it answers. Raises EngineBroken."""
+        answer = await self._answers.get()
+        if isinstance(answer, EngineBroken):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Give up what has no completion."""
+        for index in self.open:
+            self._desk.stream.abort(index)
+
+    def put(self, answer: Completion | Tokens | EngineBroken) -> None:
+        """An answer to one of its requests, or the end of all answers."""
+        if isinstance(answer, EngineBroken):
+            self._answers.put_nowait(answer)
+            return
+        place = self.open[answer.index] if isinstance(answer, Tokens) else self.open.pop(answer.index)
+        self._answers.put_nowait((place, answer))
+
+
+class Desk:
+    """Orders and the thread that computes them. Make it, and call all of it, on the event loop.
+
+    At most `most_open` requests have no completion yet; `num_open` counts them, also those that were given up and have not left the
+    engine. `broken` says why the engine answers nothing any more.
+    """
+
+    def __init__(self, open_stream: Callable[[], Stream], most_open: int) -> None:
+        self._open_stream, self.most_open = open_stream, most_open
+        self.stream = open_stream()
+        self.broken: str | None = None
+        self._orders: dict[int, Order] = {}
+        self._came: deque[Completion | Tokens] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._is_closing = False
+        self._admits = asyncio.Event()
+        self._admits.set()
+        self._num_held = 0
+        self._change: tuple[Callable[[], None], Future[None]] | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a completion."""
+        return len(self._orders)
+
+    async def order(self, requests: Sequence[Request]) -> Order:
+        """Queue requests, all of them or none; waits while the engine is changed. Raises QueueFull, EngineBroken."""
+        if not self._admits.is_set():
+            self._check_room(len(requests))
+            self._num_held += len(requests)
+            try:
+                await self._admits.wait()
+            finally:
+                self._num_held -= len(requests)
+        if self.broken is not None:
+            raise EngineBroken(self.broken)
+        self._check_room(len(requests))
+        order = Order(self)
+        for place, request in enumerate(requests):
+            index = self.stream.add(request)  # its answers come by way of the event loop, so not before this function is left
+            order.open[index], self._orders[index] = place, order
+        order.size = len(requests)
+        return order
+
+    def _check_room(self, count: int) -> None:
+        num_here = self.num_open + self._num_held
+        if num_here + count > self.most_open:
+            raise QueueFull(f"{num_here} requests are running or waiting, {self.most_open} may; try again later")
+
+    async def change(self, function: Callable[[], None]) -> None:
+        """Call `function` in the engine's thread when nothing is in flight; it may change weights. If it raises, the engine is broken."""
+        self._admits.clear()
+        try:
+            changed: Future[None] = Future()
+            self._change = function, changed
+            await asyncio.wrap_future(changed)
+        finally:
+            self._admits.set()
+
+    async def close(self) -> None:
+        """End the engine's thread and the stream; orders without an answer get EngineBroken."""
+        self._is_closing = True
+        await asyncio.to_thread(self._thread.join)
+        self.stream.close()
+        self._break("the server is shutting down")
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while not self._is_closing:
+                if self._change is not None and not self._orders:  # all completions have been delivered
+                    self._make_change(*self._change)
+                answer = self.stream.next(_LOOK_UP_S)
+                if answer is not None:
+                    self._came.append(answer)
+                    if len(self._came) == 1:  # otherwise a delivery is on its way, and takes this one along
+                        self._loop.call_soon_threadsafe(self._deliver)
+        except BaseException as error:
+            traceback.print_exc()
+            why = f"the engine broke down: {type(error).__name__}: {error}"
+            self._loop.call_soon_threadsafe(self._break, why)
+
+    def _make_change(self, function: Callable[[], None], changed: Future[None]) -> None:
+        try:
+            self.stream.close()
+            function()
+            self.stream = self._open_stream()
+        except BaseException as error:
+            changed.set_exception(error)
+            raise
+        finally:
+            self._change = None
+        changed.set_result(None)
+
+    def _deliver(self) -> None:
+        while self._came:
+            answer = self._came[0]
+            order = self._orders[answer.index] if isinstance(answer, Tokens) else self._orders.pop(answer.index)
+            order.put(answer)
+            self._came.popleft()
+
+    def _break(self, why: str) -> None:
+        self.broken = self.broken or why
+        for order in {id(order): order for order in self._orders.values()}.values():
+            order.put(EngineBroken(self.broken))
+        self._orders.clear()
+        self._admits.set()

@@ -1,0 +1,116 @@
+"""What stands before every handler: the API key, the longest time, and one form for errors. Plain ASGI, so that it sees what is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import traceback
+from typing import TYPE_CHECKING
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
+from lockstep.tools.serve.answers import NoAnswer, error_body
+from lockstep.tools.serve.desk import EngineBroken, QueueFull
+from lockstep.tools.serve.fields import BadRequest
+from lockstep.tools.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN_PATHS = ("/health",)
+"""What needs no key: a load balancer asks it."""
+CLIENT_GONE = 499
+"""The status that is counted where the client did not wait for one."""
+_TO_SEND_S = 30.0
+"""After a request's deadline, how long a client may take to read the answer."""
+
+
+class TooLate(Exception):
+    """A request's deadline passed."""
+
+
+class Gate:
+    """Checks the key, limits the time, answers what handlers raise, counts what is answered."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], api_key: str | None, timeout_s: float) -> None:
+        self._app, self._metrics, self._paths, self._timeout_s = app, metrics, paths, timeout_s
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            async with asyncio.timeout(self._timeout_s + _TO_SEND_S):
+                await self._answer(scope, receive, counted)
+        except (ClientDisconnect, TimeoutError):  # nobody reads any more
+            pass
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"  # a name for each guess would fill the memory
+            self._metrics.responses[path, status] += 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            await self._app(
+                {**scope, "app": self}, receive, watched
+            )  # with an app, starlette raises what else it would answer itself
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if started:
+                raise
+            await error_response(error)(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._expected is None or scope["path"] in OPEN_PATHS:
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if not hmac.compare_digest(given, self._expected):
+            raise BadRequest(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY", status=401, code="invalid_api_key"
+            )
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """What the client is told of an exception; one that is not known here is a bug, and its traceback is printed."""
+    status, body = error_answer(error)
+    headers = {"Retry-After": "1"} if status == 429 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(body, status, headers)
+
+
+def error_answer(error: Exception) -> tuple[int, dict[str, object]]:
+    """HTTP status and body of an exception."""
+    match error:
+        case BadRequest():
+            return error.status, error_body(error.message, "invalid_request_error", error.param, error.code)
+        case QueueFull():
+            return 429, error_body(str(error), "rate_limit_error", code="queue_full")
+        case EngineBroken():
+            return 500, error_body(str(error), "server_error", code="engine_broken")
+        case NoAnswer():
+            return 500, error_body(str(error), "server_error", code="no_answer")
+        case TooLate():
+            return 504, error_body(str(error), "server_error", code="deadline")
+        case HTTPException():
+            return error.status_code, error_body(str(error.detail), "invalid_request_error")
+    traceback.print_exception(error)
+    return 500, error_body(f"{type(error).__name__} inside the server; its log has the traceback", "server_error", code="internal")

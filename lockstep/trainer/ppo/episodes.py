@@ -1,0 +1,30 @@
+"""Runs whose prompts become episodes. What they need of `lockstep.agents` is imported by them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config.ppo import PPOConfig
+
+
+def episode_rewards(config: PPOConfig, *reward_fns: Any) -> list[Any]:
+    """The reward functions, with what environments say of turns. Raises ConfigError for an environment, tool or template that cannot be
+    used."""
+    from lockstep.agents.training import EpisodeRewards, agent_of
+
+    kind = agent_of(config).check()
+    return [EpisodeRewards(reward_fn, kind) for reward_fn in reward_fns]
+
+
+def episode_rollout(config: PPOConfig, group: Any) -> Any:
+    """The rollout workers, with episodes for responses."""
+    from lockstep.agents.training import EpisodeRollout, agent_of
+
+    return EpisodeRollout(group, agent_of(config))
+
+
+def episode_metrics(batch: Any) -> dict[str, float]:
+    """agent/*, of a batch of episodes."""
+    from lockstep.agents import rows
+
+    return rows.episode_metrics(batch.non_tensor_batch["episode"])

@@ -1,0 +1,96 @@
+"""OpenScheduler: a scheduler for requests that come and go. What one that is over has computed is left to others.
+
+- A sample that may be continued (`keep`) leaves a turn: its pages, whole and begun, which a prompt that starts with its tokens begins with
+  (`resume`). A turn is one more prompt that keeps pages while nobody runs it.
+- Every sample leaves its whole pages to the prefix cache, where there is one, when its prompt is computed and again when it is over.
+- When pages are short, the cache gives up first, then prompts and turns, the oldest first, then those that run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.prefix_cache import PrefixCache
+from lockstep.workers.rollout.native.scheduler import Prompt, Sample, Scheduler
+
+
+class OpenScheduler(Scheduler):
+    """See Scheduler. With `in_one_shape` nothing is left to others."""
+
+    def __init__(self, pool: PagePool, *args: Any, cache: PrefixCache | None = None, **options: Any) -> None:
+        super().__init__(pool, *args, **options)
+        self.cache = cache
+        self._turns: dict[int, Prompt] = {}
+        """What samples that may be continued have left, by their indices."""
+
+    def resume(self, prompt: Prompt, index: int) -> None:
+        """A prompt that is about to be added starts with the tokens of a sample that was added with `keep`."""
+        turn = self._turns.get(index)
+        if turn is not None and turn.pages:
+            self._keep(prompt, turn.pages, turn.num_kept)
+            self._kept[turn] = self._kept.pop(turn)  # the youngest now
+
+    def release(self, index: int) -> None:
+        """Nobody continues this sample any more."""
+        turn = self._turns.pop(index, None)
+        if turn is not None:
+            self._drop(turn)
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that was computed with the old ones is used again. What runs starts anew, with its tokens."""
+        for sample in reversed(list(self.running)):
+            self._preempt(sample)
+        for prompt in list(self._kept):
+            self._drop(prompt)
+        if self.cache is not None:
+            self.cache.clear()
+        self.is_stale = False
+
+    def append(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
+        if self.cache is not None and not sample.tokens:
+            self.cache.insert(sample.prompt.ids, sample.pages)
+        super().append(sample, tokens, log_probs)
+
+    def finish(self, sample: Sample) -> None:
+        """See Scheduler. The pages stay until `settle`: the GPU's host takes a sample out before it knows the last tokens."""
+        if sample.pages and (self.cache is not None or sample.keep) and not self.in_one_shape:
+            sample.left = self.pool.share(sample.pages), sample.num_cached
+            self.num_unsettled += 1
+        super().finish(sample)
+
+    def settle(self, sample: Sample, reason: str) -> None:
+        if sample.left is None:
+            return
+        (pages, cached), sample.left = sample.left, None
+        self.num_unsettled -= 1
+        cached = min(cached, len(sample) - 1)
+        if reason != "error":
+            if self.cache is not None:
+                self.cache.insert(sample.slice(0, cached), pages)
+            if sample.keep:
+                turn = self._turns[sample.index] = Prompt([])
+                self._keep(turn, pages[: self.pool.pages_for(cached)], cached)
+        self.pool.release(pages)
+
+    def _start_of(self, sample: Sample) -> tuple[list[int], int]:
+        pages, num_kept = super()._start_of(sample)
+        if self.cache is None or sample.most_reused <= num_kept:
+            return pages, num_kept
+        # Whole pages, and not the one of the last token: nothing of the cache is ever written.
+        found = self.cache.match(sample.slice(0, sample.most_reused))
+        num_found = len(found) * self.pool.page_size
+        return (found, num_found) if num_found > num_kept else (pages, num_kept)
+
+    def _num_idle(self, page: int) -> int:
+        return super()._num_idle(page) + (self.cache is not None and page in self.cache)
+
+    def _has_free(self, count: int) -> bool:
+        missing = count - self.pool.num_free
+        if missing > 0 and self.cache is not None:
+            self.cache.evict(missing)
+        return super()._has_free(count)
+
+    def _drop_kept_pages(self, own: Prompt, missing: int) -> bool:
+        evicted = self.cache is not None and self.cache.evict(missing)
+        return evicted or super()._drop_kept_pages(own, missing)

@@ -1,0 +1,91 @@
+"""PrefixCache: pages by the tokens that they hold, so that a request which starts like an earlier one does not compute that again.
+
+A tree. An edge is a page full of tokens, a node the page that holds their keys and values after all the tokens above it. The cache is one
+more holder of its pages; those that nobody else holds are given up when pages are short, the one that was used longest ago first. What
+follows from the tokens alone is all that is stored: when the weights change, the cache is cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.workers.rollout.native.pages import SCRATCH, PagePool
+
+_AT_ONCE = 16
+"""One of so many pages is given up in one go: looking for them means looking at those that are in use."""
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    page: int
+    tokens: tuple[int, ...] = ()
+    parent: _Node | None = None
+    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Over the pages of `pool`."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool, self._root = pool, _Node(SCRATCH)
+        self._nodes: dict[int, _Node] = {}
+        """Page -> node, the one that was used longest ago first; a node stands before its parent."""
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._nodes
+
+    def match(self, ids: Sequence[int]) -> list[int]:
+        """The pages of the longest stored start of `ids`, in whole pages. The caller, if it wants them, shares them at once."""
+        path = self._path(ids)
+        self._touch(path)
+        return [node.page for node in path]
+
+    def insert(self, ids: Sequence[int], pages: Sequence[int]) -> None:
+        """Store the whole pages of `ids`, which `pages` hold. Where the same tokens are stored already, that page stays."""
+        size, path = self._pool.page_size, self._path(ids)
+        node = path[-1] if path else self._root
+        for place in range(len(path), len(ids) // size):
+            tokens = tuple(ids[place * size : (place + 1) * size])
+            (page,) = self._pool.share([pages[place]])
+            node.children[tokens] = node = self._nodes[page] = _Node(page, tokens, node)
+            path.append(node)
+        self._touch(path)
+
+    def evict(self, count: int) -> bool:
+        """Give up `count` pages that nobody else holds, or more, or as many as there are; whether there was one."""
+        gone: list[int] = []
+        count = max(count, len(self._nodes) // _AT_ONCE)
+        for page, node in self._nodes.items():
+            if len(gone) == count:
+                break
+            if not node.children and self._pool.writable(page):
+                assert node.parent is not None
+                del node.parent.children[node.tokens]
+                gone.append(page)
+        for page in gone:
+            del self._nodes[page]
+        self._pool.release(gone)
+        return bool(gone)
+
+    def clear(self) -> None:
+        """Give all pages up."""
+        self._pool.release(self._nodes)
+        self._nodes.clear()
+        self._root.children.clear()
+
+    def _path(self, ids: Sequence[int]) -> list[_Node]:
+        size, node, path = self._pool.page_size, self._root, []
+        for start in range(0, len(ids) - size + 1, size):
+            child = node.children.get(tuple(ids[start : start + size]))
+            if child is None:
+                break
+            path.append(node := child)
+        return path
+
+    def _touch(self, path: list[_Node]) -> None:
+        for node in reversed(path):
+            self._nodes[node.page] = self._nodes.pop(node.page)

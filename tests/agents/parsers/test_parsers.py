@@ -1,0 +1,125 @@
+"""Every form: well-formed calls are read, malformed ones are faults, prose is content. Nothing is evaluated, nothing raises."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.agents.environment import ToolCall
+from lockstep.agents.parsers import PARSERS, detect_parser
+from lockstep.errors import ConfigError
+
+SCHEMAS = {
+    "f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "x": {"type": "object"}}},
+    "g": {"properties": {}},
+}
+ARGUMENTS = {"a": 3, "s": 'say "hi", <b> and é', "x": {"k": [1, None, True]}}
+
+
+def xml(name, arguments):
+    values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+    inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def python(name, arguments):
+    inner = ", ".join(f"{k}={v!r}" for k, v in arguments.items())
+    return f"{name}({inner})"
+
+
+WRITE = {
+    "hermes": lambda calls: "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls),
+    "qwen_xml": lambda calls: "\n".join(xml(n, a) for n, a in calls),
+    "llama_json": lambda calls: "<|python_tag|>" + "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls),
+    "pythonic": lambda calls: f"[{', '.join(python(n, a) for n, a in calls)}]",
+    "mistral": lambda calls: "[TOOL_CALLS] " + json.dumps([{"name": n, "arguments": a, "id": "a" * 9} for n, a in calls]),
+    "harmony": lambda calls: "".join(
+        f"<|start|>assistant<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>"
+        for n, a in calls
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_calls_are_read_as_they_were_meant(name):
+    calls = [("f", ARGUMENTS), ("g", {})]
+    for count in (1, 2):
+        parsed = PARSERS[name].parse(WRITE[name](calls[:count]), SCHEMAS)
+        assert parsed.calls == tuple(ToolCall(n, a) for n, a in calls[:count])
+        assert parsed.faults == ()
+        assert parsed.content == ""
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_prose_is_content(name):
+    text = "The answer is 4: f(a=3) is {not} a call, [1, 2] neither."
+    said = f"<|channel|>analysis<|message|>f to=functions.f?<|end|><|start|>assistant<|channel|>final<|message|>{text}"
+    parsed = PARSERS[name].parse(said if name == "harmony" else text, SCHEMAS)
+    assert (parsed.content, parsed.calls, parsed.faults) == (text, (), ())
+
+
+MALFORMED = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 3}</tool_call>'),  # the last brace
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 3}}'),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 3}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "a=3"}</tool_call>'),
+    ("hermes", '<tool_call>["f"]</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", "<tool_call>" + "[" * 100000 + "</tool_call>"),
+    ("qwen_xml", "<tool_call><function=f><parameter=a>three</parameter></function></tool_call>"),
+    ("qwen_xml", "<tool_call><function=f><parameter=a>3</function></tool_call>"),
+    ("qwen_xml", "<tool_call><function=f></function>"),
+    ("llama_json", '<|python_tag|>print("hi")'),
+    ("llama_json", '{"name": "f", "parameters": {"a": 3}'),
+    ("llama_json", '{"name": "f", "parameters": [3]}'),
+    ("llama_json", "<|python_tag|>"),
+    ("pythonic", "[f(3)]"),
+    ("pythonic", "[f(a=__import__('os').getpid())]"),
+    ("pythonic", "[f(a=1), g(]"),
+    ("pythonic", "[f(**{})]"),
+    ("pythonic", "[f(a=" + "(" * 10000 + "]"),
+    ("mistral", '[TOOL_CALLS] {"name": "f"'),
+    ("mistral", "[TOOL_CALLS] []"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]three"),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>three<|call|>"),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>[3]<|call|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED, ids=range(len(MALFORMED)))
+def test_what_was_meant_as_a_call_and_is_none_is_said(name, text):
+    parsed = PARSERS[name].parse(text, SCHEMAS)
+    assert parsed.calls == ()
+    (fault,) = parsed.faults
+    assert "must be" in fault.text
+    assert len(fault.text) < 700
+
+
+@given(st.data())
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_text_makes_a_parser_raise_or_lose_a_call_in_silence(name, data):
+    """A well-formed text with some characters taken out or put in: what has no call left and a sign of one has a fault."""
+    text = WRITE[name]([("f", ARGUMENTS), ("g", {})])
+    chance = random.Random(data.draw(st.integers(0, 10**6)))
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randrange(len(text))
+        text = (
+            text[:place] + chance.choice(["", "{", "}", '"', "<", "(", ")", "]", "\n", "é"]) + text[place + chance.randint(0, 2) :]
+        )
+    parsed = PARSERS[name].parse(text, SCHEMAS)
+    assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in parsed.calls)
+    if name == "hermes" and "<tool_call>" in text:
+        assert len(parsed.calls) + len(parsed.faults) == text.count("<tool_call>")
+
+
+def test_the_parser_of_a_template_is_found_by_its_own_marks():
+    assert detect_parser("{{ '<tool_call>\\n' }}") == "hermes"
+    assert detect_parser("<tool_call>\n<function=") == "qwen_xml"
+    assert detect_parser("<|channel|> tool_calls") == "harmony"
+    assert detect_parser("[TOOL_CALLS]") == "mistral"
+    assert detect_parser("role == 'ipython'") == "llama_json"
+    assert detect_parser("<|im_start|>") == "hermes"
+    with pytest.raises(ConfigError, match=r"agent\.parser"):
+        detect_parser("<tool_call>{name}<arg_key>")

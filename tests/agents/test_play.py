@@ -1,0 +1,150 @@
+"""Episodes against a slow oracle: one forward pass over each whole episode."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from helpers import environments
+from transformers import AutoModelForCausalLM
+
+from lockstep.agents.bridge import Bridge
+from lockstep.agents.parsers import PARSERS
+from lockstep.agents.play import Limits, Player, Task
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers.rollout.counted import request_keys, uniforms
+from lockstep.workers.rollout.native.engine import NativeRollout
+from lockstep.workers.rollout.sampling import sample
+
+LIMITS = Limits(8, 12, None, 4, 30.0, 100.0, 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_model):
+    return hf_tokenizer(str(chat_model))
+
+
+@pytest.fixture(scope="module")
+def engine(chat_model, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(chat_model, attn_implementation="eager").eval()
+    module = AutoModelForCausalLM.from_pretrained(chat_model, attn_implementation=NativeRollout.attention).eval()
+    engine = NativeRollout(module, RolloutConfig(), tokenizer.pad_token_id, tokenizer.decode)
+    engine.plain = model
+    return engine
+
+
+@pytest.fixture(scope="module")
+def bridge(tokenizer):
+    return Bridge(tokenizer, {})
+
+
+def sampling(tokenizer, **changes):
+    return SamplingParams(temperature=1.0, max_tokens=150, stop_token_ids=(tokenizer.eos_token_id,), seed=5, **changes)
+
+
+def play(engine, tokenizer, bridge, tasks, limits=LIMITS, on_finished=None):
+    return Player(engine, tokenizer, PARSERS["hermes"].parse, sampling(tokenizer), limits).play(tasks, on_finished)
+
+
+def task(bridge, number, make=environments.Counts, **kwargs):
+    return Task({"prompt": "?"}, [1, 2], (3, number, 0), number * 7, make, kwargs, bridge, {})
+
+
+def assert_follows_the_policy(engine, tokenizer, episode, key):
+    """Every sampled token is what its key and position draw from the plain model's logits, with that log-prob."""
+    ids = torch.tensor(episode.prompt_ids + episode.ids)
+    with torch.no_grad():
+        logits = engine.plain(ids[None]).logits[0, len(episode.prompt_ids) - 1 : -1]
+    numbers = uniforms(request_keys(5, [key]).expand(len(episode.ids)), torch.arange(len(episode.ids)))
+    tokens, log_probs = sample(logits, numbers, 1.0, -1, 1.0, 0.0, 1.0)
+    for i, own in enumerate(episode.mask):
+        if own:
+            assert episode.ids[i] == tokens[i]
+            assert episode.log_probs[i] == pytest.approx(log_probs[i].item(), abs=5e-5)
+        else:
+            assert math.isnan(episode.log_probs[i])
+
+
+def plain(episode):
+    """What must not depend on timing."""
+    return (episode.prompt_ids, episode.ids, episode.mask, episode.turn, episode.rewards, episode.finish_reason, episode.messages)
+
+
+@pytest.mark.parametrize("make", [environments.Counts, environments.CountsInALoop, "local"], ids=["process", "loop", "thread"])
+def test_episodes_are_what_a_forward_pass_over_each_says_however_they_are_timed(engine, tokenizer, bridge, make):
+    class Local(environments.Counts):
+        pass
+
+    make = Local if make == "local" else make
+    tasks = [task(bridge, i, make, turns=1 + i % 4, delay=0.02) for i in range(10)]
+    heard, lock = {}, threading.Lock()
+
+    def hear(number, episode):
+        with lock:
+            heard[number] = episode
+
+    episodes = play(engine, tokenizer, bridge, tasks, on_finished=hear)
+    assert heard == dict(enumerate(episodes))
+    for number, episode in enumerate(episodes):
+        assert_follows_the_policy(engine, tokenizer, episode, (3, number, 0))
+        assert episode.turns == len(set(episode.turn)) == 1 + number % 4
+        assert episode.finish_reason == "stop"
+        said = [len(message["content"]) for message in episode.messages if message["role"] == "assistant"]
+        assert [reward for reward in episode.rewards if reward] == pytest.approx(
+            [0.25 * (i + 1) + 0.01 * n for i, n in enumerate(said)]
+        )
+        ends = [i for i, reward in enumerate(episode.rewards) if reward]
+        assert all(episode.mask[i] and (i + 1 == len(episode.ids) or not episode.mask[i + 1]) for i in ends)
+        # What stands between two turns is what the bridge makes of the environment's message, after the end of a turn that was cut.
+        between = [m for m in episode.messages if m["role"] == "user"][1:]
+        added = [i for i, own in zip(episode.ids, episode.mask, strict=True) if not own]
+        for message in between:
+            following = bridge.following([message])
+            added = added[1:] if added[0] == tokenizer.eos_token_id and added[1:][: len(following)] == following else added
+            assert added[: len(following)] == following
+            added = added[len(following) :]
+        assert not added
+    alone = [play(engine, tokenizer, bridge, [one])[0] for one in tasks[:4]]
+    assert [plain(e) for e in alone] == [plain(e) for e in episodes[:4]]
+
+
+def test_an_environment_that_fails_is_tried_again_with_the_same_tokens_and_then_missing(engine, tokenizer, bridge, tmp_path):
+    limits = Limits(8, 12, None, 4, 2.0, 100.0, 1)
+    calm = play(engine, tokenizer, bridge, [task(bridge, 0, environments.Counts, turns=2)])
+    for how in ("raise", "hang", "die", "wrong"):
+        once = task(bridge, 0, environments.Breaks, how=how, marker=str(tmp_path / how))
+        always = task(bridge, 0, environments.Breaks, how=how)
+        repaired, lost = play(engine, tokenizer, bridge, [once, always], limits)
+        assert repaired.retries == 1
+        assert plain(repaired) == plain(calm[0])
+        assert (lost.finish_reason, lost.ids, lost.retries) == ("error", [], 1)
+        assert {"raise": "no disk", "hang": "2 s", "die": "exit code 3", "wrong": "must return a Turn"}[how] in lost.error
+
+
+def test_budgets_end_an_episode_as_length(engine, tokenizer, bridge):
+    (turns,) = play(engine, tokenizer, bridge, [task(bridge, 1, turns=9)], Limits(2, 12, None, 4, 30.0, 100.0, 0))
+    assert (turns.finish_reason, turns.turns, turns.mask[-1]) == ("length", 2, 1)
+    huge = task(bridge, 1, environments.Breaks, how="huge")
+    (tokens,) = play(engine, tokenizer, bridge, [huge])
+    assert (tokens.finish_reason, tokens.turns, tokens.mask[-1]) == ("length", 1, 1)
+    (cut,) = play(engine, tokenizer, bridge, [huge], Limits(2, 12, 10, 4, 30.0, 100.0, 0))
+    assert cut.turns == 2
+    assert "yyyyyyyyyy... (99990 more tokens were cut off)" in tokenizer.decode(cut.ids)
+
+
+def test_an_error_of_the_engine_ends_the_call_and_its_threads(engine, tokenizer, bridge, monkeypatch):
+    def breaks(*arguments):
+        raise RuntimeError("no device")
+
+    with engine.open(sampling(tokenizer)) as stream:
+        monkeypatch.setattr(type(stream), "_work", breaks)
+    with pytest.raises(RuntimeError, match="no device"):
+        play(engine, tokenizer, bridge, [task(bridge, i) for i in range(6)])
+    for thread in threading.enumerate():
+        if thread.name.startswith("episode-"):
+            thread.join(60)
+            assert not thread.is_alive()

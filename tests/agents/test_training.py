@@ -1,0 +1,98 @@
+"""Episodes in a training run."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.run import roles, train
+
+from lockstep.config import load_config
+from lockstep.errors import ConfigError, RewardError
+
+ENVIRONMENT = "helpers.environments:Counts"
+
+
+@pytest.fixture
+def config_of(chat_model, tmp_path):
+    def make(*more, rows=None):
+        rows = rows or [{"prompt": f"row {i}", "env_kwargs": {"turns": 1 + i % 3}} for i in range(8)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+        return load_config(
+            [
+                f"data.train_files={tmp_path / 'train.parquet'}",
+                "data.train_batch_size=4",
+                "data.max_prompt_length=64",
+                "data.max_response_length=150",
+                f"actor_rollout_ref.model.path={chat_model}",
+                "actor_rollout_ref.rollout.n=2",
+                "algorithm.adv_estimator=grpo",
+                f"agent.environment={ENVIRONMENT}",
+                "agent.max_turn_tokens=10",
+                f"trainer.default_local_dir={tmp_path / 'run'}",
+                f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+                "trainer.device=cpu",
+                "trainer.total_training_steps=2",
+                *more,
+            ]
+        )
+
+    return make
+
+
+def test_episodes_are_generated_scored_recorded_and_learned_from(config_of, tmp_path):
+    for more in (
+        (),
+        (
+            "algorithm.adv_estimator=gae",
+            "algorithm.use_kl_in_reward=true",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "algorithm.discount_unit=turn",
+            "algorithm.gamma=0.9",
+        ),
+    ):
+        config = config_of(*more, f"trainer.default_local_dir={tmp_path / str(len(more))}")
+        names = ("ActorRolloutRef", *(["Critic"] if more else []))
+        metrics = train(config, {"p": [1]}, roles(*names, pool="p"))
+        assert len(metrics) == 2
+        for row in metrics:
+            assert 1 < row["agent/turns"] <= 3
+            assert row["agent/missing"] == 0
+            assert row["actor/grad_norm"] > 0
+            assert 0.25 <= row["critic/score/mean"] <= 2.0
+            assert row["agent/info/said"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    for line in lines:
+        said = line["episode"]["messages"]
+        assert [m["role"] for m in said] == ["user", *["assistant", "user"] * (line["episode"]["turns"] - 1), "assistant"]
+
+
+def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_path):
+    rows = [{"prompt": "row", "env_kwargs": {"how": "raise"}} for _ in range(8)]
+    config = config_of("agent.environment=helpers.environments:Breaks", rows=rows)
+    with pytest.raises(RewardError, match=r"(?s)8 of 8 rewards are missing \(environment: 8\).*no disk"):
+        train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("agent.environment=helpers.environments:Nothing", "has no 'Nothing'"),
+        ("agent.environment=json:loads", "not a subclass"),
+        ("agent.environment=Counts", "file.py:name"),
+        ("agent.tools=[helpers.environments:missing]", "has no 'missing'"),
+        ("agent.parser=unknown", "file.py:name"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_a_model_is_loaded(config_of, key, message):
+    with pytest.raises(ConfigError, match=message):
+        train(config_of(key), {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+
+
+def test_values_out_of_range_name_their_key(config_of):
+    for key in ("max_turns=0", "retries=-1", "step_timeout_s=0", "max_turn_tokens=0"):
+        with pytest.raises(ConfigError, match=f"agent.{key.partition('=')[0]}"):
+            config_of(f"agent.{key}")

@@ -1,0 +1,47 @@
+import re
+
+import pytest
+
+from lockstep.config.help import about, command_help
+from lockstep.config.reference import ROOTS, keys
+from lockstep.errors import ConfigError
+
+
+def explained(text):
+    return re.findall(r"^([a-z_]+(?:\.[a-z_]+)+)=", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ROOTS)
+def test_every_key_is_in_the_overview_under_its_group_and_in_all(command):
+    root = ROOTS[command]
+    overview, whole = command_help(root), command_help(root, ["all"])
+    groups = dict(re.findall(r"^([a-z_.]+): .*\n((?:    .*\n?)*)", overview, re.MULTILINE))
+    same = dict(re.findall(r"^([a-z_.]+): as (\S+)$", overview, re.MULTILINE))
+    for key, default, _ in keys(root):
+        group, _, name = key.rpartition(".")
+        assert name in groups[same.get(group, group)].split(), key
+        assert f"\n{key}={default}\n" in whole
+        assert about(root, group), f"the section {group} has no docstring"
+
+
+def test_a_group_is_what_is_below_its_name():
+    listed = [key for key, _, _ in keys()]
+    assert explained(command_help(ROOTS["ppo"], ["data"])) == [key for key in listed if key.startswith("data.")]
+    assert explained(command_help(ROOTS["ppo"], ["critic.optim"])) == [key for key in listed if key.startswith("critic.optim.")]
+    assert {key.rsplit(".", 2)[1] for key in explained(command_help(ROOTS["ppo"], ["optim"]))} == {"optim"}
+    assert explained(command_help(ROOTS["ppo"], ["data.seed"])) == ["data.seed"]
+
+
+def test_another_word_is_searched_in_names_and_meanings():
+    found = explained(command_help(ROOTS["ppo"], ["Clip"]))
+    assert {"actor_rollout_ref.actor.clip_ratio", "critic.cliprange_value", "critic.optim.clip_grad"} <= set(found)
+    assert "algorithm.kl_ctrl.horizon" in explained(command_help(ROOTS["ppo"], ["over", "which"]))  # a meaning
+    with pytest.raises(ConfigError, match=r"the nearest word is 'clip' \(lockstep sft --help clip\)"):
+        command_help(ROOTS["sft"], ["clyp"])
+
+
+def test_the_help_of_an_algorithm_says_what_its_preset_sets():
+    text = command_help(ROOTS["ppo"], algorithm="dapo")
+    assert text.startswith("usage: lockstep dapo [")
+    assert "reward.overlong_buffer.enable=True" in text
+    assert "\nalgorithm.filter_groups.enable=True\n" in command_help(ROOTS["ppo"], ["filter_groups"], "dapo")

@@ -1,0 +1,61 @@
+"""Environments for the tests, found by other processes."""
+
+import asyncio
+import os
+import random
+import time
+
+from lockstep.agents import Action, Environment, Turn
+
+
+class Counts(Environment):
+    """Random lengths, contents, rewards and delays, all from the seed and what the policy said."""
+
+    def __init__(self, turns=3, delay=0.0):
+        self.turns, self.delay = turns, delay
+
+    def reset(self, row, seed):
+        self.chance, self.turn = random.Random(seed), 0
+        return Turn([{"role": "user", "content": f"start {seed % 97}"}])
+
+    def step(self, action: Action):
+        time.sleep(self.chance.random() * self.delay)
+        self.turn += 1
+        done = self.turn >= self.turns
+        text = "x" * self.chance.randrange(12)
+        messages = [] if done else [{"role": "user", "content": f"{len(action.text)} {text}"}]
+        return Turn(messages, reward=0.25 * self.turn + 0.01 * len(action.text), done=done, info={"said": len(action.text)})
+
+
+class CountsInALoop(Counts):
+    async def step(self, action: Action):
+        await asyncio.sleep(self.chance.random() * self.delay)
+        self.delay = 0
+        return Counts.step(self, action)
+
+
+class Breaks(Counts):
+    """Fails in its own way by the row, the first time or always."""
+
+    def __init__(self, how, marker=None):
+        super().__init__(2)
+        self.how, self.marker = how, marker
+
+    def step(self, action):
+        if self.marker is not None:
+            try:
+                os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return super().step(action)
+        match self.how:
+            case "raise":
+                raise OSError("no disk")
+            case "hang":
+                time.sleep(1000)
+            case "die":
+                os._exit(3)
+            case "wrong":
+                return "not a Turn"
+            case "huge":
+                return Turn([{"role": "user", "content": "y" * 100_000}])
+        return super().step(action)

@@ -1,0 +1,46 @@
+import subprocess
+import sys
+
+import pytest
+
+from lockstep import cli
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["lockstep", *words])
+    return cli.main()
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_help_names_every_command(monkeypatch, capsys, words):
+    assert run(monkeypatch, *words) == 0
+    text = capsys.readouterr().out
+    assert [name for name in (*cli.COMMANDS, *cli.ALGORITHMS) if f" {name} " not in text.replace("\n", " ")] == []
+
+
+def test_an_unknown_command_names_the_nearest(monkeypatch, capsys):
+    for word, nearest in (("gropo", "grpo"), ("reward_modl", "reward-model"), ("reinforce++", "reinforce_plus_plus")):
+        assert run(monkeypatch, word) == 2
+        assert f"unknown command '{word}'; the nearest is '{nearest}'" in capsys.readouterr().err
+
+
+def test_an_algorithm_is_ppo_with_its_preset_in_either_spelling(monkeypatch, capsys):
+    for word in ("dr_grpo", "dr-grpo"):
+        assert run(monkeypatch, word, "--help", "norm_adv_by_std_in_grpo") == 0
+        assert "algorithm.norm_adv_by_std_in_grpo=False" in capsys.readouterr().out
+    assert run(monkeypatch, "reward_model", "--help", "data") == 0
+
+
+def test_help_imports_nothing_that_takes_time():
+    """What a clock would say depends on the machine; these are what it would say it of."""
+    slow = "{'torch', 'transformers', 'omegaconf', 'hydra', 'numpy', 'importlib.resources', 'inspect'}"
+    program = f"import sys; from lockstep import cli; cli._main(['--help']); print(sorted({slow} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -m lockstep.cli ppo --help all | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("0", "141")

@@ -1,0 +1,94 @@
+import re
+
+import pytest
+
+from lockstep.config.load import valid_keys
+from lockstep.config.reference import ROOTS
+from lockstep.tools.asked import read_asked
+from lockstep.tools.explain.command import main
+from lockstep.tools.explain.ppo import places, stages
+from lockstep.tools.explain.values import values
+
+NAMED = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=model"]
+
+
+def stages_of(*words, device="cuda"):
+    return dict(stages(read_asked([words[0], *NAMED, *words[1:]], None).config, device))
+
+
+def test_each_value_has_its_origin_and_the_last_one_wins(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("actor_rollout_ref: {rollout: {n: 4, temperature: 0.9}}\ntrainer: {seed: 3}\n")
+    asked = read_asked(["grpo", *NAMED, "trainer.seed=5", "actor_rollout_ref.model.override_config.a=1"], file)
+    found = {key: (value, origin) for key, value, origin in values(asked)}
+    assert list(found) == list(valid_keys())
+    assert found["actor_rollout_ref.rollout.n"] == (4, f"file {file}")  # over the preset's
+    assert found["trainer.seed"] == (5, "command line")  # over the file's
+    assert found["algorithm.adv_estimator"] == ("grpo", "lockstep grpo")
+    assert found["algorithm.lam"] == (1.0, "default")
+    assert found["actor_rollout_ref.model.override_config"] == ({"a": 1}, "command line")
+    assert found["trainer.experiment_name"][1] == "made of the others"
+    embedded = {key: (value, origin) for key, value, origin in values(read_asked(["grpo"], None))}
+    assert embedded["data.max_response_length"] == (8, "the embedded task")
+    assert embedded["trainer.critic_warmup"] == (0, "no critic")
+
+
+def test_secrets_are_not_said(capsys):
+    words = ["ray_kwargs.ray_init={runtime_env: {env_vars: {WANDB_API_KEY: abcdefgh}}}", "trainer.total_training_steps=1"]
+    assert main(["ppo", *words]) == 0
+    assert "abcdefgh" not in capsys.readouterr().out
+
+
+def test_the_stages_are_those_of_the_algorithm():
+    ppo, grpo, remax = stages_of("ppo"), stages_of("grpo"), stages_of("remax")
+    assert "update_critic" in ppo
+    assert "a pass of the critic" in ppo["values"]
+    assert "none: no KL term" in ppo["ref"]
+    assert "update_critic" not in grpo
+    assert "its KL is a loss, times 0.001" in grpo["ref"]
+    assert "gen_max" in remax
+    assert "until the batch is full" in stages_of("dapo")["gen"]
+    assert "until the batch is full" not in grpo["gen"]
+    assert "one update" in grpo["old_log_prob"]
+    two = stages_of("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    assert two["old_log_prob"].startswith("a forward pass")
+    assert two["update_actor"].startswith("2 optimizer steps")
+    assert "sampler" in stages_of("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=32", device="cpu")["old_log_prob"]
+
+
+def test_every_model_has_its_place():
+    keys = [
+        "critic.enable_resource_pool=true",
+        "critic.n_gpus_per_node=2",
+        "reward_model.enable=true",
+        "reward_model.model.path=rm",
+    ]
+    found = dict(places(read_asked(["ppo", *NAMED, *keys, "actor_rollout_ref.actor.use_kl_loss=true"], None).config))
+    assert list(found) == ["global_pool, 1 process", "critic_pool, 2 processes"]
+    assert "reference model, frozen" in found["global_pool, 1 process"]
+    assert "reward model rm, frozen" in found["global_pool, 1 process"]
+    lora = dict(places(read_asked(["grpo", *NAMED, "actor_rollout_ref.model.lora_rank=8"], None).config))
+    assert "the actor without its adapters as the reference" in lora["global_pool, 1 process"]
+
+
+@pytest.mark.parametrize("command", ["ppo", "dapo"])
+def test_the_command_says_all_of_it(command, capsys):
+    assert main([command]) == 0
+    text = capsys.readouterr().out
+    assert "2048 training prompts, 64 a step: 32 steps an epoch, 100 steps in all" in text
+    assert re.search(r"run (\S+) in", text)[1].startswith(f"{command}-embedded-")
+    assert all(word in text for word in ("where the models are:", "stages of a step:", "what a step will cost:"))
+
+
+def test_other_recipes_are_explained_too(capsys):
+    for command in ("sft", "dpo", "reward-model"):
+        assert main([command, "data.train_files=x.parquet", "model.path=m", "optim.lr=1e-4"]) == 0
+        text = capsys.readouterr().out
+        assert re.search(r"optim.lr=0.0001 +command line", text)
+        assert f"run {command}-m-" in text
+    assert set(ROOTS) >= {"sft", "dpo", "reward-model"}
+
+
+def test_a_wrong_configuration_is_one_line(capsys):
+    assert main(["ppo", "data.train_batch_size=0"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

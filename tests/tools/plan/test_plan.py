@@ -1,0 +1,105 @@
+import json
+import re
+
+import pytest
+from transformers import Qwen2Config
+
+from benchmarks.workload import SHAPES
+from lockstep.config.load import load_config, to_yaml
+from lockstep.planner.hardware import find_device
+from lockstep.planner.predict import Lengths
+from lockstep.tools.plan.command import main
+from lockstep.tools.plan.measured import one_line, predicted
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(**SHAPES["0.5b"] | {"num_hidden_layers": 4}, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def keys(model, *more):
+    return ["data.train_files=x", f"actor_rollout_ref.model.path={model}", *more]
+
+
+def test_a_plan_says_memory_time_cost_and_what_would_be_faster(model, capsys):
+    assert (
+        main(
+            [
+                "grpo",
+                *keys(model, "data.train_batch_size=256", "actor_rollout_ref.rollout.max_num_seqs=16"),
+                "--gpu",
+                "h200",
+                "--price",
+                "3.6",
+            ]
+        )
+        == 0
+    )
+    text = capsys.readouterr().out
+    rows = dict(re.findall(r"^(\w+) +([\d.]+) ", text, re.MULTILINE))
+    assert {"gen", "ref", "update_actor", "save_checkpoint"} <= set(rows)
+    step, cost = re.search(r"a step: ([\d.]+) s.*, ([\d.]+) at 3.6 per GPU hour", text).groups()
+    assert float(cost) == pytest.approx(float(step) / 1000, abs=1e-4)
+    assert "it fits:" in text
+    assert re.search(r"max_num_seqs=\d+\n.*-> [\d.]+ s a step", text)
+
+
+def test_the_parts_of_a_stage_are_its_peak(model, capsys):
+    assert main([*keys(model), "--json", "--count", "8", "--gpu", "h100"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for stage, peak in found["peak_gib"].items():
+        assert sum(found["memory_gib"][stage].values()) == pytest.approx(peak, abs=0.01), stage
+
+
+def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
+    wide = {"num_hidden_layers": 8, "hidden_size": 8192, "intermediate_size": 28_672}  # few layers: they are built one by one
+    Qwen2Config(**SHAPES["7b"] | wide, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    assert main(["ppo", *keys(tmp_path), "--gpu", "a100-80gb", "--count", "1"]) == 1
+    text = capsys.readouterr().out
+    assert "it does not fit: on 1 x a100-80gb" in text
+    count = int(re.search(r"trainer.n_gpus_per_node=(\d+) trainer.nnodes=1\n +more GPUs", text)[1])
+    assert main(["ppo", *keys(tmp_path), "--gpu", "a100-80gb", "--count", str(count), "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gropo"], "'gropo' is neither key=value nor a training command"),
+        (["--gpu", "h300"], "the embedded task's model is not planned"),
+        (["data.trainfiles=x"], "the nearest valid key is 'data.train_files'"),
+        (["sft", "data.train_files=x", "model.path=y"], "not sft"),
+        (["--run", "/nonexistent"], "is not the folder of a run"),
+        (["MODEL", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
+        (["MODEL", "--prompt-length", "0"], "no mean of lengths"),
+        (["MODEL", "--count", "12"], "up to 8 GPUs, or machines of 8"),
+        (["MODEL", "--count", "8", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size"),
+    ],
+)
+def test_a_wrong_call_is_one_line(arguments, said, model, capsys):
+    assert main([word for given in arguments for word in (keys(model) if given == "MODEL" else [given])]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_is_compared_with_its_prediction(model, tmp_path, capsys):
+    config = load_config(keys(model, "data.max_response_length=64", f"trainer.default_local_dir={tmp_path}"), algorithm="grpo")
+    found = predicted(config, find_device("h200"), Lengths(100.0, 50.0))
+    steps = [{"step": step, "prompt_length/mean": 100.0, "response_length/mean": 50.0, "timing_s/step": 1.0} for step in (1, 2, 3)]
+    for step in steps[1:]:
+        step |= {f"timing_s/{stage}": seconds * 2 for stage, seconds in found.seconds.items()}
+        step["perf/max_memory_allocated_gb/gen"] = found.memory["gen"].total() / 2**30
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert main(["--run", str(tmp_path)]) == 0
+    gen = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("gen"))
+    assert gen.split()[3] == "+0%"
+    assert gen.split()[-1] == "-50%"
+    line = one_line(config, tmp_path / "metrics.jsonl", "NVIDIA H200")
+    assert "measured (+0%); a step" in line
+    assert line.endswith("measured (-50%)")
+    assert "no prediction for this run" in one_line(config, tmp_path / "metrics.jsonl", "a toaster")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(steps[0]) + "\n")
+    assert one_line(config, tmp_path / "metrics.jsonl", "NVIDIA H200") is None

@@ -1,0 +1,220 @@
+"""A real server with a tiny model: what its paths answer, in OpenAI's forms, with the trainer's numbers."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.serving import SERVED, load_served, save_served_model, serving
+from helpers.tiny import tiny_model
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.workers.rollout.request import Request
+
+PROMPTS = [[5, 6, 7], [9, 8], [12, 13, 14, 15, 16], [20]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_served_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def offline(folder):
+    """Prompt -> greedy ids and log-probs, generated in a batch of its own."""
+    engine = load_served(folder).engine
+
+    def generate(prompts, max_tokens=8, stop_token_ids=(256,), **params):
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=0, **params)
+        return engine.generate([Request(torch.tensor(ids), (0, i, 0)) for i, ids in enumerate(prompts)], sampling)
+
+    return SimpleNamespace(generate=generate)
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    with serving(load_served(folder)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(client):
+    return client.server.loaded.tokenizer
+
+
+def test_greedy_answers_are_those_of_offline_generation(client, offline, tokenizer):
+    answer = client.complete(prompt=PROMPTS, max_tokens=8, temperature=0, n=2)
+    expected = offline.generate(PROMPTS)
+    assert answer["object"] == "text_completion"
+    assert [choice["index"] for choice in answer["choices"]] == list(range(8))
+    for place, choice in enumerate(answer["choices"]):
+        completion = expected[place // 2]
+        assert choice["text"] == tokenizer.decode(completion.ids, skip_special_tokens=True)
+        assert choice["finish_reason"] == completion.finish_reason
+    read, written = sum(map(len, PROMPTS)), 2 * sum(len(completion.ids) for completion in expected)
+    assert answer["usage"] == {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def test_text_and_its_tokens_are_the_same_prompt(client, tokenizer):
+    ids = tokenizer.encode("abc")
+    status, tokens = client.post("/tokenize", {"prompt": "abc"})
+    assert (status, tokens["tokens"], tokens["count"]) == (200, ids, 3)
+    assert client.post("/detokenize", {"tokens": ids}) == (200, {"prompt": "abc"})
+    texts = [client.complete(prompt=prompt, max_tokens=6, temperature=0)["choices"][0]["text"] for prompt in ("abc", ids)]
+    assert texts[0] == texts[1]
+
+
+def plain_log_probs(ids):
+    """[P, vocabulary]: what a plain forward pass gives at each token, in float64."""
+    with torch.no_grad():
+        logits = tiny_model(seed=2, **SERVED).double()(torch.tensor([ids])).logits[0]
+    return torch.log_softmax(logits, -1)
+
+
+def test_echo_gives_the_trainers_log_probs_of_the_prompt(client, tokenizer):
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [30, 2, 4], [17]]
+    answer = client.complete(prompt=prompts, max_tokens=1, temperature=0, logprobs=2, echo=True, seed=1234)
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        found = choice["logprobs"]
+        names = [client.server._vocabulary.name(token) for token in range(258)]
+        drawn = names.index(found["tokens"][-1])
+        expected = plain_log_probs([*prompt, drawn])
+        assert found["tokens"] == [names[token] for token in [*prompt, drawn]]
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        assert choice["text"].startswith(tokenizer.decode(prompt))
+        for place, token in enumerate([*prompt[1:], drawn]):
+            assert found["token_logprobs"][place + 1] == pytest.approx(expected[place, token].item(), abs=2e-5)
+            best = expected[place].topk(2)
+            listed = sorted(found["top_logprobs"][place + 1].values(), reverse=True)
+            assert listed[:2] == pytest.approx(best.values.tolist(), abs=2e-5)
+            # Who asks whether a token is the likeliest compares numbers.
+            assert (found["token_logprobs"][place + 1] == listed[0]) == (token == best.indices[0].item())
+        assert found["token_logprobs"][-1] == max(found["top_logprobs"][-1].values())
+
+
+def test_without_tokens_to_generate_echo_scores_the_prompt_alone(client):
+    with_one = client.complete(prompt=[5, 6, 7], max_tokens=1, temperature=0, logprobs=1, echo=True)["choices"][0]
+    alone = client.complete(prompt=[5, 6, 7], max_tokens=0, temperature=0, logprobs=1, echo=True)["choices"][0]
+    assert alone["logprobs"]["token_logprobs"] == with_one["logprobs"]["token_logprobs"][:-1]
+    assert client.complete(prompt="abc", max_tokens=0, echo=True)["choices"][0]["text"] == "abc"
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client):
+    body = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "logprobs": 1}
+    whole = client.complete(**body)
+    events = client.events("/v1/completions", **body, stream_options={"include_usage": True})
+    assert {event["id"] for event in events} == {events[0]["id"]}
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        pieces = [p for event in events for p in event["choices"] if p["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == [choice["finish_reason"]]
+        for part in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            streamed = [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][part]]
+            assert streamed == choice["logprobs"][part]
+
+
+def test_chat_goes_through_the_models_template(client, tokenizer):
+    messages = [{"role": "user", "content": "abc"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    same = client.complete(prompt=text, max_tokens=8, temperature=0, add_special_tokens=False, logprobs=2)
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2, "model": "tiny"}
+    status, answer = client.post("/v1/chat/completions", body)
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    choice, plain = answer["choices"][0], same["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": plain["text"]}
+    assert answer["usage"] == same["usage"]
+    content = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == plain["logprobs"]["token_logprobs"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode(errors="replace") == plain["text"]
+    assert all(entry == {"top_logprobs": entry["top_logprobs"]} | entry["top_logprobs"][0] for entry in content)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for more, start in (({"tools": [tool]}, "[add]"), ({"tools": [tool], "tool_choice": "none"}, "")):
+        found = client.post("/tokenize", {"messages": messages} | more)[1]["tokens"]
+        assert tokenizer.decode(found) == start + text
+    status, refusal = client.post("/v1/chat/completions", {"messages": [{"role": "nobody", "content": ""}]})
+    assert status == 400
+    assert "nobody may not speak" in refusal["error"]["message"]
+    events = client.events("/v1/chat/completions", **body)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == plain["text"]
+
+
+def test_sampling_follows_the_seed(client):
+    def texts(**body):
+        return [choice["text"] for choice in client.complete(prompt="abc", max_tokens=12, n=4, ignore_eos=True, **body)["choices"]]
+
+    assert texts(seed=7) == texts(seed=7)
+    assert len(set(texts(seed=7))) == 4
+    assert texts(seed=7) != texts(seed=-8)
+    assert texts() != texts()
+
+
+def test_stop_strings_end_the_text_before_them(client):
+    body = {"prompt": "x", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    whole = client.complete(**body)["choices"][0]["text"]
+    stop = whole[4:6]
+    stopped = client.complete(**body, stop=[stop, "????"])["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == whole[: whole.index(stop)]
+    events = client.events("/v1/completions", **body, stop=stop)
+    assert "".join(event["choices"][0]["text"] for event in events) == stopped["text"]
+    by_token = client.complete(**body, stop_token_ids=[9])  # the fourth token, and the fifth
+    assert (by_token["choices"][0]["finish_reason"], by_token["usage"]["completion_tokens"]) == ("stop", 4)
+
+
+def test_penalties_change_what_is_drawn(client):
+    def tokens(**penalty):
+        body = {"prompt": "x", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        return client.complete(**body | penalty)["choices"][0]["logprobs"]["tokens"]
+
+    assert len(set(tokens())) < 15
+    for name, value in (("frequency_penalty", 2.0), ("presence_penalty", 2.0), ("repetition_penalty", 5.0)):
+        assert len(set(tokens(**{name: value}))) > 17, name
+
+
+def test_an_answer_ends_with_the_context(client):
+    answer = client.complete(prompt=[5] * 252, max_tokens=100, temperature=0, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 4
+    assert answer["choices"][0]["finish_reason"] == "length"
+    status, error = client.post("/v1/completions", {"prompt": [5] * 256})
+    assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_what_is_wrong_is_said_in_openais_form(client):
+    cases = [
+        (client.post("/v1/completions", b"{"), 400, "invalid_json"),
+        (client.post("/v1/completions", {"prompt": "a", "model": "gpt-9"}), 404, "model_not_found"),
+        (client.post("/v1/completions", {"prompt": [258]}), 400, None),
+        (client.post("/v1/completions", {"prompt": ""}), 400, None),
+        (client.post("/v1/completions", {"prompt": "a", "n": 128, "wrong": 1}), 400, "unknown_parameter"),
+        (client.post("/v1/completions", b"{}", Content_Type="text/plain"), 415, None),
+        (client.post("/v1/completions", b"x" * (9 << 20)), 413, "body_too_large"),
+        (client.get("/v1/completions"), 405, None),
+        (client.get("/v1/nothing"), 404, None),
+        (client.post("/tokenize", {}), 400, None),
+        (client.post("/detokenize", {"tokens": [-1]}), 400, None),
+        (client.get("/v1/models/other"), 404, "model_not_found"),
+    ]  # fmt: skip
+    for (status, body), expected, code in cases:
+        assert status == expected, body
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert body["error"]["code"] == code
+
+
+def test_the_server_describes_itself(client):
+    status, body = client.get("/v1/models")
+    assert status == 200
+    assert [(card["id"], card["max_model_len"]) for card in body["data"]] == [("tiny", 256)]
+    assert client.get("/v1/models/tiny")[1] == body["data"][0]
+    assert client.get("/health") == (200, {"status": "ok"})
+    assert client.get("/tokenizer_info")[1]["eos_token"] == client.server.loaded.tokenizer.eos_token
+    assert client.gauge("engine_up") == 1
+    assert client.gauge("requests_open") == 0
+    assert client.gauge("generated_tokens_total") > 0
+    assert math.isfinite(client.gauge("request_seconds_sum"))

@@ -1,0 +1,92 @@
+import io
+import json
+
+import pytest
+import torch
+from helpers.tiny import save_tiny_model, tiny_model
+
+from lockstep import cli
+from lockstep.tools.generate import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("generate") / "model", seed=3)
+
+
+@pytest.fixture
+def generate(model, capsys):
+    """`generate(*arguments)`: exit status, output and errors."""
+
+    def command(*arguments):
+        status = main([model, *map(str, arguments), "--device", "cpu", "--max-tokens", "5"])
+        return status, *capsys.readouterr()
+
+    return command
+
+
+def rows(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_the_tokens_are_the_models_likeliest_and_the_log_probs_its_own(generate, model):
+    from transformers import AutoTokenizer
+
+    status, out, _ = generate("abc", "--json", "--log-probs")
+    (row,) = rows(out)
+    prompt = AutoTokenizer.from_pretrained(model)("abc", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        whole = torch.cat([prompt, torch.tensor([row["token_ids"]])], 1)
+        log_probs = tiny_model(seed=3)(whole).logits[0, prompt.shape[1] - 1 : -1].log_softmax(-1)
+    assert status == 0
+    assert row["token_ids"] == log_probs.argmax(-1).tolist()
+    expected = log_probs.max(-1).values.tolist()
+    assert row["log_probs"] == pytest.approx(expected, abs=1e-4)
+    lines = generate("abc", "--log-probs")[1].splitlines()
+    assert [float(line.split()[0]) for line in lines] == pytest.approx([*expected, sum(expected)], abs=1e-3)
+
+
+def test_several_prompts_and_samples_are_told_apart_and_a_chat_is_another_prompt(generate):
+    _, out, _ = generate("abc", "jij", "--n", "2", "--temperature", "1")
+    heads = [line.split(":")[0] for line in out.splitlines() if line.startswith("---")]
+    assert heads == [f"--- prompt {i}, sample {k}" for i in (1, 2) for k in (1, 2)]
+    plain, chat = (rows(generate("abc", "--json", *more)[1])[0]["token_ids"] for more in ([], ["--chat"]))
+    assert plain != chat
+
+
+def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypatch):
+    (tmp_path / "lines.txt").write_text("abc\n\njij\n")
+    messages = [{"role": "user", "content": "abc"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("abc", messages)))
+    from_lines = rows(generate("--file", tmp_path / "lines.txt", "--json")[1])
+    assert [row["prompt"] for row in from_lines] == ["abc", "jij"]
+    text, chat = rows(generate("--file", tmp_path / "rows.jsonl", "--json")[1])
+    assert text["token_ids"] == from_lines[0]["token_ids"]
+    assert chat["token_ids"] == rows(generate("abc", "--chat", "--json")[1])[0]["token_ids"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
+    assert rows(generate("--file", "-", "--json")[1])[0]["token_ids"] == text["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no prompt"),
+        (["abc", "--n", "0"], "--n must be at least 1"),
+        (["abc", "--temperature", "-1"], "temperature"),
+        (["--file", "none.txt"], "--file none.txt cannot be read"),
+    ],
+)
+def test_what_cannot_be_generated_is_said_before_a_model_is_loaded(generate, arguments, message, monkeypatch):
+    monkeypatch.setattr("lockstep.tools.generate.load_model_of", lambda options: pytest.fail("loaded a model"))
+    status, out, error = generate(*arguments)
+    assert (status, out) == (1, "")
+    assert message in error
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(generate):
+    status, out, _ = generate("abc", "a" * 100, "--json")
+    good, bad = rows(out)
+    assert status == 1
+    assert good["finish_reason"] in ("stop", "length")
+    assert "the model's context holds 64" in bad["error"]
+    assert cli.COMMANDS["generate"][0] == main.__module__

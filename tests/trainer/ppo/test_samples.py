@@ -1,0 +1,36 @@
+from helpers.batches import make_batch
+
+from lockstep.rewards.outcome import Failure
+from lockstep.trainer.ppo.samples import choose_samples, share_with_signal
+from lockstep.trainer.ppo.scored import Scored
+
+
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+LOST = Failure("raised", "no")
+
+
+def test_the_longest_the_best_and_the_worst_come_first():
+    batch = make_batch([(1,), (2, 2), (3, 3, 3), (4,), (5,), (6,)])
+    batch.non_tensor_batch["reward_model"] = [{"ground_truth": str(i)} for i in range(6)]
+    scored = Scored([None, None, LOST, None, None, None], [0.5, 0.4, 0.0, 1.0, 0.1, 0.5])
+    samples = choose_samples(batch, scored, Words(), count=4)
+    assert [sample["response"] for sample in samples] == ["3 3 3", "4", "5", "1"]
+    assert samples[0] == {"prompt": "1 2", "response": "3 3 3", "score": None, "tokens": 3, "ground_truth": "2"}
+    assert [sample["score"] for sample in samples[1:]] == [1.0, 0.1, 0.5]
+
+
+def test_without_a_score_there_are_still_samples():
+    samples = choose_samples(make_batch(), Scored([LOST, LOST], [0.0, 0.0]), Words())
+    assert [sample["score"] for sample in samples] == [None, None]
+
+
+def test_a_group_has_a_signal_when_known_scores_differ():
+    scored = Scored([None, None, None, LOST, None, None], [0.0, 1.0, 0.0, 5.0, 2.0, 2.0])
+    assert share_with_signal(scored, 2) == 1 / 3
+    assert share_with_signal(scored, 3) == 1 / 2, "0, 1, 0 differ; 2, 2 do not"
