@@ -21,6 +21,7 @@ from lockstep.compat.verl.numbers import Metric
 from lockstep.compat.verl.runner import our_config
 from lockstep.config import actor_rollout_ref as config
 from lockstep.config.algorithm import AlgorithmConfig
+from lockstep.config.reward import OverlongConfig
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.errors import ConfigError, RewardError
 from lockstep.observability.trackers import Tracking as OurTracking
@@ -224,7 +225,8 @@ class VerlRewardManager(RewardManager):
             raise RewardError(f"a reward is missing: {next(filter(None, whole['failures'])).text}")
         if self._overlong is not None and self._overlong.enable:
             rows = DataProto({"responses": data.ragged("responses"), "token_level_scores": whole["reward_tensor"]})
-            penalise_overlong(rows, Scored([], [], parts=whole["reward_parts"]), self._overlong, int(self._limit or 0))
+            buffer = OverlongConfig(True, self._overlong.len, self._overlong.penalty_factor)
+            penalise_overlong(rows, Scored([], [], parts=whole["reward_parts"]), buffer, int(self._limit or 0))
             whole["reward_tensor"] = rows.ragged("token_level_scores")
         if not ragged:
             whole["reward_tensor"] = whole["reward_tensor"].pad()
