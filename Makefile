@@ -58,7 +58,7 @@ test: style $(SMOLLM2)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
 suite: $(SMOLLM2)
-	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS))
+	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/dashboards
 
 # With the training backends that are packages of their own: about five minutes.
 test-engines: $(ENGINES)
@@ -79,7 +79,7 @@ $(LOWEST_READY): pyproject.toml constraints-lowest.txt
 
 test-lowest: $(LOWEST_READY)
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(LOWEST_BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		$(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/e2e
+		$(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/e2e --ignore=tests/dashboards
 
 # Without its dependencies, and then with those of them that text needs: the others are for another torch than ours. Of our versions only torch.
 $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
@@ -124,7 +124,7 @@ $(TRACKERS_READY): pyproject.toml constraints.txt
 	touch $@
 
 test-trackers: $(TRACKERS_READY)
-	$(TRACKERS_BIN)/python -m pytest tests/observability/test_dashboards.py tests/observability/test_trackers.py --timeout 600
+	$(TRACKERS_BIN)/python -m pytest tests/dashboards tests/observability/test_trackers.py --timeout 600
 
 # The documentation as a site in site/: `python3 -m http.server -d site`, then search works without a network too. A dead link is an error.
 DOCS_VENV := .venv-docs

@@ -31,6 +31,8 @@ COMMANDS = {
         "lockstep.tools.verify_resume",
         "kill a short run of your configuration and compare its end with one never hit",
     ),
+    "capsule": ("lockstep.tools.replay.make", "put a step of a run into one file: rows, configuration, versions, weights' name"),
+    "replay": ("lockstep.tools.replay", "do the step of a capsule again, here, and name the first metric that differs"),
     "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
     "watch": ("lockstep.tools.report.watch", "watch RUN ...: the same live, in a browser on this machine"),
     "preprocess": (

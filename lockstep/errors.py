@@ -124,6 +124,11 @@ class WorkerTimeout(WorkerError):
         return f"worker {self.worker} did not answer in time: {self.detail}"
 
 
+def is_nonfinite(error: Exception) -> bool:
+    """Whether numbers that are not finite ended a step, here or in a worker."""
+    return isinstance(error, NumericalError) or (isinstance(error, WorkerError) and error.detail.startswith("NumericalError"))
+
+
 def as_command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
     """Decorator of a command's `main(arguments) -> exit status`: prints an error that is the user's to fix and returns 1; 130 when the
     user interrupts it."""

@@ -56,13 +56,14 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"trainer/stop", "trainer/skipped", "data/schedule", "config", "checkpoint", "observability"},
+    "trainer/run": {"trainer/stop", "trainer/skipped", "trainer/capsule", "data/schedule", "config", "checkpoint", "observability"},
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},
     "trainer/launch": {"trainer/memory", "trainer/resources", "single_controller", "planner", "config", "observability/spans"},
     "trainer/stop": set(),
     "trainer/skipped": set(),
+    "trainer/capsule": {"trainer/run", "data/schedule", "config", "checkpoint"},
     "trainer/ppo": {
         "agents",
         "trainer/run", "trainer/role", "trainer/resources", "trainer/launch", "single_controller", "planner", "algorithms", "data",
@@ -109,7 +110,7 @@ ARROWS: dict[str, set[str]] = {
     "tools/report": {"config", "observability"},
     "tools/asked": {"config"},
     "tools/explain": {"tools/asked", "tools/plan", "planner", "trainer/ppo", "data", "config", "utils"},
-    "tools/plan": {"tools/asked", "planner", "trainer/ppo", "config"},
+    "tools/plan": {"tools/asked", "planner", "trainer/ppo", "trainer/setup", "config"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
     "tools/verify_resume": {"checkpoint"},
     # others' names: these may point up
@@ -128,6 +129,7 @@ COMPOSITION_ROOTS = (
     "trainer/setup", "tools/reward_check/command", "tools/evaluate/command", "tools/compare", "cli",
     "trainer/setup", "tools/reward_check/command", "tools/compare",
     "tools/doctor/command", "tools/doctor/parts", "tools/doctor/selftest", "tools/doctor", "cli",
+    "trainer/setup", "tools/reward_check/command", "tools/compare", "tools/replay", "tools/replay/make", "cli",
     "__init__",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ def default_name(config: Any, algorithm: str, model: str) -> str:
     The fingerprint is of the values that a resumed run must keep (config/resume.py) and that are not the defaults: a key that a later
     version adds does not change it.
     """
-    defaults = _defaults(type(config))
+    defaults = _defaults(type(config))  # type: ignore[arg-type]  # a class is hashable
     changed = {key: value for key, value in kept_values(config).items() if key not in defaults or defaults[key] != value}
     digest = hashlib.blake2b(json.dumps(changed, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{_plain(algorithm)}-{_model_name(model)}-{digest}"

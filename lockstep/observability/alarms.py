@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from lockstep.errors import Alarmed
 
 History = Sequence[Mapping[str, float]]
 
@@ -72,6 +74,16 @@ class Alarms:
                     row = {"step": step, "name": alarm.name, "text": alarm.text, "numbers": alarm.numbers, "key": alarm.key}
                     file.write(json.dumps(row | {"samples": list(samples)}, default=str) + "\n")
         return found
+
+    def stop(self, ended: Callable[[str], str]) -> NoReturn:
+        """Raise Alarmed, with what `ended` makes of the reason."""
+        raise Alarmed(ended(f"{', '.join(alarm.name for alarm in self.sounded)}, and trainer.on_alarm=stop"))
+
+
+def shown(alarms: Sequence[Alarm], samples: Sequence[Mapping[str, Any]]) -> str:
+    """The alarms, and two of the samples, in which nothing that the model wrote controls a terminal."""
+    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
+    return "\n".join([*map(str, alarms), *texts])
 
 
 # -- the checks ------------------------------------------------------------------------------------------------------------
@@ -300,12 +312,6 @@ def _numbers(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def shown_alarms(alarms: Sequence[Alarm], samples: Sequence[Mapping[str, Any]]) -> str:
-    """The alarms, and what the model wrote."""
-    texts = [f"  {name}: {str(value)[:_SHOWN]!r}" for sample in samples[:2] for name, value in sample.items()]
-    return "\n".join([*map(str, alarms), *texts])
 
 
 def _listed(values: Iterable[float]) -> str:

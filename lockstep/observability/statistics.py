@@ -88,12 +88,13 @@ def clustered_interval(values: Array, num_trials: float) -> tuple[Array, Array]:
     """The ends of the 95 % interval of the mean of `values` [..., questions], which lie within 0 and 1 (two questions or more).
 
     Wilson's with the number of independent trials that would have the same standard error (Dean and Pagano, 2015), at most `num_trials`,
-    for the t distribution (Korn and Graubard, 1998). Where all questions are equal, and the spread says nothing, each is one trial.
+    for the t distribution (Korn and Graubard, 1998). Where all questions are equal, and the spread says nothing, each is one trial, as if
+    it had one sample.
     """
     num_questions = values.shape[-1]
     share, variance = values.mean(-1), values.var(-1, ddof=1) / num_questions
-    trials = np.where(variance > 0, share * (1 - share) / np.where(variance > 0, variance, 1), num_questions)
-    return _wilson(share, t_95(num_questions - 1) ** 2 / np.minimum(trials, max(num_trials, num_questions)))
+    trials = np.minimum(share * (1 - share) / np.where(variance > 0, variance, 1), max(num_trials, num_questions))
+    return _wilson(share, np.where(variance > 0, t_95(num_questions - 1) ** 2 / np.maximum(trials, 1), Z_95**2 / num_questions))
 
 
 def t_interval(values: Array) -> tuple[Array, Array]:

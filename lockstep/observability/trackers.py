@@ -83,7 +83,7 @@ class Tracking:
         check_trackers(names)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._finished = False
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, Any] = {}
         try:
             own = {"project_name": project_name, "experiment_name": experiment_name, "run_dir": run_dir, "config": config}
             for name in dict.fromkeys(names):

@@ -30,6 +30,8 @@ _COPIED, _WRITTEN = 3.4e9, 0.64e9
 """Bytes per second of a save: to host memory, while the run waits, and then to disk (measured with one 0.5B model)."""
 _SENT = 20e9
 """Bytes per second to an engine in a process of its own."""
+FLOAT32_SLOWER = 15
+"""How many times fewer float32 operations than bfloat16 ones a GPU does per second (H100, H200: 67 of 989 TFLOP/s)."""
 _SAVED = 12
 """Bytes of a checkpoint per parameter that learns: the weight and two moments."""
 
@@ -147,6 +149,13 @@ def critic_section(config: PPOConfig) -> CriticConfig:
     return dataclasses.replace(config.critic, model=model)
 
 
+def _device_of(choice: EngineChoice, device: Device) -> Device:
+    """The GPU as a computation in this type sees it: float32 takes no tensor cores, and twice the bytes."""
+    if element_of(choice) == 2:
+        return device
+    return dataclasses.replace(device, flops=device.flops / FLOAT32_SLOWER, bandwidth=device.bandwidth / 2)
+
+
 def element_of(choice: EngineChoice) -> int:
     """Bytes of a number in the computation on a GPU."""
     return 4 if choice.engine.dtype == "float32" else 2
@@ -205,10 +214,12 @@ def _add_seconds(
         budget = max_tokens if max_rows is None else int(max_rows * (lengths.prompt + lengths.response))
         return Rows(batch / count, n, lengths.prompt, lengths.response, budget)
 
-    seconds = found.seconds
-    seconds[GENERATION] = _generate_s(found, config, shape, device, ranks, lengths)
+    seconds, whole = found.seconds, device
+    device = _device_of(actor, whole)
+    sampling = dataclasses.replace(whole, flops=device.flops)  # it counts its bytes itself
+    seconds[GENERATION] = _generate_s(found, config, shape, sampling, ranks, lengths)
     if config.algorithm.adv_estimator == "remax":
-        seconds["gen_max"] = _generate_s(found, config, shape, device, ranks, lengths, samples=1)
+        seconds["gen_max"] = _generate_s(found, config, shape, sampling, ranks, lengths, samples=1)
     own = rows(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, ranks.count)
     if recomputes_old:
         seconds["old_log_prob"] = pass_s(shape, own, device, ranks)
@@ -220,20 +231,22 @@ def _add_seconds(
     if config.reward_model.enable:
         judge, judges, own_keys = read_shape(config.reward_model.model, Head.SCORE), of["reward_model"][1], config.reward_model
         passed = rows(own_keys.max_token_len_per_gpu, own_keys.micro_batch_size_per_gpu, judges.count)
-        seconds["reward_model"] = pass_s(judge, passed, device, judges)
+        seconds["reward_model"] = pass_s(judge, passed, _device_of(own_keys, whole), judges)
     if config.use_critic:
         section, (model, those) = critic_section(config), of["critic"]
         value = read_shape(section.model, Head.VALUE)
         passed = rows(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, those.count)
-        seconds["values"] = pass_s(value, passed, device, those)
+        seconds["values"] = pass_s(value, passed, _device_of(section, whole), those)
         updates = batch // config.critic_mini_batch_prompts * config.critic_epochs
-        seconds["update_critic"] = _update_s(value, passed, device, those, found, model, updates, config.critic_epochs)
+        seconds["update_critic"] = _update_s(
+            value, passed, _device_of(section, whole), those, found, model, updates, config.critic_epochs
+        )
     updates = batch // config.actor_mini_batch_prompts * actor.ppo_epochs
     seconds["update_actor"] = _update_s(shape, own, device, ranks, found, of["actor"][0], updates, actor.ppo_epochs)
     own_process = policy.rollout.name in ("vllm", "sglang")
     seconds[SYNC] = 2 * shape.parameters / _SENT if own_process else ranks.gather_s(2 * shape.parameters, device)
     seconds[SAVE] = sum(_SAVED * _trained(model) / _COPIED for model, _ in of.values())
-    _add_offloading(found, of, device)
+    _add_offloading(found, of)
 
 
 def _generate_s(
@@ -265,7 +278,7 @@ def _shards(model: Model, ranks: Ranks) -> int:
     return ranks.count if model.moments else 1
 
 
-def _add_offloading(found: Prediction, of: dict[str, tuple[Model, Ranks]], device: Device) -> None:
+def _add_offloading(found: Prediction, of: dict[str, tuple[Model, Ranks]]) -> None:
     """What moves between host and GPU: weights to each stage of the model and back after an update, moments to and from it."""
     host_link = 25e9  # bytes per second over PCIe from pinned memory
     for name, (model, _) in of.items():

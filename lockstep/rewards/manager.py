@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,11 @@ from lockstep.config.reward import RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocol import Column, DataProto, Ragged
+from lockstep.rewards.examples import print_examples
 from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score, check_score
 from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
-from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +130,8 @@ class RewardManager:
         answer = scoring.finish(data)
         rewards: Ragged = answer["reward_tensor"]
         if self.num_examine:
-            self._print_examples(data, answer)
+            sources, reward_models = (column(data, name) for name in (self.reward_fn_key, "reward_model"))
+            print_examples(data, answer, sources, reward_models, self.decode, self.num_examine)
         if not ragged:
             answer["reward_tensor"] = rewards.pad()
         if return_dict:
@@ -183,21 +183,6 @@ class RewardManager:
     def tags(self, data: DataProto) -> list[Tag]:
         """What each row says about its reward."""
         return list(map(Tag.of, column(data, self.reward_fn_key), column(data, "reward_model")))
-
-    def _print_examples(self, data: DataProto, answer: Mapping[str, Any]) -> None:
-        printed: Counter[Any] = Counter()
-        sums = [row.sum().item() for row in answer["reward_tensor"].rows()]
-        scores = answer["reward_extra_info"].get("score", sums)
-        for i, (source, reward_model) in enumerate(zip(column(data, self.reward_fn_key), column(data, "reward_model"))):
-            if printed[source] < self.num_examine:
-                printed[source] += 1
-                failure = answer["failures"][i]
-                shown = (
-                    f"[data_source] {source}\n[prompt] {self.decode(data.ragged('prompts')[i])}\n"
-                    f"[response] {self.decode(data.ragged('responses')[i])}\n[ground_truth] {(reward_model or {}).get('ground_truth')}\n"
-                    f"[score] {f'missing: {failure.kind}' if failure else f'{scores[i]:g}'}"
-                )
-                print(printable(shown))
 
 
 class Scoring:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from lockstep.config.distill import DistillConfig
 from lockstep.config.load import load_recipe
 from lockstep.observability.spans import progress
-from lockstep.trainer.program import run_program, run_stage
+from lockstep.trainer.program import opened_stage, run_program, run_stage
 from lockstep.trainer.setup import check_stage_engine, sampled_answers
+
+if TYPE_CHECKING:
+    from lockstep.trainer.distill.distill_trainer import DistillTrainer
+
+
+load = functools.partial(load_recipe, DistillConfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See program.run_program."""
-    return run_program(arguments, DistillConfig, functools.partial(load_recipe, DistillConfig), run)
+    return run_program(arguments, DistillConfig, load, run)
 
 
 def run(config: DistillConfig) -> None:
     """Train, and say what came of it."""
+    run_stage(opened(config))
+
+
+@contextmanager
+def opened(config: DistillConfig) -> Iterator[DistillTrainer]:
+    """The trainer, before its workers are started; closed at the end."""
     # After the configuration has been checked: these imports bring torch.
     import dataclasses
 
@@ -37,8 +51,13 @@ def run(config: DistillConfig) -> None:
         tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
     check_same_tokenizer(tokenizer, str(teacher.path), teacher.trust_remote_code, "teacher.path")
     make_loss = functools.partial(make_distill_loss, STAGE_KEYS.name)
-    with sampled_answers(config, tokenizer) as sampled:
-        run_stage(config, lambda groups: DistillTrainer(config, tokenizer, DistillWorker, groups, make_loss, sampled))
+    with (
+        sampled_answers(config, tokenizer) as sampled,
+        opened_stage(
+            config, lambda groups: DistillTrainer(config, tokenizer, DistillWorker, groups, make_loss, sampled)
+        ) as trainer,
+    ):
+        yield trainer
 
 
 if __name__ == "__main__":

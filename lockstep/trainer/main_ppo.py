@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from lockstep.trainer.program import run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
-    from lockstep.trainer.run import FitResult
+    from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 def main(arguments: Sequence[str] | None = None, algorithm: str = "ppo") -> int:
@@ -25,10 +26,11 @@ def main(arguments: Sequence[str] | None = None, algorithm: str = "ppo") -> int:
 
     `algorithm` names a preset of config/presets.py.
     """
-    return run_program(arguments, PPOConfig, partial(_load, algorithm), run, algorithm)
+    return run_program(arguments, PPOConfig, partial(load, algorithm=algorithm), run, algorithm)
 
 
-def _load(algorithm: str, overrides: list[str], config_file: Path | None) -> PPOConfig:
+def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo") -> PPOConfig:
+    """The configuration that the command line describes."""
     if "--from-verl" in overrides:
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
     check_arguments(overrides)
@@ -39,6 +41,23 @@ def run(config: PPOConfig) -> None:
     """Train, and say what came of it."""
     # After the configuration has been checked: these imports bring torch.
     from lockstep.trainer.summary import summarise
+
+    with opened(config) as trainer:
+        trainer.init_workers()
+        result = trainer.fit()
+    print(summarise(result, EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)))
+    if trainer.device == "cuda":
+        import torch
+
+        from lockstep.tools.plan.measured import one_line
+
+        if (line := one_line(config, result.metrics_file, torch.cuda.get_device_name())) is not None:
+            print(line)
+
+
+@contextmanager
+def opened(config: PPOConfig) -> Iterator[RayPPOTrainer]:
+    """The trainer, before its workers are started; closed at the end."""
     from lockstep.utils.device import resolve_device
     from lockstep.workers.rollout.registry import check_installed
 
@@ -51,18 +70,11 @@ def run(config: PPOConfig) -> None:
         if embedded:
             config = with_embedded_task(config)
             check_engines(config)
-        result = _train(config, group_cls)
-    print(summarise(result, embedded))
-    if resolve_device(config.trainer.device) == "cuda":
-        import torch
-
-        from lockstep.tools.plan.measured import one_line
-
-        if (line := one_line(config, result.metrics_file, torch.cuda.get_device_name())) is not None:
-            print(line)
+        with closing(_trainer(config, group_cls)) as trainer:
+            yield trainer
 
 
-def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
+def _trainer(config: PPOConfig, ray_worker_group_cls: Any) -> RayPPOTrainer:
     """The tutorial's code: roles, workers, pools, rewards, trainer."""
     from lockstep.rewards.manager import RewardManager
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
@@ -101,7 +113,7 @@ def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
     val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, **judging)
     resource_pool_manager = ResourcePoolManager(resource_pool_spec=resource_pool_spec, mapping=mapping)
 
-    trainer = RayPPOTrainer(
+    return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping=role_worker_mapping,
@@ -110,11 +122,6 @@ def _train(config: PPOConfig, ray_worker_group_cls: Any) -> FitResult:
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
     )
-    try:
-        trainer.init_workers()
-        return trainer.fit()
-    finally:
-        trainer.close()
 
 
 if __name__ == "__main__":

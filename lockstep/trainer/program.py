@@ -6,10 +6,10 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep import __version__
 from lockstep.checkpoint.lock import check_folder
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.stage_run import StageRun
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+T = TypeVar("T", bound="StageRun")
 
 
 def run_program(
@@ -78,17 +79,23 @@ def run_program(
     return 0
 
 
-def run_stage(config: StageConfig, make_trainer: Callable[[Any], StageRun]) -> None:
-    """Train the recipe that `make_trainer` makes for a class of worker groups, and say what came of it."""
+@contextmanager
+def opened_stage(config: StageConfig, make_trainer: Callable[[Any], T]) -> Iterator[T]:
+    """The recipe that `make_trainer` makes for a class of worker groups; none of its workers is left at the end."""
+    with (
+        worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
+        closing(make_trainer(group_cls)) as trainer,
+    ):
+        yield trainer
+
+
+def run_stage(opened: AbstractContextManager[StageRun]) -> None:
+    """Train, and say what came of it."""
     from lockstep.trainer.summary import summarise_stage
 
-    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
-        trainer = make_trainer(group_cls)
-        try:
-            trainer.init_workers()
-            result = trainer.fit()
-        finally:
-            trainer.close()
+    with opened as trainer:
+        trainer.init_workers()
+        result = trainer.fit()
     print(summarise_stage(result, trainer.view.validation))
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,19 +31,9 @@ from lockstep.config.load import to_yaml
 from lockstep.config.resume import check_resumable, kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
-from lockstep.data.schedule import batch_at
-from lockstep.errors import (
-    Alarmed,
-    ConfigError,
-    DataError,
-    NumericalError,
-    ResourceError,
-    Stopped,
-    WorkerDied,
-    WorkerError,
-    WorkerTimeout,
-)
-from lockstep.observability.alarms import Alarms, shown_alarms
+from lockstep.data.schedule import PromptSchedule, batch_at
+from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
+from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
@@ -146,6 +136,10 @@ class Run(ABC):
         """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
         return self.global_steps
 
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """The rows that are trained on, and their order."""
+        raise NotImplementedError("this recipe reads no files")
+
     def _describe(self) -> str:
         """What a step does, for the user to read at the start."""
         return ""
@@ -208,13 +202,17 @@ class Run(ABC):
             if stop.asked and self.global_steps < self.total_steps:
                 raise Stopped(stop.asked, self._ended(stop.asked.name))
             if self._is_alarmed:
-                raise Alarmed(self._ended(f"{', '.join(alarm.name for alarm in self.alarms.sounded)}, and trainer.on_alarm=stop"))
+                self.alarms.stop(self._ended)
             return self._result()
-        except (Stopped, Alarmed):
+        except Stopped:
             raise
         except Exception as error:
             with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
+            if is_nonfinite(error):
+                from lockstep.trainer.capsule import keep_failed_step
+
+                keep_failed_step(self, error)
             if not self._begins_again_after(error):
                 raise
         finally:
@@ -246,7 +244,7 @@ class Run(ABC):
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
         self.display.step(self.global_steps, metrics)
         if alarms:
-            self.display.message(shown_alarms(alarms, samples))
+            self.display.message(shown(alarms, samples))
         self._saver.check()
 
     def is_due(self, frequency: int, step: int) -> bool:
@@ -280,7 +278,7 @@ class Run(ABC):
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
-            experiment_name=self.section.experiment_name,
+            experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
             resume_step=self.global_steps or None,
@@ -288,7 +286,10 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        due: dict[str, Callable[[int], bool]] = {
+            "testing": self._validates_after,
+            "save_checkpoint": partial(self.is_due, self.section.save_freq),
+        }
         self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:
@@ -325,8 +326,7 @@ class Run(ABC):
         """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
         detail = error.detail if isinstance(error, WorkerError) else ""
         is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
-        is_nonfinite = isinstance(error, NumericalError) or detail.startswith("NumericalError")
-        rolls_back = is_nonfinite and self.section.on_nonfinite == "rollback"
+        rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
         if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
         self.num_restarts += 1

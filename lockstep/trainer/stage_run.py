@@ -174,6 +174,10 @@ class StageRun(Run):
         found: list[dict[str, Metric]] = self.model_wg.evaluate(batch, denominators=denominators_of(batch))
         return found
 
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """See Run."""
+        return getattr(self.train_data, "rows", self.train_data), self.schedule
+
     def _state(self) -> dict[str, Any]:
         return {"num_train_rows": len(self.train_data)}
 

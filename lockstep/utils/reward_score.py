@@ -6,5 +6,5 @@ from lockstep.rewards.graders import code, default_compute_score, exact_match, g
 
 __all__ = ["code", "default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
 
-for _module in (code, exact_match, gsm8k, math, multiple_choice):
+for _module in (code, exact_match, gsm8k, multiple_choice):
     sys.modules[f"{__name__}.{_module.__name__.rsplit('.', 1)[1]}"] = _module

@@ -28,6 +28,7 @@ from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.optim import update, update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.score import score_rows
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.value_loss import make_value_loss
@@ -108,7 +109,7 @@ class TrainingWorker(ModelWorker):
         texts = zip(data.non_tensor_batch["raw_prompt"], data.non_tensor_batch["response_text"], strict=True)
         rows = Ragged.from_rows([self.render(prompt, response) for prompt, response in texts], dtype=torch.int64)
         with self.memory.stage("reward_model", rows.lengths.tolist(), self.budget, "reward_model.max_token_len_per_gpu"):
-            scores = self.engine.score(rows, self.budget, self.tokenizer.pad_token_id)
+            scores = score_rows(self.engine, rows, self.budget, self.tokenizer.pad_token_id)
         return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
 
     def render(self, prompt: str | list[dict[str, str]], response: str) -> list[int]:

@@ -26,6 +26,8 @@ ALLOWED = {
     "single_controller/base/worker_group.py WorkerGroup.__init__.device": "where workers compute; trainer.device is resolved before",
     "single_controller/base/resource_pool.py ResourcePool.__init__.name": "how errors name a pool",
     "planner/memory.py Model.optimizer_offload": "a frozen model has no moments",
+    "agents/episode.py Episode.retries": "how often it was played again; agent.retries bounds it",
+    "agents/episode.py Episode.environment_s": "time that was spent",
     # The value is the formula's own, or nobody sets it for a run.
     "algorithms/advantages/returns.py rewards_to_go.gamma": "a sum without discount",
     "workers/engine/base.py TrainEngine.forward.temperature": "a value model has none",
@@ -34,7 +36,12 @@ ALLOWED = {
     "workers/engine/torchtitan/engine.py TorchtitanEngine.forward_backward.temperature": "a value model has none",
     "workers/engine/torchtitan/model.py Question.temperature": "a value model has none",
     "rewards/graders/math.py compute_score.timeout_s": "of one comparison inside a call that reward.timeout_s bounds",
+    "observability/statistics.py flip_test.seed": "a test of a difference gives the same answer whenever it is asked",
     # Users write these calls without the argument.
+    "agents/gym_text.py GymText.__init__.name": "a game; not the name of anything configured",
+    "tools/load_model.py load.dtype": "the weights' own, unless a command says otherwise",
+    "tools/load_model.py load.device": "the best there is, unless a command says otherwise",
+    "tools/load_model.py load.trust_remote_code": "code from a model's folder never runs unasked",
     "utils/tokenizer.py hf_tokenizer.trust_remote_code": "the tutorial's call; code from a model's folder never runs unasked",
     "utils/hf_config.py read_model_config.trust_remote_code": "code from a model's folder never runs unasked",
 }
@@ -42,6 +49,8 @@ ALLOWED = {
 ROOMS = {
     "config/": "the source",
     "compat/": "other libraries' functions have those libraries' defaults",
+    "tools/evaluate/": "a command without a configuration: its options have defaults of their own (docs/eval.md)",
+    "tools/serve/": "likewise (docs/serve.md)",
     "rewards/sandbox/": "a library that imports nothing of ours and is used alone; the test below compares",
 }
 """Folder -> why it may have defaults."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
-from eval.parity import served
+from eval.parity import ROOT, served
 
 openai = pytest.importorskip("openai")
 
@@ -83,3 +84,10 @@ def test_models_and_errors_have_the_types_that_the_package_expects(client, addre
         client.completions.create(model="smollm2-135m", prompt="a", temperature=-1)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=address, api_key="wrong", max_retries=0).models.list()
+
+
+def test_the_python_of_the_page_works_as_written(address, capsys):
+    page = (ROOT / "docs/serve.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+    exec(code.replace("http://127.0.0.1:8000/v1", address).replace('api_key="none"', 'api_key="secret"'), {})
+    assert capsys.readouterr().out.strip()

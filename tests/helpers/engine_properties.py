@@ -55,6 +55,7 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.checkpoint import MOMENTS
+from lockstep.workers.engine.score import score_rows
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.weight_sync.shared import SharedWeights
 
@@ -268,10 +269,10 @@ def assert_scores_equal_one_row_at_a_time(layout: Layout, path: str, budget: Bud
 
     def score() -> Tensor:
         engine = layout.engine(path, SCORE, optim=None, pad_token_id=0)
-        nothing = engine.score(Ragged.from_rows([], dtype=torch.int64), budget, pad_token_id=0)
+        nothing = score_rows(engine, Ragged.from_rows([], dtype=torch.int64), budget, pad_token_id=0)
         assert nothing.shape == (0,)
         mine = sequences if layout.world == 1 else (sequences[:1] if engine.rank == 0 else sequences[1:])
-        return engine.score(Ragged.from_rows(mine), budget, pad_token_id=0)
+        return score_rows(engine, Ragged.from_rows(mine), budget, pad_token_id=0)
 
     scores = torch.cat(layout.run(score))
     model = reference_model(path, SCORE)

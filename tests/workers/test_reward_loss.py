@@ -25,6 +25,7 @@ from lockstep.models.packing import Budget, TokenRows
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto
 from lockstep.workers.engine.pending import read
+from lockstep.workers.engine.score import score_rows
 from lockstep.workers.reward_loss import NUM_BINS, make_reward_loss
 
 LAYOUTS = {
@@ -74,7 +75,7 @@ def test_adapters_train_the_head_too_and_the_folder_scores_the_same_in_transform
         engine.save(tmp_path / "saved")
         assert not torch.equal(weights_of(engine)["score.weight"], start)
         rows = DataProto.from_dict({"input_ids": data.ragged("prompts")})
-        return engine.score(rows.ragged("input_ids"), WHOLE, pad_token_id=0)
+        return score_rows(engine, rows.ragged("input_ids"), WHOLE, pad_token_id=0)
 
     scores = layout.run(train)[0]
     merged = reference_model(str(tmp_path / "saved"), SCORE)
@@ -126,7 +127,7 @@ def test_in_bf16_the_head_is_float32(tmp_path: Path, strategy: str, world: int) 
     def train(path: str) -> Tensor:
         engine = layout.engine(path, SCORE, pad_token_id=0, dtype="bfloat16")
         mine = data if engine.rank == 0 else data.select_idxs(torch.empty(0, dtype=torch.int64))
-        scores = engine.score(mine.ragged("prompts"), WHOLE, pad_token_id=0)
+        scores = score_rows(engine, mine.ragged("prompts"), WHOLE, pad_token_id=0)
         engine.forward_backward(mine, partial(make_reward_loss("train", 0.0), denominators=denominators(data)), WHOLE)
         assert engine.optim_step().grad_norm > 0
         return scores

@@ -134,6 +134,16 @@ def marked_timer(name: str, timing_raw: dict[str, float], *ignored: Any, **also_
     timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
 
 
+def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str) -> dict[str, float]:
+    """The smallest and largest sum of a partition, of neighbouring rows and of `partitions`."""
+    size = len(seqlen_list) // len(partitions)
+    before = [sum(seqlen_list[i * size : (i + 1) * size]) for i in range(len(partitions))]
+    after = [sum(seqlen_list[row] for row in part) for part in partitions]
+    found = {"min": min(before), "max": max(before), "minmax_diff": max(before) - min(before), "balanced_min": min(after),
+             "balanced_max": max(after), "mean": sum(seqlen_list) / len(partitions)}  # fmt: skip
+    return {f"{prefix}/{name}": value for name, value in found.items()}
+
+
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool = False) -> list[list[int]]:
     """Indices of rows in `k_partitions` parts of nearly equal sums."""
     return [sorted(part) for part in balanced_partition(seqlen_list, k_partitions)]
@@ -173,20 +183,6 @@ def ActorConfig(**given: Any) -> config.ActorConfig:
     return config.ActorConfig(**{key: value for key, value in given.items() if key in config.ActorConfig.__dataclass_fields__})
 
 
-def hf_processor(name_or_path: str, **ignored: Any) -> None:
-    """None, as verl's gives for a model of text."""
-
-
-def get_device_name() -> str:
-    """The kind of device that a run uses here."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Positions that count from 0 at the first token of each row."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
-
-
 def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
     """Add each value, or each of a list, to the list (or `Metric`) of its name, in place."""
     for name, value in new_data.items():
@@ -194,9 +190,17 @@ def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
         (found.extend if isinstance(value, list) else found.append)(value)
 
 
-def get_reward_manager_cls(name: str) -> type[RewardManager]:
-    """The one manager there is."""
-    return VerlRewardManager
+_MANAGERS: dict[str, type] = {}
+
+
+def register(name: str) -> Callable[[type], type]:
+    """Make the decorated class the reward manager `name`."""
+    return lambda manager: _MANAGERS.setdefault(name, manager)
+
+
+def get_reward_manager_cls(name: str) -> type:
+    """The manager that was registered under the name, or the one that does what all of verl's do."""
+    return _MANAGERS.get(name, VerlRewardManager)
 
 
 class VerlRewardManager(RewardManager):
@@ -213,7 +217,7 @@ class VerlRewardManager(RewardManager):
 
     def __call__(self, data: DataProto, return_dict: bool = False, scoring: Any = None, ragged: bool = False) -> Any:
         """As the manager's; with `overlong_buffer_cfg.enable` less the penalty for length, which is among the parts."""
-        answer = super().__call__(data, return_dict, scoring, ragged=True)
+        answer: Any = super().__call__(data, return_dict, scoring, ragged=True)
         whole: dict[str, Any] = answer if return_dict else {"reward_tensor": answer, "reward_parts": {}}
         if self._overlong is not None and self._overlong.enable:
             rows = DataProto({"responses": data.ragged("responses"), "token_level_scores": whole["reward_tensor"]})
@@ -228,10 +232,6 @@ def extract_reward(batch: DataProto) -> tuple[Tensor, dict[str, Any]]:
     """The rewards that came with the responses, and what the reward function said beside them."""
     extra = {name: batch.non_tensor_batch[name] for name in batch.meta_info.get("reward_extra_keys", ())}
     return batch.batch["rm_scores"], extra
-
-
-def auto_set_device(config: Any) -> None:
-    """Nothing: trainer.device is resolved when the run starts."""
 
 
 def migrate_legacy_reward_impl(config: Any) -> Any:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.compat.verl.names import read_rows
+from lockstep.config.actor_rollout_ref import ROLLOUTS
+from lockstep.config.engine import STRATEGIES
 from lockstep.config.load import check_key
 from lockstep.errors import ConfigError
 
@@ -168,48 +170,31 @@ def _config_name(key: str, new_key: str, value: Any, why: str) -> Verdict:
 
 
 def _engine(key: str, new_key: str, value: Any, why: str) -> Verdict:
-    names = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp2", "megatron": "megatron", "torchtitan": "torchtitan", "veomni": "veomni"}
-    if value not in names:
-        return Verdict(key, "refused", f"no training engine {value!r}; there are: fsdp, fsdp2, megatron, torchtitan, veomni")
-    if key == "model_engine":
-        return Verdict(key, "translated", why, ((new_key, names[value]), ("critic.strategy", names[value])))
-    return _same(key, new_key, value)
+    engine = "fsdp" if value == "dp" else value
+    if engine not in STRATEGIES:
+        return Verdict(key, "refused", f"no training engine {value!r}; there are: {', '.join(STRATEGIES)}")
+    both = (new_key, engine), ("critic.strategy", engine)
+    return Verdict(key, "translated", why, both) if key == "model_engine" else _same(key, new_key, value)
 
 
 def _rollout(key: str, new_key: str, value: Any, why: str) -> Verdict:
-    known = ("vllm", "sglang", "hf", "native")
-    return (
-        _same(key, new_key, value)
-        if value in known
-        else Verdict(key, "refused", f"no generation engine {value!r}: {', '.join(known)}")
-    )
+    if value in ROLLOUTS:
+        return _same(key, new_key, value)
+    return Verdict(key, "refused", f"no generation engine {value!r}: {', '.join(ROLLOUTS)}")
+
+
+def _schedule(key: str, new_key: str, value: Any, why: str) -> Verdict:
+    if value in (None, "constant", "cosine", "linear"):
+        return Verdict(key, "ignored", "null is what happens here") if value is None else _same(key, new_key, value, why)
+    return Verdict(key, "refused", f"the learning rate is constant, cosine or linear, not {value}")
 
 
 def _optim(key: str, new_key: str, value: Any, why: str) -> Verdict:
-    """The keys of an optimizer section; `new_key` is that of the same name."""
-    name = new_key.rpartition(".optim.")[2]
-    section = new_key.removesuffix(name)
-    if name in ("warmup_style", "lr_decay_style", "lr_scheduler_type"):
-        if value is None:
-            return Verdict(key, "ignored", "null is what happens here")
-        if value in ("constant", "cosine", "linear"):
-            return _same(key, f"{section}lr_scheduler_type", value, "the shape of the learning rate")
-        return Verdict(key, "refused", f"the learning rate is constant, cosine or linear, not {value}")
+    """The keys of an optimizer section that Lockstep has; others are refused unless they are off."""
     same = _same(key, new_key, value)
-    if same.kind == "accepted":
-        return Verdict(key, "ignored", "null is what happens here") if value is None else same
-    if name in ("total_training_steps", "zero_indexed_step", "lr_decay_steps") or name.startswith(("muon_", "lr_wsd_", "use_")):
-        return Verdict(key, "ignored", "the steps of the run are known" if "steps" in name else "of Megatron's or other optimizers")
-    usual = {"optimizer": ("adamw", "adam"), "name": ("adamw",), "optimizer_impl": ("torch.optim",), "num_cycles": (0.5,), "eps": (1e-8,),
-             "lr_decay_ratio": (1.0,), "weight_decay_incr_style": ("constant",), "decay_type": ("linear",)}  # fmt: skip
-    value = value.lower() if isinstance(value, str) else value
-    if value in OFF or value in usual.get(name, ()) or (name.endswith("_dtype") and value == "fp32"):
-        return Verdict(key, "ignored", f"{value} is what happens here")
-    if name.startswith("override_optimizer_config"):
-        return Verdict(key, "ignored", "memory and precision of Megatron's AdamW; moments and master weights are float32")
-    return Verdict(
-        key, "refused", "the optimizer is torch's AdamW with float32 moments; its keys: lr, betas, weight_decay, clip_grad"
-    )
+    if value is None or (same.kind != "accepted" and value in OFF):
+        return Verdict(key, "ignored", f"{_text(value)} is what happens here")
+    return same if same.kind == "accepted" else Verdict(key, "refused", why)
 
 
 def _loss_mode(key: str, new_key: str, value: Any, why: str) -> Verdict:
@@ -251,6 +236,7 @@ CONVERTERS: dict[str, Callable[[str, str, Any, str], Verdict]] = {
     "engine": _engine,
     "rollout": _rollout,
     "optim": _optim,
+    "schedule": _schedule,
     "loss_mode": _loss_mode,
     "tis": _tis,
     "manager": _manager,

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from lockstep.compat.verl import functions
 from lockstep.compat.verl.runner import our_config
+from lockstep.compat.verl.small import compute_position_id_with_mask
 from lockstep.data.schedule import PromptSchedule
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, share_rows
@@ -228,7 +229,7 @@ class _Rows(Dataset[dict[str, Any]]):
         padding = self._width - len(ids)
         mask = torch.tensor([0] * padding + [1] * len(ids))
         blocks = {"input_ids": torch.tensor([self._pad] * padding + ids), "attention_mask": mask, "raw_prompt_ids": ids}
-        return row | blocks | {"position_ids": functions.compute_position_id_with_mask(mask)}
+        return row | blocks | {"position_ids": compute_position_id_with_mask(mask)}
 
 
 class _Epoch:

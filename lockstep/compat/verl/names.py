@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_OURS = ("functions:", "numbers:", "runner:", "small:")
 _TRAINER = "lockstep.trainer.ppo.ray_trainer"
 
 
@@ -35,7 +36,7 @@ class VerlNames:
             return None
         real = PathFinder.find_spec(fullname, path, target) if path else None
         if real is None or real.loader is None:
-            return ModuleSpec(fullname, self, is_package=True)
+            return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
         run = real.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -84,7 +85,7 @@ def table() -> dict[str, tuple[dict[str, str], str]]:
         for word in names.split():
             name, _, other = word.partition("=")
             if word.endswith(":"):
-                ours = f"compat.verl.{word[:-1]}" if word in ("functions:", "numbers:", "runner:") else word[:-1]
+                ours = f"compat.verl.{word[:-1]}" if word in _OURS else word[:-1]
                 place = ours[1:] if ours.startswith("/") else f"lockstep.{ours}"
             else:
                 targets[name] = place if other == "." else f"{place}:{other or name}"

@@ -16,7 +16,8 @@ from lockstep.data.preprocess import gsm8k, hellaswag, humaneval, math_dataset, 
 from lockstep.data.preprocess.reading import read_rows
 from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow, WrittenRow
 from lockstep.data.preprocess.sources import SourceFiles, find_files
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
+from lockstep.rewards.graders import math
 from lockstep.tools.evaluate import grading
 from lockstep.tools.evaluate.question import Question, digest
 
@@ -37,6 +38,8 @@ class Task:
     grade: Callable[..., dict[str, Any]] | None = None
     """Judges an answer; None: the answer is the likeliest of `choices`."""
     choices: Callable[[SourceRow], tuple[str, ...]] | None = None
+    check: Callable[[], None] = lambda: None
+    """Raises where an answer cannot be judged on this machine."""
 
     def template(self, form: str, shots: Sequence[Any]) -> dict[str, Any]:
         """All that decides what a model is asked and how its answer is read, but for the model's own chat template; with its hash."""
@@ -61,6 +64,7 @@ def load_task(
     that can be used, or too few for examples.
     """
     task = TASKS[name]
+    task.check()
     if task.choices is not None:
         form = "plain"  # what is measured is a continuation
     num_shots = (task.num_shots if form == "plain" else 0) if num_shots is None else num_shots
@@ -171,6 +175,7 @@ TASKS = {
             num_shots=4,
             max_tokens=1024,
             grade=grading.competition_math,
+            check=math.check,
         ),
         Task(name="hellaswag", recipe=hellaswag.RECIPE, as_text=_hellaswag_text, choices=_hellaswag_choices),
         Task(
@@ -183,9 +188,3 @@ TASKS = {
         Task(name="mbpp", recipe=mbpp.RECIPE, as_text=_mbpp_text, stop=("[DONE]",), num_shots=3, grade=grading.program),
     )
 }
-
-
-def check_task(name: str) -> None:
-    """Raise ConfigError for a name that is no task."""
-    if name not in TASKS:
-        raise ConfigError(f"--task {name}: the tasks are {', '.join(TASKS)}; files of your own go to --data")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lockstep.config.critic import CriticConfig
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.reward import RewardModelConfig
 from lockstep.trainer.ppo.drift import Drift, Source
 
 _WHY = {
@@ -75,7 +77,7 @@ def places(config: PPOConfig) -> Iterator[tuple[str, str]]:
         models.append(
             f"reference {policy.reference_model.path}, frozen" if own else "the actor without its adapters as the reference"
         )
-    others = []
+    others: list[tuple[CriticConfig | RewardModelConfig, str, str]] = []
     if config.use_critic:
         others.append(
             (config.critic, "critic_pool", f"critic {config.critic.model.path or policy.model.path} ({config.critic.strategy})")

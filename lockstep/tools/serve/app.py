@@ -85,7 +85,7 @@ class Server:
         self._vocabulary = Vocabulary(copy.deepcopy(loaded.tokenizer))
         self._reading = ThreadPoolExecutor(1, "reader")
         self._created = int(time.time())
-        routes = [
+        self.routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
@@ -96,8 +96,10 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
         ]
-        paths = frozenset(route.path for route in routes)
-        self.app: ASGIApp = Gate(Router(routes, lifespan=self._lifespan), self.metrics, paths, options.api_key, options.timeout_s)
+        paths = frozenset(route.path for route in self.routes)
+        self.app: ASGIApp = Gate(
+            Router(self.routes, lifespan=self._lifespan), self.metrics, paths, options.api_key, options.timeout_s
+        )
 
     @asynccontextmanager
     async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:

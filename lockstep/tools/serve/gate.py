@@ -71,7 +71,7 @@ class Gate:
         try:
             self._check_key(scope)
             await self._app(
-                scope | {"app": self}, receive, watched
+                {**scope, "app": self}, receive, watched
             )  # with an app, starlette raises what else it would answer itself
         except ClientDisconnect:
             raise

@@ -44,7 +44,9 @@ class PromptReader:
         if not self._tokenizer.chat_template:
             raise BadRequest("the model has no chat template; use /v1/completions", "messages", code="no_chat_template")
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **template_kwargs))
+            return str(
+                self._tokenizer.apply_chat_template(messages, tools=list(tools or []) or None, tokenize=False, **template_kwargs)
+            )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:  # what a template may raise
             raise BadRequest(f"the model's chat template refuses the conversation: {error}", "messages") from error
 

@@ -32,14 +32,14 @@ class Referenced:
 
     def __init__(self, rows: PairDataset, log_probs: np.ndarray, lengths: np.ndarray, path: Path) -> None:
         self.log_probs, self.lengths = log_probs, lengths
-        self._rows, self._path = rows, path
+        self.rows, self._path = rows, path
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def batch(self, positions: Sequence[int]) -> DataProto:
         """As the rows' own. Raises DataError where they are not those of the file."""
-        batch, chosen = self._rows.batch(positions), list(positions)
+        batch, chosen = self.rows.batch(positions), list(positions)
         if num_trained(batch).tolist() != self.lengths[chosen].flatten().tolist():
             raise DataError(f"{self._path} was made of other rows than those of the data files; delete it")
         batch.set("ref_response_log_prob", torch.from_numpy(self.log_probs[chosen].flatten()))

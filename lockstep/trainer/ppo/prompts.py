@@ -28,7 +28,7 @@ class Prompts:
 
     def __init__(self, dataset: Any, schedule: PromptSchedule, n: int, pad_token_id: int, left_out: Sequence[int]) -> None:
         """`left_out` is Run's: the numbers of batches that are not taken, which may grow."""
-        self._dataset, self._schedule, self._n, self._pad_token_id = dataset, schedule, n, pad_token_id
+        self._dataset, self.schedule, self._n, self._pad_token_id = dataset, schedule, n, pad_token_id
         self._left_out = left_out
         self.num_taken = 0
         """Batches taken so far: one per step, more with algorithm.filter_groups. All there is to save for a resume."""
@@ -40,7 +40,7 @@ class Prompts:
         """
         self.num_taken += 1
         number = self.number
-        batch = make_prompts(self._dataset, self._schedule.batch(number - 1), self._n, self._pad_token_id)
+        batch = make_prompts(self._dataset, self.schedule.batch(number - 1), self._n, self._pad_token_id)
         batch.non_tensor_batch["uid"] = np.array([f"{number}.{uid}" for uid in batch.non_tensor_batch["uid"]], dtype=object)
         return batch, number
 
@@ -52,4 +52,4 @@ class Prompts:
     @property
     def epoch(self) -> int:
         """The epoch of the last batch."""
-        return self._schedule.epoch(self.number - 1)
+        return self.schedule.epoch(self.number - 1)

@@ -261,6 +261,10 @@ class RayPPOTrainer(Run):
         dataset: Any = Subset(self.val_dataset, self._validated_rows(len(self.val_dataset), n, per_step))
         return validate(dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
 
+    def training_data(self) -> tuple[Any, PromptSchedule]:
+        """See Run."""
+        return self.train_dataset, self.prompts.schedule
+
     def _position(self) -> int:
         return self.prompts.num_taken
 

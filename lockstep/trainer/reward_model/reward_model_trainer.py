@@ -78,7 +78,9 @@ class RewardModelTrainer(StageRun):
     def _validate(self) -> dict[str, float]:
         """As every recipe; where the rows are of several sources (`data_source`), also the accuracy on each, as val/accuracy/SOURCE."""
         assert isinstance(self.val_data, PairDataset)
-        by_source = {source: self._measure(positions) for source, positions in self.val_data.sources().items()}
+        chosen = {*self._validated_rows(len(self.val_data), 1, self.rows_per_step)}
+        sources = {source: [row for row in rows if row in chosen] for source, rows in self.val_data.sources().items()}
+        by_source = {source: self._measure(positions) for source, positions in sources.items() if positions}
         metrics = self._val_metrics([part for measured in by_source.values() for part in measured])
         for source, measured in by_source.items() if len(by_source) > 1 else ():
             found = self._val_metrics(measured)

@@ -30,7 +30,6 @@ from lockstep.models.packing import (
     TokenRows,
     cut_into_micro_batches,
     pack_rows,
-    pack_sequences,
     shared_prompt_tokens,
 )
 from lockstep.models.weight_file import TensorSpec
@@ -150,22 +149,6 @@ class TrainEngine(SavedEngine):
         return columns if self.model_group is None else columns.select_idxs(list(own))
 
     @torch.no_grad()
-    def score(self, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
-        """One score for each row of token ids [rows] (score head), read where transformers reads it."""
-        self.module.eval()
-        data, own = join_rows(DataProto.from_dict({"rows": rows}), self.model_group)
-        rows = data.ragged("rows")
-        batches = self._equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(self.token_ranks)))
-        packs = LazySequence(
-            len(batches),
-            lambda n: pack_sequences(rows.select(torch.tensor(batches[n], dtype=torch.int64)), pad_token_id, self.device),
-        )
-        with self.on_device():
-            found = zip(packs, self.columns(packs, 1.0), strict=True)
-            scores = [out["scores"] for packed, out in found if not packed.is_placeholder]
-        return torch.cat(scores).cpu()[list(own)] if scores else torch.empty(0)
-
-    @torch.no_grad()
     def evaluate(self, data: DataProto, loss: LossFn, budget: Budget) -> dict[str, Metric]:
         """The loss's metrics over these rows, merged, without a gradient."""
         self.module.eval()
@@ -253,10 +236,10 @@ class TrainEngine(SavedEngine):
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
         counts, budget, scored = data.token_counts().tolist(), budget.times(self.token_ranks), self.head is Head.SCORE
-        batches = self._equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
+        batches = self.equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
         return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 
-    def _equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
+    def equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
         """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""
         count = torch.tensor(len(batches))
         if self.world_size > 1:

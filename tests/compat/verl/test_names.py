@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.algorithms.kl import FixedKLController
-from lockstep.compat.verl import functions, numbers
+from lockstep.compat.verl import functions, numbers, small
 from lockstep.compat.verl.names import table
 from lockstep.config import as_config
 from lockstep.protocol import DataProto, Ragged
@@ -50,6 +50,24 @@ from lockstep.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRollo
 from lockstep.workers.megatron_workers import ActorRolloutRefWorker, CriticWorker
 from lockstep.workers.reward_manager import DAPORewardManager, NaiveRewardManager, PrimeRewardManager
 from lockstep.workers.reward_manager.abstract import AbstractRewardManager
+from lockstep.trainer.main_ppo_v0 import TaskRunner
+from lockstep.trainer.main_ppo import TaskRunner, run_ppo
+from lockstep.trainer.constants_ppo import PPO_RAY_RUNTIME_ENV, get_ppo_ray_runtime_env
+from lockstep.trainer.ppo.ray_trainer import WorkerType, _timer, compute_response_mask
+from lockstep.trainer.ppo.reward import extract_reward
+from lockstep.utils.config import omega_conf_to_dataclass, validate_config
+from lockstep.utils.device import auto_set_device, get_device_id, get_nccl_backend, get_torch_device, is_cuda_available, is_npu_available
+from lockstep.utils.import_utils import deprecated, import_external_libs, load_extern_object
+from lockstep.utils.metric import AggregationType, Metric, reduce_metrics
+from lockstep.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, log_gpu_memory_usage, simple_timer
+from lockstep.utils.py_functional import append_to_dict, convert_to_regular_types
+from lockstep.utils.reward_score.math import compute_score, is_equiv, last_boxed_only_string, remove_boxed
+from lockstep.utils.rollout_skip import RolloutSkip
+from lockstep.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from lockstep.utils.torch_functional import get_cosine_schedule_with_warmup, get_response_mask, logprobs_from_logits, pad_sequence_to_length
+from lockstep.experimental.reward_loop import migrate_legacy_reward_impl
+from lockstep.experimental.dataset.sampler import AbstractSampler
+from lockstep.workers.reward_manager import get_reward_manager_cls, register
 """
 
 
@@ -70,6 +88,51 @@ def test_an_import_line_of_a_recipe_works(line):
 def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
     with pytest.raises(ImportError, match=said):
         exec(line, {})
+
+
+def test_tensors_and_profilers():
+    ids = torch.tensor([[5, 2, 7], [5, 6, 7]])
+    assert small.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert small.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert small.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
+    assert small.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
+    logits = torch.randn(2, 3, 8, dtype=torch.float64)
+    expected = logits.softmax(-1).log().gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(small.logprobs_from_logits(logits, ids), expected)
+    assert functions.log_seqlen_unbalance([1, 2, 3, 4], [[0, 3], [1, 2]], "x") == {
+        "x/min": 3, "x/max": 7, "x/minmax_diff": 4, "x/balanced_min": 5, "x/balanced_max": 5, "x/mean": 5.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="different values"):
+        small.union_two_dict({"a": 1}, {"a": 2})
+
+    @small.NoProfiler.annotate(color="red")
+    def decorated():
+        return 3
+
+    assert decorated() == 3
+
+
+def test_a_metric_is_reduced_as_it_says():
+    found = {}
+    for loss in (1.0, torch.tensor(2.0)):
+        functions.append_to_dict(found, {"loss": numbers.Metric("sum", loss), "lr": 0.5})
+    assert numbers.reduce_metrics(found) == {"loss": 3.0, "lr": 0.5}
+    ranks = [numbers.Metric("mean", 1.0), numbers.Metric("mean", 4.0)]
+    assert numbers.Metric.aggregate_dp(ranks) == 2.5
+    assert numbers.Metric.aggregate_dp([numbers.Metric("max", 1.0), numbers.Metric("max", 4.0)]) == 4.0
+    with pytest.raises(ValueError, match="single numbers"):
+        ranks[0].append(torch.zeros(2))
+    with pytest.raises(ValueError, match="one metric is a mean"):
+        ranks[0].extend(numbers.Metric("sum"))
+
+
+def test_a_reward_manager_of_ones_own_has_its_name():
+    @functions.register("mine")
+    class Mine:
+        pass
+
+    assert functions.get_reward_manager_cls("mine") is Mine
+    assert functions.get_reward_manager_cls("dapo") is functions.VerlRewardManager
 
 
 def test_what_is_nobodys_is_missing_as_ever():

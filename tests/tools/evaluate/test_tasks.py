@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lockstep.data.preprocess.main import RECIPES
-from lockstep.errors import DataError
+from lockstep.errors import DataError, MissingExtra
 from lockstep.tools.evaluate.command import TASK_NAMES
 from lockstep.tools.evaluate.tasks import TASKS, load_task
 
@@ -99,6 +99,12 @@ def test_code_is_asked_as_a_head_to_continue_and_mbpp_by_the_authors_numbers(sou
 def test_mathematics_is_asked_for_a_box(source):
     questions, _ = load_task("math", source(test=[MATH]), "chat", None, None)
     assert questions[0].prompt[0]["content"].endswith(r"inside \boxed{}.")
+
+
+def test_a_task_that_cannot_be_judged_here_is_said_at_once(source, monkeypatch):
+    monkeypatch.setattr("lockstep.rewards.graders.math._has_math_verify", lambda: False)
+    with pytest.raises(MissingExtra, match="math-verify"):
+        load_task("math", source(test=[MATH]), "chat", None, None)
 
 
 def test_the_first_questions_only(source):

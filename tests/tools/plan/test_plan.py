@@ -71,10 +71,14 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
         (["data.trainfiles=x"], "the nearest valid key is 'data.train_files'"),
         (["sft", "data.train_files=x", "model.path=y"], "not sft"),
         (["--run", "/nonexistent"], "is not the folder of a run"),
+        (["MODEL", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
+        (["MODEL", "--prompt-length", "0"], "no mean of lengths"),
+        (["MODEL", "--count", "12"], "up to 8 GPUs, or machines of 8"),
+        (["MODEL", "--count", "8", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size"),
     ],
 )
-def test_a_wrong_call_is_one_line(arguments, said, capsys):
-    assert main(arguments) == 1
+def test_a_wrong_call_is_one_line(arguments, said, model, capsys):
+    assert main([word for given in arguments for word in (keys(model) if given == "MODEL" else [given])]) == 1
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

@@ -326,9 +326,7 @@ async def _measured(port: int, folder: str, count: int, at_once: int, server: ps
         "clients": count, "at_once": at_once, "warm_up": warm_up, "seconds": round(seconds, 1),
         "outcomes": dict(sorted(crowd.outcomes.items())), "wrong": [*first.wrong, *crowd.wrong][:20], "leaks": leaks,
         "server_after_warm_up": state, "server_at_the_end": last,
-        "cache": {
-            name: [before[f"lockstep_cache_{name}"], after[f"lockstep_cache_{name}"]] for name in ("pages", "pages_free", "pages_kept")
-        },
+        "cache": {name: [before[name], after[name]] for name in after if "cache_pages" in name},
     }  # fmt: skip
 
 

@@ -56,12 +56,14 @@ class OpenScheduler(Scheduler):
         """See Scheduler. The pages stay until `settle`: the GPU's host takes a sample out before it knows the last tokens."""
         if sample.pages and (self.cache is not None or sample.keep) and not self.in_one_shape:
             sample.left = self.pool.share(sample.pages), sample.num_cached
+            self.num_unsettled += 1
         super().finish(sample)
 
     def settle(self, sample: Sample, reason: str) -> None:
         if sample.left is None:
             return
         (pages, cached), sample.left = sample.left, None
+        self.num_unsettled -= 1
         cached = min(cached, len(sample) - 1)
         if reason != "error":
             if self.cache is not None:

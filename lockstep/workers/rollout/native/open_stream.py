@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,10 @@ class OpenStream(NativeStream):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._to_release: list[int] = []
+
+    @property
+    def num_kept_pages(self) -> int:
+        return len(self._scheduler.cache or ())
 
     def release(self, index: int) -> None:
         super().release(index)
@@ -80,7 +85,7 @@ class OpenStream(NativeStream):
     def _answers_of(self, job: Job, sample: Sample, reason: str | None) -> list[Completion | Tokens]:
         scores = sample.scores
         top = None if scores is None or not scores.top else scores.response[: len(sample.tokens)]
-        answers = self._tokens_of(job, sample, reason, top) if sample.streams else []
+        answers = self._tokens_of(job, sample, top) if sample.streams else []
         for completion in super()._answers_of(job, sample, reason):
             if scores is not None and isinstance(completion, Completion) and completion.error is None:
                 own, own_top = prompt_scores(scores, len(job.ids), len(job.request.prompt_ids))
@@ -88,11 +93,11 @@ class OpenStream(NativeStream):
             answers.append(completion)
         return answers
 
-    def _tokens_of(self, job: Job, sample: Sample, reason: str | None, top: TopLogProbs | None) -> list[Completion | Tokens]:
+    def _tokens_of(self, job: Job, sample: Sample, top: TopLogProbs | None) -> list[Completion | Tokens]:
         """What the sample has that was not delivered yet; not the token of an error."""
         tokens, start = sample.tokens, job.num_sent
-        end = len(tokens) - (reason == "error")
-        while end > start and tokens[end - 1] == PENDING:
+        end = len(tokens)
+        while end > start and (tokens[end - 1] == PENDING or not math.isfinite(sample.log_probs[end - 1])):
             end -= 1
         if end <= start:
             return []

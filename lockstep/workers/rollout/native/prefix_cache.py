@@ -57,7 +57,8 @@ class PrefixCache:
 
     def evict(self, count: int) -> bool:
         """Give up `count` pages that nobody else holds, or more, or as many as there are; whether there was one."""
-        count, gone = max(count, len(self._nodes) // _AT_ONCE), []
+        gone: list[int] = []
+        count = max(count, len(self._nodes) // _AT_ONCE)
         for page, node in self._nodes.items():
             if len(gone) == count:
                 break

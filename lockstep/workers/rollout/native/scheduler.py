@@ -155,6 +155,8 @@ class Scheduler:
     counted for each."""
     is_stale: bool = False
     """Whether the weights have changed: whoever runs the passes takes in what was computed, and stops."""
+    num_unsettled: int = 0
+    """Samples that were taken out and hold pages until `settle`."""
     longest: int | None = None
     """The most tokens that a sample can come to have; None: those that wait now are all there will be."""
 
@@ -192,7 +194,7 @@ class Scheduler:
         return self.pool.pages_for(num_prompt + max_tokens - 1) <= self.pool.capacity
 
     def plan(self) -> Pass:
-        """The next pass. Its pages are reserved; samples may have been preempted for it."""
+        """The next pass. Its pages are reserved; samples may have been preempted for it. Without rows: all wait for `settle`."""
         made, budget = Pass(), self.max_num_batched_tokens
         self._not_yet.clear()
         if not self.mixed:
@@ -206,7 +208,9 @@ class Scheduler:
             if self.mixed:
                 self._prefill(made, budget - num_decoding)
             made.num_steps = self.lookahead if len(made.rows) == num_decoding else 1
-        assert made.rows or self.is_idle, "nothing can run: a sample that does not fit into the pool was let in"
+        assert made.rows or self.is_idle or self.num_unsettled, (
+            "nothing can run: a sample that does not fit into the pool was let in"
+        )
         return made
 
     def advance(self, row: PassRow) -> None:

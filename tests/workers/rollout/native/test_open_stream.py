@@ -196,7 +196,7 @@ class Script:
             assert [value for _, value in own] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**9), cached=st.booleans())
 def test_passes_one_by_one_give_every_request_what_it_gets_alone(seed: int, cached: bool) -> None:
     """The loop of the CPU."""
@@ -204,7 +204,7 @@ def test_passes_one_by_one_give_every_request_what_it_gets_alone(seed: int, cach
     script.run(FakeBackend(script.model), CheckedOpen(script.model, script.seats, script.budget, cached=cached))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**9), cached=st.booleans(), lookahead=st.sampled_from([1, 8]), batch_invariant=st.booleans())
 def test_intervals_that_are_read_late_give_every_request_what_it_gets_alone(
     seed: int, cached: bool, lookahead: int, batch_invariant: bool

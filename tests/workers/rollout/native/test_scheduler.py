@@ -214,3 +214,15 @@ def test_the_budget_bounds_the_tokens_of_a_pass(mixed: bool) -> None:
     loop.model.logits = watched  # type: ignore[method-assign]
     loop.check()
     assert max(sizes) == 10
+
+
+def test_a_large_request_is_not_overtaken_by_small_ones_behind_it() -> None:
+    """It needs all pages: it waits until the first is over, and those behind it wait too."""
+    scheduler = Scheduler(PagePool(11, 4), max_num_seqs=8, max_num_batched_tokens=64)
+    scheduler.add([sample_of(0, Prompt([1] * 4), 4), sample_of(1, Prompt([2] * 36), 4), sample_of(2, Prompt([3]), 4)])
+    first = scheduler.plan().rows
+    assert [row.sample.index for row in first] == [0]
+    scheduler.append(first[0].sample, [5], [0.0])
+    assert [row.sample.index for row in scheduler.plan().rows] == [0]
+    scheduler.finish(first[0].sample)
+    assert [row.sample.index for row in scheduler.plan().rows] == [1]

@@ -128,6 +128,7 @@ class GenerationLoop:
         if aborts:
             yield from self._abort(aborts)
         planned = scheduler.plan()
+        waits = not planned.rows
         if planned.copies:
             targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
             copy_pages(self._cache.pool, sources, targets)
@@ -141,9 +142,10 @@ class GenerationLoop:
                 planned.rows = [row for row in planned.rows if row.sample.pages]
             for rows in [[row] for row in planned.rows] if self._batch_invariant else [planned.rows]:
                 self._prefill(rows)
-        if scheduler.is_idle:
+        waits = waits or scheduler.is_idle
+        if waits:
             self._move([])
-        yield from self._read(leave=0 if scheduler.is_idle else 1)
+        yield from self._read(leave=0 if waits else 1)
 
     def _abort(self, indices: Set[int]) -> Iterator[Event]:
         """End these samples with the tokens that they have; those that turn out to have ended already are reported as such."""

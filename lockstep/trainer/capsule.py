@@ -1,0 +1,145 @@
+"""A capsule: one JSON file from which steps of a run can be done again on another machine (`lockstep replay`).
+
+```text
+recipe, config     what was run, without what is secret
+versions           of Python and the packages, and the device
+step, from_step    the last step, and the checkpoint that it is reached from (0: the model of the configuration)
+weights            the name of that checkpoint and the SHA-256 of its manifest, which has that of every file
+keys               seed, the numbers of left-out batches, rows in the files: what random numbers and the order of rows depend on
+rows               the rows of the files that the steps read, by their number there
+metrics            of every step that ended
+failure            what ended the last step, where something did
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.manifest import MANIFEST, entry_of
+from lockstep.config.secrets import redacted
+from lockstep.data.schedule import PromptSchedule, batch_at
+from lockstep.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lockstep.trainer.run import Run
+
+FORMAT = 1
+_PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "ray", "vllm", "megatron-core", "torchtitan", "veomni")
+
+
+def keep_failed_step(run: Run, error: Exception) -> None:
+    """Write the capsule of the step that this error has ended, and say where it is."""
+    step = run.global_steps + 1
+    try:
+        path = write_capsule(run, step, str(error))
+        run.display.message(f"the step is in {path}: lockstep replay {path}")
+    except Exception as failure:  # the step's own error is what the user has to see
+        run.display.message(f"warning: no capsule of step {step} was written: {failure}")
+
+
+def write_capsule(run: Run, step: int, failure: str | None = None, path: Path | None = None) -> Path:
+    """Write the capsule of a step, or of one that has failed, into the run's folder (or to `path`); returns the file.
+
+    Reads the run's folder and its data; no model is needed. Raises ConfigError where the rows cannot be told, DataError where the step has
+    no metrics.
+    """
+    run_dir = run.section.run_dir
+    start = next((f for f in reversed(folders.found(run_dir)) if folders.read_state(f)["global_steps"] < step), None)
+    state = folders.read_state(start) if start is not None else {"global_steps": 0}
+    metrics = [row for row in _logged(run_dir) if state["global_steps"] < row["step"] <= step]
+    if failure is None and step not in {row["step"] for row in metrics}:
+        raise DataError(f"{run_dir / 'metrics.jsonl'} has no step {step}")
+    dataset, schedule = run.training_data()
+    first = state.get("num_prompt_batches", state["global_steps"])
+    last = run._position() if failure is not None else first + (step - state["global_steps"]) * _batches_per_step(run.config)
+    capsule = {
+        "lockstep_capsule": FORMAT,
+        "recipe": type(run.config).__name__,
+        "config": redacted(dataclasses.asdict(run.config)),
+        "versions": _versions(run.section.device),
+        "step": step,
+        "from_step": state["global_steps"],
+        "weights": _weights(start),
+        "keys": {
+            "seed": run.section.seed,
+            "left_out": list(run.left_out),
+            "num_rows": len(dataset._files),
+            "num_used": len(dataset),
+        },
+        "rows": _rows(dataset, schedule, range(first, max(last, first + 1)), run.left_out),
+        "metrics": metrics,
+        "failure": failure,
+    }
+    path = path or run_dir / f"capsule_step_{step}.json"
+    path.write_text(json.dumps(capsule, indent=1, default=str))
+    return path
+
+
+def keep_failed_step(run: Run, error: Exception) -> None:
+    """Write the capsule of the step that `error` has ended, and say where it is."""
+    step = run.global_steps + 1
+    try:
+        path = write_capsule(run, step, str(error))
+        run.display.message(f"the step is in {path}: lockstep replay {path}")
+    except Exception as failure:  # the step's own error is what the user has to see
+        run.display.message(f"warning: no capsule of step {step} was written: {failure}")
+
+
+def read_capsule(path: Path) -> dict[str, Any]:
+    """The contents. Raises DataError for a file that is none, or of another version."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["lockstep_capsule"] != FORMAT:
+            raise DataError(f"{path} is a capsule of format {found['lockstep_capsule']}; this version reads {FORMAT}")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path} is not a capsule: {error!r}; lockstep capsule RUN --step N writes one") from error
+    return found
+
+
+def weights_differ(capsule: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a checkpoint is another one than that of the capsule."""
+    return bool(_weights(folder) is None or _weights(folder)["sha256"] != capsule["weights"]["sha256"])  # type: ignore[index]
+
+
+def _weights(folder: Path | None) -> dict[str, str] | None:
+    if folder is None:
+        return None
+    return {"name": str(folder.resolve()), "sha256": entry_of(folder / MANIFEST)["sha256"]}
+
+
+def _rows(dataset: Any, schedule: PromptSchedule, positions: range, left_out: list[int]) -> dict[str, Any]:
+    """Number in the files -> row, of the batches at these positions."""
+    if not hasattr(dataset, "_files") or not hasattr(dataset, "_rows"):
+        raise ConfigError(f"a capsule holds rows of files, and {type(dataset).__name__} does not say which they are")
+    numbers = [int(dataset._rows[place]) for position in positions for place in schedule.batch(batch_at(position, left_out))]
+    return {str(number): row for number, row in zip(numbers, dataset._files.rows(numbers), strict=True)}
+
+
+def _batches_per_step(config: Any) -> int:
+    """The most batches of prompts that a step takes."""
+    groups = getattr(getattr(config, "algorithm", None), "filter_groups", None)
+    return max(1, groups.max_num_gen_batches) if groups is not None and groups.enable else 1
+
+
+def _logged(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [row for row in rows if "training/global_step" in row]
+
+
+def _versions(device: str) -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.system(), "device": device}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

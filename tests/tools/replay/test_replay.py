@@ -1,0 +1,107 @@
+"""Steps of real runs, done again from one file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import NumericalError
+from lockstep.tools import replay
+from lockstep.tools.replay import first_difference, make
+from lockstep.trainer import main_ppo, main_sft
+from lockstep.workers.engine.base import TrainEngine
+
+
+def sft(folder: Path, task: Any, **changes: Any) -> int:
+    rows = [
+        {"prompt": word, "completion": word[::-1]}
+        for word in ("abc", "face", "bed", "dig", "chad", "jig", "hi", "ace", "cab", "gab")
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {
+        "model.path": task.model, "data.train_files": folder / "train.jsonl", "data.max_length": 32, "data.train_batch_size": 2,
+        "optim.lr": 1e-2, "trainer.total_training_steps": 5, "trainer.save_freq": 2, "trainer.default_local_dir": folder / "run",
+    }  # fmt: skip
+    return main_sft.main([f"{key}={value}" for key, value in (arguments | changes).items()])
+
+
+def test_steps_come_out_as_they_were_without_the_runs_files_and_a_change_is_named(
+    embedded_task: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "a-very-secret-value")
+    assert sft(tmp_path, embedded_task, **{"trainer.project_name": "a-very-secret-value"}) == 0
+    assert make.main([str(tmp_path / "run"), "--step", "4"]) == 0
+    file = tmp_path / "run" / "capsule_step_4.json"
+    assert make.main([str(tmp_path / "run"), "--step", "9"]) == 1
+    assert "has no step 9" in capsys.readouterr().err
+    capsule = json.loads(file.read_text())
+    assert (capsule["from_step"], [row["step"] for row in capsule["metrics"]], len(capsule["rows"])) == (2, [3, 4], 4)
+    assert capsule["versions"]["torch"]
+    assert "a-very-secret-value" not in file.read_text()
+    moved = tmp_path / "elsewhere"
+    shutil.move(tmp_path / "run" / "global_step_2", moved)
+    (tmp_path / "train.jsonl").unlink()
+    capsys.readouterr()
+    assert replay.main([str(file)]) == 1
+    assert "name the checkpoint of step 2 with --weights" in capsys.readouterr().err
+    assert replay.main([str(file), "--weights", str(moved)]) == 0
+    assert "step 3: as it was\nstep 4: as it was" in capsys.readouterr().out.replace("\r", "")
+    capsule["metrics"][1]["train/nll"] += 0.01
+    file.write_text(json.dumps(capsule))
+    assert replay.main([str(file), "--weights", str(moved), "trainer.device=cpu"]) == 1
+    assert "step 4 differs: train/nll is" in capsys.readouterr().out
+    assert replay.main([str(file), "--weights", str(tmp_path / "run" / "global_step_4")]) == 1
+    assert "another checkpoint" in capsys.readouterr().err
+    assert replay.main([str(tmp_path / "run" / "config.yaml")]) == 1
+    assert "is not a capsule" in capsys.readouterr().err
+
+
+def test_a_step_that_is_not_finite_leaves_its_capsule(
+    embedded_task: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = TrainEngine.forward_backward, []
+
+    def forward_backward(self: TrainEngine, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise NumericalError("the loss is nan")
+        return plain(self, *arguments, **options)
+
+    monkeypatch.setattr(TrainEngine, "forward_backward", forward_backward)
+    assert sft(tmp_path, embedded_task) == 1
+    file = tmp_path / "run" / "capsule_step_2.json"
+    assert f"lockstep replay {file}" in capsys.readouterr().out
+    assert json.loads(file.read_text())["failure"] == "the loss is nan"
+    calls.clear()
+    assert replay.main([str(file)]) == 0
+    assert "step 2 fails here too: the loss is nan" in capsys.readouterr().out
+    monkeypatch.setattr(TrainEngine, "forward_backward", plain)
+    assert replay.main([str(file)]) == 1
+    assert "step 2 does not fail here; there it was: the loss is nan" in capsys.readouterr().out
+
+
+def test_a_step_of_ppo_generates_the_same_responses(embedded_task: Any, tmp_path: Path, capsys: Any) -> None:
+    arguments = [
+        f"actor_rollout_ref.model.path={embedded_task.model}", f"data.train_files={embedded_task.train_file}", "data.val_files=null",
+        "data.max_prompt_length=16", "data.max_response_length=12", "data.train_batch_size=8", "trainer.save_freq=1",
+        "actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=grpo", "trainer.total_training_steps=3",
+        f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu",
+    ]  # fmt: skip
+    assert main_ppo.main(arguments) == 0
+    assert make.main([str(tmp_path), "--step", "3"]) == 0
+    shutil.rmtree(tmp_path / "global_step_2")  # two steps then, from the first checkpoint
+    assert make.main([str(tmp_path), "--step", "3", "--out", str(tmp_path / "two.json")]) == 0
+    capsys.readouterr()
+    assert replay.main([str(tmp_path / "two.json")]) == 0
+    assert "step 2: as it was\nstep 3: as it was" in capsys.readouterr().out
+
+
+def test_the_first_metric_that_differs_is_named() -> None:
+    was = {"step": 1, "a": 1.0, "timing_s/step": 3.0, "b": 2.0, "c": float("nan")}
+    assert first_difference(was, {"a": 1.00001, "b": 2.0, "c": float("nan")}, 1e-4) is None
+    assert first_difference(was, {"a": 1.0, "b": 2.1, "c": 0.0}, 1e-4) == "b is 2.1, and was 2.0"
+    assert first_difference(was, {"a": 1.0, "c": 0.0}, 1e-4) == "b is missing; it was 2.0"

@@ -1,0 +1,57 @@
+"""The prefix cache against a plain list of what was stored."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.prefix_cache import PrefixCache
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9), size=st.sampled_from([1, 2, 4]))
+def test_the_longest_stored_start_is_found_and_what_is_given_up_was_used_longest_ago(seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    pool = PagePool(200, size)
+    cache, stored = PrefixCache(pool), dict[tuple[int, ...], int]()
+    used = dict[tuple[int, ...], int]()
+    held: list[int] = []
+    for clock in range(40):
+        ids = [rng.randrange(2) for _ in range(rng.randint(0, 5 * size))]
+        whole = [tuple(ids[:end]) for end in range(size, len(ids) + 1, size)]
+        if rng.random() < 0.5 and pool.num_free >= len(whole) + 1:
+            pages = pool.take(pool.pages_for(len(ids)))
+            cache.insert(ids, pages)
+            for start, page in zip(whole, pages, strict=False):
+                stored.setdefault(start, page)
+            pool.release(pages)
+            used |= dict.fromkeys(whole, clock)
+        elif rng.random() < 0.7:
+            found = cache.match(ids)
+            expected = [stored[start] for start in whole if start in stored]
+            assert found == expected
+            used |= dict.fromkeys(whole[: len(found)], clock)
+            if rng.random() < 0.2:
+                held += pool.share(found)
+        else:
+            before = set(stored)
+            assert cache.evict(1) == any(stored[start] not in held for start in before if is_leaf(start, before, size))
+            gone = {start for start in before if stored[start] not in cache}
+            for start in gone:
+                assert stored[start] not in held
+                del stored[start]
+            assert all(start[:-size] in stored for start in stored if len(start) > size)
+            left = [used[start] for start in stored if is_leaf(start, set(stored), size) and stored[start] not in held]
+            assert all(used[start] <= max(left, default=clock) for start in gone)
+        assert len(cache) == len(stored)
+    pool.release(held)
+    cache.clear()
+    assert pool.num_free == pool.capacity
+    assert cache.match([0] * size) == []
+
+
+def is_leaf(start: tuple[int, ...], stored: set[tuple[int, ...]], size: int) -> bool:
+    return not any(len(other) == len(start) + size and other[: len(start)] == start for other in stored)
