@@ -56,7 +56,7 @@ class Bridge:
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, template_kwargs)
         self._tools = list(tools) or None
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special |= {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+        special |= {token: int(tokenizer.convert_tokens_to_ids(token)) for token in tokenizer.all_special_tokens}  # type: ignore[arg-type]
         self._special = special
         self._pattern = re.compile("|".join(map(re.escape, sorted(filter(None, special), key=len, reverse=True))) or r"(?!)")
         self._stop_ids = stop_ids

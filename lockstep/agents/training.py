@@ -42,8 +42,8 @@ class EpisodeRewards:
     of the policy's last turn. An episode that could not be played has no reward."""
 
     def __init__(self, judge: Any, kind: type[Environment]) -> None:
-        self._judge = judge if kind.is_judged else None
-        if hasattr(self._judge, "begin"):
+        self._judge: Any = judge if kind.is_judged else None
+        if self._judge is not None and hasattr(self._judge, "begin"):
             self.begin = self._judge.begin
 
     def check(self, tags: Any, **arguments: bool) -> None:

@@ -83,7 +83,7 @@ class Tracking:
         check_trackers(names)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._finished = False
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, Any] = {}
         try:
             own = {"project_name": project_name, "experiment_name": experiment_name, "run_dir": run_dir, "config": config}
             for name in dict.fromkeys(names):
@@ -161,6 +161,9 @@ class _JsonLines:
         record = {"step": step, "time": time.time(), **{name: _strict(value) for name, value in metrics.items()}}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
+
+    def samples(self, rows: Samples, step: int) -> None:
+        """They are no metrics."""
 
     def finish(self, exit_code: int) -> None:
         self._file.close()

@@ -30,6 +30,8 @@ _COPIED, _WRITTEN = 3.4e9, 0.64e9
 """Bytes per second of a save: to host memory, while the run waits, and then to disk (measured with one 0.5B model)."""
 _SENT = 20e9
 """Bytes per second to an engine in a process of its own."""
+FLOAT32_SLOWER = 15
+"""How many times fewer float32 operations than bfloat16 ones a GPU does per second (H100, H200: 67 of 989 TFLOP/s)."""
 _SAVED = 12
 """Bytes of a checkpoint per parameter that learns: the weight and two moments."""
 
@@ -112,7 +114,7 @@ def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *
 def _pools(config: PPOConfig) -> list[Pool]:
     """The pools of main_ppo, with the models that one rank of each holds."""
     policy, trainer = config.actor_rollout_ref, config.trainer
-    ranks = _ranks(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
+    ranks = ranks_of(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
     load, element = _load(config, ranks.count, config.actor_mini_batch_prompts), element_of(policy.actor)
     with_reference = config.use_reference and policy.model.adapts
     parts = Parts(actor=True, rollout=True, reference=with_reference)
@@ -126,7 +128,7 @@ def _pools(config: PPOConfig) -> list[Pool]:
     others += [("reward_pool", config.reward_model)] if config.reward_model.enable else []
     for name, section in others:
         place = section if section.enable_resource_pool else trainer
-        own = _ranks(section, place.n_gpus_per_node, place.nnodes)
+        own = ranks_of(section, place.n_gpus_per_node, place.nnodes)
         load = _load(config, own.count, config.critic_mini_batch_prompts)
         model = training_needs(section, load=load, world_size=own.count, element=element_of(section))
         if section.enable_resource_pool:
@@ -136,7 +138,8 @@ def _pools(config: PPOConfig) -> list[Pool]:
     return pools
 
 
-def _ranks(choice: EngineChoice, per_node: int, nodes: int) -> Ranks:
+def ranks_of(choice: EngineChoice, per_node: int, nodes: int) -> Ranks:
+    """Who computes a model of this engine on so many GPUs."""
     count, size = per_node * nodes, choice.fsdp_config.fsdp_size
     return Ranks(count, per_node, count if size == -1 or choice.strategy not in ("fsdp", "fsdp2") else min(size, count))
 
@@ -145,6 +148,13 @@ def critic_section(config: PPOConfig) -> CriticConfig:
     """The section `critic` with the model that it starts from."""
     model = dataclasses.replace(config.critic.model, path=config.critic.model.path or config.actor_rollout_ref.model.path)
     return dataclasses.replace(config.critic, model=model)
+
+
+def device_of(choice: EngineChoice, device: Device) -> Device:
+    """The GPU as a computation in this type sees it: float32 takes no tensor cores, and twice the bytes."""
+    if element_of(choice) == 2:
+        return device
+    return dataclasses.replace(device, flops=device.flops / FLOAT32_SLOWER, bandwidth=device.bandwidth / 2)
 
 
 def element_of(choice: EngineChoice) -> int:
@@ -205,10 +215,12 @@ def _add_seconds(
         budget = max_tokens if max_rows is None else int(max_rows * (lengths.prompt + lengths.response))
         return Rows(batch / count, n, lengths.prompt, lengths.response, budget)
 
-    seconds = found.seconds
-    seconds[GENERATION] = _generate_s(found, config, shape, device, ranks, lengths)
+    seconds, whole = found.seconds, device
+    device = device_of(actor, whole)
+    sampling = dataclasses.replace(whole, flops=device.flops)  # it counts its bytes itself
+    seconds[GENERATION] = _generate_s(found, config, shape, sampling, ranks, lengths)
     if config.algorithm.adv_estimator == "remax":
-        seconds["gen_max"] = _generate_s(found, config, shape, device, ranks, lengths, samples=1)
+        seconds["gen_max"] = _generate_s(found, config, shape, sampling, ranks, lengths, samples=1)
     own = rows(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, ranks.count)
     if recomputes_old:
         seconds["old_log_prob"] = pass_s(shape, own, device, ranks)
@@ -220,20 +232,22 @@ def _add_seconds(
     if config.reward_model.enable:
         judge, judges, own_keys = read_shape(config.reward_model.model, Head.SCORE), of["reward_model"][1], config.reward_model
         passed = rows(own_keys.max_token_len_per_gpu, own_keys.micro_batch_size_per_gpu, judges.count)
-        seconds["reward_model"] = pass_s(judge, passed, device, judges)
+        seconds["reward_model"] = pass_s(judge, passed, device_of(own_keys, whole), judges)
     if config.use_critic:
         section, (model, those) = critic_section(config), of["critic"]
         value = read_shape(section.model, Head.VALUE)
         passed = rows(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, those.count)
-        seconds["values"] = pass_s(value, passed, device, those)
+        seconds["values"] = pass_s(value, passed, device_of(section, whole), those)
         updates = batch // config.critic_mini_batch_prompts * config.critic_epochs
-        seconds["update_critic"] = _update_s(value, passed, device, those, found, model, updates, config.critic_epochs)
+        seconds["update_critic"] = _update_s(
+            value, passed, device_of(section, whole), those, found, model, updates, config.critic_epochs
+        )
     updates = batch // config.actor_mini_batch_prompts * actor.ppo_epochs
     seconds["update_actor"] = _update_s(shape, own, device, ranks, found, of["actor"][0], updates, actor.ppo_epochs)
     own_process = policy.rollout.name in ("vllm", "sglang")
     seconds[SYNC] = 2 * shape.parameters / _SENT if own_process else ranks.gather_s(2 * shape.parameters, device)
-    seconds[SAVE] = sum(_SAVED * _trained(model) / _COPIED for model, _ in of.values())
-    _add_offloading(found, of, device)
+    seconds[SAVE] = save_s([model for model, _ in of.values()])
+    _add_offloading(found, of)
 
 
 def _generate_s(
@@ -252,12 +266,17 @@ def _update_s(
 ) -> float:
     recompute = found.plans[model.name].recompute or "none"
     rows = dataclasses.replace(rows, groups=rows.groups * epochs)
-    return update_s(shape, rows, device, ranks, recompute, updates, _trained(model) * _shards(model, ranks))
+    return update_s(shape, rows, device, ranks, recompute, updates, trained_share(model) * _shards(model, ranks))
 
 
-def _trained(model: Model) -> int:
+def trained_share(model: Model) -> int:
     """Parameters that learn, as far as one rank has their moments."""
     return model.moments // 8
+
+
+def save_s(models: Sequence[Model]) -> float:
+    """How long a run waits for a save in the background: until weights and moments are in host memory."""
+    return sum(_SAVED * trained_share(model) / _COPIED for model in models)
 
 
 def _shards(model: Model, ranks: Ranks) -> int:
@@ -265,7 +284,7 @@ def _shards(model: Model, ranks: Ranks) -> int:
     return ranks.count if model.moments else 1
 
 
-def _add_offloading(found: Prediction, of: dict[str, tuple[Model, Ranks]], device: Device) -> None:
+def _add_offloading(found: Prediction, of: dict[str, tuple[Model, Ranks]]) -> None:
     """What moves between host and GPU: weights to each stage of the model and back after an update, moments to and from it."""
     host_link = 25e9  # bytes per second over PCIe from pinned memory
     for name, (model, _) in of.items():

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -286,7 +286,10 @@ class Run(ABC):
 
     def _introduce(self) -> None:
         title = f"{self.section.project_name}/{self.section.experiment_name}"
-        due = {"testing": self._validates_after, "save_checkpoint": partial(self.is_due, self.section.save_freq)}
+        due: dict[str, Callable[[int], bool]] = {
+            "testing": self._validates_after,
+            "save_checkpoint": partial(self.is_due, self.section.save_freq),
+        }
         self.display.start(self.total_steps, first_step=self.global_steps, title=title, due=due)
         self.display.message(self._describe())
         if self.global_steps >= self.total_steps:

@@ -42,8 +42,11 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
 
 
-def check_engines(config: PPOConfig) -> None:
-    """Raise ConfigError, before any process is started, for a model that its training engine cannot hold on the ranks it gets."""
+def check_engines(config: PPOConfig, device: str | None = None) -> None:
+    """Raise ConfigError, before any process is started, for a model that its training engine cannot hold on the ranks it gets.
+
+    `device` (cpu or cuda) is the configuration's where it is None.
+    """
     from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.registry import check_engine
@@ -61,7 +64,7 @@ def check_engines(config: PPOConfig) -> None:
         choices.append((judge, judge.model, own, "reward_model"))
     for choice, model, world_size, key in choices:
         hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-        check_engine(choice, hf_config, world_size, resolve_device(config.trainer.device), key)
+        check_engine(choice, hf_config, world_size, device or resolve_device(config.trainer.device), key)
 
 
 def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length") -> None:

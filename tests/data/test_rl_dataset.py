@@ -138,7 +138,7 @@ def test_rows_that_were_chosen_are_the_only_ones_that_count(tokenizer, tmp_path)
     ]
     path = write(tmp_path / "p.parquet", rows)
     dataset = RLHFDataset(path, tokenizer, data_config(shuffle=False), max_samples=3)
-    assert dataset.tags() == {Tag("a")}
+    assert dataset.tags() == {Tag("a", has_truth=False)}
     with pytest.raises(DataError, match="row 4: the prompt is empty"):
         RLHFDataset(path, tokenizer, data_config())
 

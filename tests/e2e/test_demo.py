@@ -32,9 +32,10 @@ def test_the_demo_learns_and_says_what_it_did(tmp_path):
     steps = [
         line
         for line in lines
-        if re.match(rf"step \d+/{STEPS}  reward [\d.]+  kl -?[\d.]+  entropy \S+  length [\d.]+  [\d.]+ s  \(gen ", line)
+        if re.match(rf"step \d+/{STEPS}  reward [\d.]+  (\w+( kl)? -?[\d.]+  )*length [\d.]+  [\d.]+ s  (ETA \S+  )?\(gen ", line)
     ]
     assert len(steps) == STEPS
+    assert "alarm" not in run.stdout
     assert "\x1b" not in run.stdout
     assert "%|" not in run.stderr
     # The checkpoint is a model like any other.

@@ -65,6 +65,17 @@ def test_what_takes_longer_or_more_is_predicted_to(models):
     assert base.step_s == pytest.approx(sum(base.seconds.values()) - base.seconds[SAVE])
 
 
+def test_float32_takes_longer_and_more(models):
+    half, whole = (
+        predict(config_of(models / "0.5b", f"actor_rollout_ref.actor.fsdp_config.dtype={name}"), H200)
+        for name in ("bfloat16", "float32")
+    )
+    for stage in ("gen", "ref", "update_actor"):
+        assert whole.seconds[stage] > 1.5 * half.seconds[stage], stage
+    assert whole.memory["gen"]["key-value cache"] == 2 * half.memory["gen"]["key-value cache"]
+    assert whole.memory["gen"]["rollout weights"] == 0  # the trainer's own
+
+
 def test_every_role_is_counted_where_it_is(models):
     keys = ["reward_model.enable=true", f"reward_model.model.path={models / '0.5b'}", "critic.enable_resource_pool=true"]
     found = predict(config_of(models / "0.5b", *keys, "actor_rollout_ref.actor.use_kl_loss=true", algorithm="ppo"), H200)

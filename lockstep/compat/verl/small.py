@@ -36,10 +36,6 @@ def get_nccl_backend() -> str:
     return "nccl" if is_cuda_available else "gloo"
 
 
-def auto_set_device(config: Any) -> None:
-    """Nothing: trainer.device is resolved when the run starts."""
-
-
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     """Positions that count from 0 at the first token of each row."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
@@ -103,14 +99,13 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """What is for a profiler or a dashboard of verl's: each step logs timing_s/* and perf/*, trainer.validation_data_dir has samples."""
+    """None: a processor of images, a choice of devices, which is made at the start, a profiler; each step logs timing_s/* and perf/*."""
 
 
 class NoProfiler:
     """verl's profilers and memory loggers as decorators and bases that do nothing."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    __init__ = log = start = stop = nothing
 
     def __call__(self, decorated: Any) -> Any:
         return decorated
@@ -119,5 +114,3 @@ class NoProfiler:
     def annotate(cls, *args: Any, **kwargs: Any) -> NoProfiler:
         """A decorator that does nothing."""
         return cls()
-
-    log = start = stop = nothing

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.config.arithmetic import describe
 from lockstep.config.data import EMBEDDED
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, as_command
 from lockstep.tools.asked import Asked, read_asked
 
 _EMBEDDED_ROWS = 2048
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Print the configuration in words; returns the exit status: 1 for one that cannot work."""
     options = _parser().parse_intermixed_args(list(arguments))
-    try:
-        asked = read_asked(options.words, options.config)
-        for part in _parts(asked, options.gpu):
-            print(f"{part}\n")
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for part in _parts(read_asked(options.words, options.config), options.gpu):
+        print(f"{part}\n")
     return 0
 
 

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from lockstep.config.data import EMBEDDED
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import ConfigError, LockstepError, ResourceError
-from lockstep.tools.asked import read_asked
+from lockstep.errors import ConfigError, ResourceError, as_command
+from lockstep.tools.asked import Asked, read_asked
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Print the plan; returns the exit status: 1 where it does not fit or cannot be made."""
     options = _parser().parse_intermixed_args(list(arguments))
-    try:
-        if options.run is not None:
-            from lockstep.tools.plan.measured import compare_run
+    if options.run is not None:
+        from lockstep.tools.plan.measured import compare_run
 
-            print(compare_run(options.run, options.gpu))
-            return 0
-        from lockstep.planner.built import reusing_models
+        print(compare_run(options.run, options.gpu))
+        return 0
+    from lockstep.planner.built import reusing_models
 
-        with reusing_models():
-            return _plan(options)
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with reusing_models():
+        return _plan(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
     asked = read_asked(options.words, options.config)
     if not isinstance(asked.config, PPOConfig):
-        raise ConfigError(f"lockstep plan knows ppo and the algorithms that are presets of it, not {asked.command}")
+        return _plan_stage(asked, options)
     from lockstep.planner.hardware import find_device
     from lockstep.planner.predict import Lengths
     from lockstep.tools.plan.measured import predicted
     from lockstep.tools.plan.propose import proposals, what_fits
     from lockstep.tools.plan.table import GIB, columns, outcome, stages_table
+    from lockstep.trainer.setup import check_engines
 
     if asked.config.actor_rollout_ref.model.path == EMBEDDED:
         raise ConfigError(
@@ -50,11 +48,15 @@ def _plan(options: argparse.Namespace) -> int:
         )
     config, device = _on(asked.config, options.count), find_device(options.gpu)
     data = config.data
-    lengths = Lengths(options.prompt_length or data.max_prompt_length, options.response_length or data.max_response_length)
+    lengths = Lengths(
+        _length("--prompt-length", options.prompt_length, data.max_prompt_length, "data.max_prompt_length"),
+        _length("--response-length", options.response_length, data.max_response_length, "data.max_response_length"),
+    )
+    if {config.actor_rollout_ref.actor.strategy, config.critic.strategy} <= {"fsdp", "fsdp2"}:  # others may not be installed here
+        check_engines(config, "cuda")
     ask = functools.partial(predicted, device=device, lengths=lengths)
-    num = config.trainer.n_gpus_per_node * config.trainer.nnodes
     rows = f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens in the mean"
-    head = f"{asked.command}: {config.actor_rollout_ref.model.path} on {num} x {device.name}; {rows}"
+    head = f"{asked.command}: {config.actor_rollout_ref.model.path}; {rows}"
     try:
         found = ask(config)
     except ResourceError as error:
@@ -68,17 +70,47 @@ def _plan(options: argparse.Namespace) -> int:
         peaks = {stage: round(parts.total() / GIB, 3) for stage, parts in found.memory.items()}
         print(json.dumps({"peak_gib": peaks, "memory_gib": memory, "seconds": found.seconds, "step_s": found.step_s}, indent=1))
         return 0
-    print(f"{head}\n\n{stages_table(found)}\n")
+    print(f"{head}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
     print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
     if config.algorithm.filter_groups.enable:
         print("  dynamic sampling: one batch of prompts a step is counted; groups without a signal are generated again")
     if not device.is_measured:
         print(f"  the constants were measured on an H200 and are scaled to {device.name} by its peak rates")
-    if num > 1:
+    if found.num_gpus > 1:
         print("  communication between GPUs is arithmetic, not measured")
     print("  a reward function takes what it takes: it is not counted\n")
     _print_proposals("proposal (nothing of it changes what is computed):", proposals(config, found, ask))
     return 0
+
+
+def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
+    """The same for what learns from files: one stage, an update, beside which a reference may pass."""
+    from lockstep.planner.hardware import find_device
+    from lockstep.planner.predict import Lengths
+    from lockstep.planner.predict_stage import predict_stage
+    from lockstep.tools.plan.table import outcome, stages_table
+
+    if asked.command == "distill":
+        raise ConfigError("lockstep plan does not know distill: its teacher computes beside the student")
+    config, device, longest = asked.config, find_device(options.gpu), asked.config.data.max_length
+    if options.count is not None:
+        trainer = dataclasses.replace(config.trainer, n_gpus_per_node=min(options.count, 8), nnodes=-(-options.count // 8))
+        config = dataclasses.replace(config, trainer=trainer)
+    prompt = options.prompt_length or 0.0
+    response = _length("--response-length", options.response_length, longest, "data.max_length")
+    lengths = Lengths(prompt, min(response, longest - prompt))
+    found = predict_stage(config, device, lengths)
+    rows = f"rows of {lengths.prompt + lengths.response:g} tokens in the mean"
+    print(f"{asked.command}: {config.model.path}; {rows}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
+    print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
+    return 0
+
+
+def _length(option: str, given: float | None, longest: int, key: str) -> float:
+    """Mean tokens as they were given, or the longest."""
+    if given is not None and not 0 < given <= longest:
+        raise ConfigError(f"{option} {given:g} is no mean of lengths up to {key}={longest}")
+    return longest if given is None else given
 
 
 def _on(config: PPOConfig, count: int | None) -> PPOConfig:

@@ -27,6 +27,10 @@ class OpenStream(NativeStream):
         super().__init__(*args)
         self._to_release: list[int] = []
 
+    @property
+    def num_kept_pages(self) -> int:
+        return len(self._scheduler.cache or ())
+
     def release(self, index: int) -> None:
         super().release(index)
         with self._changed:

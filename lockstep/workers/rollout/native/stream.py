@@ -53,10 +53,6 @@ class NativeStream(Stream):
     def num_free_pages(self) -> int:
         return self._scheduler.pool.num_free
 
-    @property
-    def num_kept_pages(self) -> int:
-        return len(self._scheduler.cache or ())
-
     def _shut(self) -> None:
         super()._shut()
         if self._passes is not None:
