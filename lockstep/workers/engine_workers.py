@@ -28,9 +28,10 @@ from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.optim import update, update_metrics
+from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.skip import update_or_skip
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.episodes import PlaysEpisodes
 from lockstep.workers.losses import Loss, make_policy_loss
@@ -171,7 +172,10 @@ class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
         started = time.perf_counter()
         with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, self.keys.tokens), engine.on_device():
             work = (mini_batch, loss_fn, budget, temperature, entropy_grad)
-            metrics, result = update(engine, work, self.keys.name if self.skips_nonfinite else None)
+            if self.skips_nonfinite:
+                metrics, result = update_or_skip(engine, work, self.keys.name)
+            else:
+                metrics, result = engine.forward_backward(*work), engine.optim_step()
         metrics |= update_metrics(self.keys.name, engine, mini_batch, result, started)
         self._weights_changed()
         return metrics | self.memory.take_peaks()
