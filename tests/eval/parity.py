@@ -70,7 +70,8 @@ def evaluate(
             continue
         started = time.monotonic()
         found = simple_evaluate(
-            model=model, model_args=model_args, tasks=[task], limit=count, task_manager=TaskManager(include_path=str(folder)),
+            model=model, model_args=model_args, tasks=[task], limit=count,
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
             batch_size=batch_size, device="cpu", bootstrap_iters=0, log_samples=True,
         )  # fmt: skip
         rows = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
@@ -147,7 +148,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 options.keep.write_text(json.dumps([theirs, their_scores]))
         if options.only_hf:
             return {}
-        with served("smollm2-135m", "--dtype", "float32", "--num-tokens", "65536") as address:
+        with served("smollm2-135m", "--dtype", "float32", "--num-tokens", "16384") as address:
             arguments = {
                 "model": "smollm2-135m", "base_url": f"{address}/v1/completions", "num_concurrent": 8, "max_length": 8192,
                 "tokenizer_backend": "remote", "timeout": 600,

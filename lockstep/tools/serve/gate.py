@@ -70,9 +70,8 @@ class Gate:
 
         try:
             self._check_key(scope)
-            await self._app(
-                {**scope, "app": self}, receive, watched
-            )  # with an app, starlette raises what else it would answer itself
+            # With an app in the scope, starlette raises what it would otherwise answer itself.
+            await self._app({**scope, "app": self}, receive, watched)
         except ClientDisconnect:
             raise
         except Exception as error:

@@ -39,7 +39,7 @@ class PromptReader:
         """The ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any]) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any]) -> str:
         """A conversation as the model's own template writes it. Raises BadRequest where it has none, or refuses the conversation."""
         if not self._tokenizer.chat_template:
             raise BadRequest("the model has no chat template; use /v1/completions", "messages", code="no_chat_template")

@@ -218,3 +218,15 @@ def test_the_server_describes_itself(client):
     assert client.gauge("requests_open") == 0
     assert client.gauge("generated_tokens_total") > 0
     assert math.isfinite(client.gauge("request_seconds_sum"))
+
+
+def test_another_engine_answers_too_and_says_what_it_cannot(folder, offline, tokenizer):
+    with serving(load_served(folder, name="hf")) as client:
+        answer = client.complete(prompt=PROMPTS, max_tokens=8, temperature=0)
+        expected = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in offline.generate(PROMPTS)]
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        status, scored = client.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 1, "echo": True})
+        if status == 200:  # never fewer than it was asked for
+            assert len(scored["choices"][0]["logprobs"]["token_logprobs"]) == 4
+        else:
+            assert "log-probs of prompts" in scored["error"]["message"]
