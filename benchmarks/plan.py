@@ -3,7 +3,8 @@
     python -m benchmarks.plan                  print it
     python -m benchmarks.plan --page docs/plan.md      write it into the page
 
-Rows of FIT are those that the constants of lockstep/planner were fitted to. The others were not, but the form of the model was chosen with all of them known: new shapes are the real test.
+Rows of FIT are those that the constants of lockstep/planner were fitted to. The others were not, but the form of the model was
+chosen with all of them known: new shapes are the real test.
 """
 
 from __future__ import annotations
