@@ -20,7 +20,9 @@ from lockstep.data.pairs import PairDataset
 from lockstep.data.scored_text import ScoredText
 from lockstep.trainer import main_reward_model
 from lockstep.utils.tokenizer import hf_tokenizer
+from lockstep.workers import training_worker
 from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.engine.score import score_rows
 
 
 def write_pairs(path: Path, count: int, seed: int, **more: Any) -> Path:
@@ -102,14 +104,14 @@ def test_plain_transformers_scores_the_folder_the_same(trained: Path, arguments:
 
 def test_the_folder_is_ppos_reward_model_as_it_is(trained: Path, embedded_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """PPO's responses, each with the end token, get plain transformers' scores."""
-    folder, seen, score = trained / "global_step_160" / "actor", [], TrainEngine.score
+    folder, seen = trained / "global_step_160" / "actor", []
 
     def recorded(engine: TrainEngine, rows: Any, *options: Any) -> torch.Tensor:
-        scores = score(engine, rows, *options)
+        scores = score_rows(engine, rows, *options)
         seen.extend(zip(rows.rows(), scores, strict=True))
         return scores
 
-    monkeypatch.setattr(TrainEngine, "score", recorded)
+    monkeypatch.setattr(training_worker, "score_rows", recorded)
     more = ("trainer.total_training_steps=1", "trainer.val_before_train=false")
     config = embedded_config("reward_model.enable=true", f"reward_model.model.path={folder}", *more)
     (step,) = train(config, {"global_pool": [1]}, roles("ActorRolloutRef", "Critic", "RewardModel"))
