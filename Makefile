@@ -126,7 +126,7 @@ $(TRACKERS_READY): pyproject.toml constraints.txt
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS_BIN)/python -m pytest tests/dashboards tests/observability/test_trackers.py --timeout 600
 
-# The documentation as a site in site/, searchable without a network. A link that leads nowhere is an error.
+# The documentation as a site in site/: `python3 -m http.server -d site`, then search works without a network too. A dead link is an error.
 DOCS_VENV := .venv-docs
 $(DOCS_VENV)/.ready: Makefile
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)

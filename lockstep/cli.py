@@ -73,7 +73,13 @@ def _main(arguments: list[str]) -> int:
         print(_unknown(arguments[0], spellings), file=sys.stderr)
         return 2
     is_algorithm = name in ALGORITHMS
-    command: Callable[..., int] = importlib.import_module(COMMANDS["ppo" if is_algorithm else name][0]).main
+    module = COMMANDS["ppo" if is_algorithm else name][0]
+    if module.startswith("lockstep.trainer.main_") and not {"-h", "--help"} & set(arguments):
+        from lockstep import __version__
+
+        # Before the imports, which take seconds on a busy machine: the reader knows at once that something happens.
+        print(f"lockstep {__version__}: {name}", flush=True)
+    command: Callable[..., int] = importlib.import_module(module).main
     return command(arguments[1:], algorithm=name) if is_algorithm else command(arguments[1:])
 
 

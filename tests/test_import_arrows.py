@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/base": {"protocol"},
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
+    "workers/episodes": {"agents", "single_controller/base", "protocol", "config"},
     "workers/value_loss": {"workers/engine", "workers/losses", "algorithms", "config"},
     "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
     "workers/distill_loss": {"workers/losses", "workers/engine", "algorithms"},
@@ -52,7 +53,7 @@ ARROWS: dict[str, set[str]] = {
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
-        "agents",
+        "workers/episodes",
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },

@@ -45,15 +45,36 @@ class Agent:
     trust_remote_code: bool
     template_kwargs: dict[str, Any]
 
+    @property
+    def limits(self) -> Limits:
+        """What an episode may use."""
+        config = self.config
+        return Limits(
+            config.max_turns, config.max_turn_tokens, config.max_observation_tokens, config.max_environments, config.step_timeout_s,
+            config.episode_timeout_s, config.retries,
+        )  # fmt: skip
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Names of the tools that every environment has."""
+        return tuple(self.config.tools)
+
+    @property
+    def parser(self) -> str:
+        """How calls are written."""
+        return self.config.parser
+
+    def environment_class(self, name: str | None = None) -> type[Environment]:
+        """The class of a row's environments; `name` is what the row says."""
+        return environment_class(name or self.config.environment)
+
     def check(self) -> type[Environment]:
         """Everything that can be known before a model is loaded; returns the class of the environment.
 
         Raises ConfigError for an environment, tool or parser that cannot be used, and for a template that cannot carry on a conversation.
         """
-        kind = environment_class(self.config.environment)
-        _bridge(self, None)
         _parser(self)
-        return kind
+        return self.environment_class()
 
 
 def play_rows(
@@ -68,20 +89,16 @@ def play_rows(
 
     `on_finished` gets (row, token ids of the policy's last turn) of each episode as soon as it has ended.
     """
-    config, parser = agent.config, _parser(agent)
+    parser = _parser(agent)
     tasks = [_task(agent, row, sampling.seed, step) for row in _rows(prompts)]
     ends = {i for name in parser.stop_tokens if (i := _token_id(agent, name)) is not None}
-    limits = Limits(
-        config.max_turns, config.max_turn_tokens, config.max_observation_tokens, config.max_environments, config.step_timeout_s,
-        config.episode_timeout_s, config.retries,
-    )  # fmt: skip
     sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends - {*sampling.stop_token_ids})))
 
     def tell(number: int, episode: Episode) -> None:
         if on_finished is not None and episode.error is None:
             on_finished((int(prompts.non_tensor_batch["row"][number]), torch.tensor(episode.last_turn)))
 
-    return episode_columns(Player(engine, _tokenizer(agent), parser.parse, sampling, limits).play(tasks, tell))
+    return episode_columns(Player(engine, _tokenizer(agent), parser.parse, sampling, agent.limits).play(tasks, tell))
 
 
 def environment_class(name: str | None) -> type[Environment]:
@@ -112,13 +129,12 @@ def _rows(prompts: DataProto) -> list[dict[str, Any]]:
 
 
 def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
-    config = agent.config
-    make = environment_class(row.get("environment") or config.environment)
+    make = agent.environment_class(row.get("environment"))
     names = row.get("tools")
     tools = _tools(agent, None if names is None else tuple(names), make)
     kwargs = dict(row.get("env_kwargs") or {})
     if issubclass(make, ToolEnvironment):
-        kwargs.setdefault("tools", list(_named_tools(tuple(config.tools))))
+        kwargs.setdefault("tools", list(_named_tools(agent.tools)))
     bridge = _bridge(agent, None if names is None else tuple(names), make)
     schemas = {tool.name: tool.schema["function"].get("parameters", {}) for tool in tools}
     key = (step, int(row["index"]), int(row["sample"]))
@@ -133,7 +149,7 @@ def _named_tools(names: tuple[str, ...]) -> tuple[Tool, ...]:
 
 def _tools(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment]) -> tuple[Tool, ...]:
     """The config's and the class's; only those that the row names, where it does."""
-    tools = (*_named_tools(tuple(agent.config.tools)), *tools_of(make))
+    tools = (*_named_tools(agent.tools), *tools_of(make))
     if wanted is None:
         return tools
     by_name = {tool.name: tool for tool in tools}
@@ -147,7 +163,7 @@ _bridges: dict[Any, Bridge] = {}
 
 def _bridge(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment] | None = None) -> Bridge:
     """One for each set of tools."""
-    make = make or environment_class(agent.config.environment)
+    make = make or agent.environment_class()
     tools = _tools(agent, wanted, make)
     key = (agent.model, repr(agent.template_kwargs), tuple(tool.name for tool in tools), make)
     if key not in _bridges:
@@ -158,7 +174,7 @@ def _bridge(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment
 
 
 def _parser(agent: Agent) -> Parser:
-    name = agent.config.parser
+    name = agent.parser
     if name == "auto":
         tokenizer = _tokenizer(agent)
         bridge = _bridge(agent, None)

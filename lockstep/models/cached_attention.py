@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 CACHED = "lockstep_cached"
 
@@ -65,3 +65,9 @@ def cached_attention(
 
 
 AttentionInterface.register(CACHED, cached_attention)
+
+
+def sliding_window(module: PreTrainedModel, attention: nn.Module) -> int | None:
+    """How far a layer of it looks back. Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
+    whole = module.config.sliding_window if module.config.model_type == "mistral" else None
+    return getattr(attention, "sliding_window", whole)

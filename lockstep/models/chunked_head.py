@@ -132,11 +132,6 @@ def chunked_log_probs(
     return _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
 
 
-def stacked_log_probs(targets: Tensor, temperature: float, entropy_grad: bool, *layer: Any) -> Tensor:
-    """The columns of `chunked_log_probs` side by side, [M, 3]."""
-    return torch.stack(chunked_log_probs(targets, temperature, entropy_grad, *layer), dim=-1)
-
-
 class _LogProbs(torch.autograd.Function):
     """With z the logits over the temperature, p = softmax(z), t the target, S the entropy:
 

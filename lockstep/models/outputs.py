@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
+from lockstep.models.chunked_head import chunked_log_probs
+
+
+def stacked_log_probs(targets: Tensor, temperature: float, entropy_grad: bool, *layer: Any) -> Tensor:
+    """The columns of `chunked_log_probs` side by side, [M, 3]."""
+    return torch.stack(chunked_log_probs(targets, temperature, entropy_grad, *layer), dim=-1)
 
 
 def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor, Tensor]:

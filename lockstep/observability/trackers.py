@@ -162,6 +162,9 @@ class _JsonLines:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
+    def samples(self, rows: Samples, step: int) -> None:
+        """They are no metrics."""
+
     def finish(self, exit_code: int) -> None:
         self._file.close()
 

@@ -114,7 +114,7 @@ def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *
 def _pools(config: PPOConfig) -> list[Pool]:
     """The pools of main_ppo, with the models that one rank of each holds."""
     policy, trainer = config.actor_rollout_ref, config.trainer
-    ranks = _ranks(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
+    ranks = ranks_of(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
     load, element = _load(config, ranks.count, config.actor_mini_batch_prompts), element_of(policy.actor)
     with_reference = config.use_reference and policy.model.adapts
     parts = Parts(actor=True, rollout=True, reference=with_reference)
@@ -128,7 +128,7 @@ def _pools(config: PPOConfig) -> list[Pool]:
     others += [("reward_pool", config.reward_model)] if config.reward_model.enable else []
     for name, section in others:
         place = section if section.enable_resource_pool else trainer
-        own = _ranks(section, place.n_gpus_per_node, place.nnodes)
+        own = ranks_of(section, place.n_gpus_per_node, place.nnodes)
         load = _load(config, own.count, config.critic_mini_batch_prompts)
         model = training_needs(section, load=load, world_size=own.count, element=element_of(section))
         if section.enable_resource_pool:
@@ -138,7 +138,8 @@ def _pools(config: PPOConfig) -> list[Pool]:
     return pools
 
 
-def _ranks(choice: EngineChoice, per_node: int, nodes: int) -> Ranks:
+def ranks_of(choice: EngineChoice, per_node: int, nodes: int) -> Ranks:
+    """Who computes a model of this engine on so many GPUs."""
     count, size = per_node * nodes, choice.fsdp_config.fsdp_size
     return Ranks(count, per_node, count if size == -1 or choice.strategy not in ("fsdp", "fsdp2") else min(size, count))
 
@@ -149,7 +150,7 @@ def critic_section(config: PPOConfig) -> CriticConfig:
     return dataclasses.replace(config.critic, model=model)
 
 
-def _device_of(choice: EngineChoice, device: Device) -> Device:
+def device_of(choice: EngineChoice, device: Device) -> Device:
     """The GPU as a computation in this type sees it: float32 takes no tensor cores, and twice the bytes."""
     if element_of(choice) == 2:
         return device
@@ -215,7 +216,7 @@ def _add_seconds(
         return Rows(batch / count, n, lengths.prompt, lengths.response, budget)
 
     seconds, whole = found.seconds, device
-    device = _device_of(actor, whole)
+    device = device_of(actor, whole)
     sampling = dataclasses.replace(whole, flops=device.flops)  # it counts its bytes itself
     seconds[GENERATION] = _generate_s(found, config, shape, sampling, ranks, lengths)
     if config.algorithm.adv_estimator == "remax":
@@ -231,21 +232,21 @@ def _add_seconds(
     if config.reward_model.enable:
         judge, judges, own_keys = read_shape(config.reward_model.model, Head.SCORE), of["reward_model"][1], config.reward_model
         passed = rows(own_keys.max_token_len_per_gpu, own_keys.micro_batch_size_per_gpu, judges.count)
-        seconds["reward_model"] = pass_s(judge, passed, _device_of(own_keys, whole), judges)
+        seconds["reward_model"] = pass_s(judge, passed, device_of(own_keys, whole), judges)
     if config.use_critic:
         section, (model, those) = critic_section(config), of["critic"]
         value = read_shape(section.model, Head.VALUE)
         passed = rows(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, those.count)
-        seconds["values"] = pass_s(value, passed, _device_of(section, whole), those)
+        seconds["values"] = pass_s(value, passed, device_of(section, whole), those)
         updates = batch // config.critic_mini_batch_prompts * config.critic_epochs
         seconds["update_critic"] = _update_s(
-            value, passed, _device_of(section, whole), those, found, model, updates, config.critic_epochs
+            value, passed, device_of(section, whole), those, found, model, updates, config.critic_epochs
         )
     updates = batch // config.actor_mini_batch_prompts * actor.ppo_epochs
     seconds["update_actor"] = _update_s(shape, own, device, ranks, found, of["actor"][0], updates, actor.ppo_epochs)
     own_process = policy.rollout.name in ("vllm", "sglang")
     seconds[SYNC] = 2 * shape.parameters / _SENT if own_process else ranks.gather_s(2 * shape.parameters, device)
-    seconds[SAVE] = sum(_SAVED * _trained(model) / _COPIED for model, _ in of.values())
+    seconds[SAVE] = save_s([model for model, _ in of.values()])
     _add_offloading(found, of)
 
 
@@ -265,12 +266,17 @@ def _update_s(
 ) -> float:
     recompute = found.plans[model.name].recompute or "none"
     rows = dataclasses.replace(rows, groups=rows.groups * epochs)
-    return update_s(shape, rows, device, ranks, recompute, updates, _trained(model) * _shards(model, ranks))
+    return update_s(shape, rows, device, ranks, recompute, updates, trained_share(model) * _shards(model, ranks))
 
 
-def _trained(model: Model) -> int:
+def trained_share(model: Model) -> int:
     """Parameters that learn, as far as one rank has their moments."""
     return model.moments // 8
+
+
+def save_s(models: Sequence[Model]) -> float:
+    """How long a run waits for a save in the background: until weights and moments are in host memory."""
+    return sum(_SAVED * trained_share(model) / _COPIED for model in models)
 
 
 def _shards(model: Model, ranks: Ranks) -> int:

@@ -35,16 +35,6 @@ FORMAT = 1
 _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "ray", "vllm", "megatron-core", "torchtitan", "veomni")
 
 
-def keep_failed_step(run: Run, error: Exception) -> None:
-    """Write the capsule of the step that this error has ended, and say where it is."""
-    step = run.global_steps + 1
-    try:
-        path = write_capsule(run, step, str(error))
-        run.display.message(f"the step is in {path}: lockstep replay {path}")
-    except Exception as failure:  # the step's own error is what the user has to see
-        run.display.message(f"warning: no capsule of step {step} was written: {failure}")
-
-
 def write_capsule(run: Run, step: int, failure: str | None = None, path: Path | None = None) -> Path:
     """Write the capsule of a step, or of one that has failed, into the run's folder (or to `path`); returns the file.
 

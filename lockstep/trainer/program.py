@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep import __version__
 from lockstep.checkpoint.lock import check_folder
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
@@ -50,8 +49,6 @@ def run_program(
 
             print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
             return 0
-        # Before anything that takes time: the reader knows at once that something happens, and meanwhile what.
-        print(f"lockstep {__version__}: reading the configuration", flush=True)
         config_file, overrides = _split_arguments(arguments)
         config = load(overrides, config_file)
         check_trackers(config.trainer.logger)
@@ -111,7 +108,8 @@ def worker_group(section: RunConfig, ray: RayConfig, needs_ray: bool) -> Iterato
         end_on_sigterm()
         yield LocalWorkerGroup
         return
-    started = connect(**ray.ray_init)
+    with progress("starting Ray, or reaching it"):
+        started = connect(**ray.ray_init)
     end_on_sigterm()  # Ray has a handler of its own
     try:
         yield RayWorkerGroup

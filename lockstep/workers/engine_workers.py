@@ -28,10 +28,12 @@ from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.optim import update, update_metrics
+from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
+from lockstep.workers.engine.skip import update_or_skip
 from lockstep.workers.engine.spec import EngineSpec
+from lockstep.workers.episodes import PlaysEpisodes
 from lockstep.workers.losses import Loss, make_policy_loss
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.policy.actor import ActorPart, actor_budget
@@ -44,7 +46,7 @@ from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
 
-class ActorRolloutRefWorker(ModelWorker):
+class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
     """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
@@ -146,20 +148,6 @@ class ActorRolloutRefWorker(ModelWorker):
         return response_columns([finished[i] for i in range(len(requests))])
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def run_episodes(
-        self, prompts: DataProto, sampling: SamplingParams, step: int, agent: Any, on_finished: Callable[[Any], None] | None = None
-    ) -> DataProto:
-        """`generate_sequences` for episodes: see `lockstep.agents.rows.play_rows`, whose arguments `agent` has."""
-        from lockstep.agents.rows import play_rows
-
-        counts, key = prompts.ragged("prompts").lengths.tolist(), "actor_rollout_ref.rollout.gpu_memory_utilization"
-        with self.memory.stage("gen", counts, None, key), self.rollout.borrowed():
-            columns = play_rows(self.rollout.engine, prompts, sampling, step, agent, on_finished)
-        if self.config.rollout.free_cache_engine:
-            self.rollout.engine.sleep()
-        return columns
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Reads prompts, responses; writes old_log_probs, entropys under the actor."""
         actor = self.actor
@@ -184,7 +172,10 @@ class ActorRolloutRefWorker(ModelWorker):
         started = time.perf_counter()
         with self.memory.stage("update_actor", mini_batch.token_counts().tolist(), budget, self.keys.tokens), engine.on_device():
             work = (mini_batch, loss_fn, budget, temperature, entropy_grad)
-            metrics, result = update(engine, work, self.keys.name if self.skips_nonfinite else None)
+            if self.skips_nonfinite:
+                metrics, result = update_or_skip(engine, work, self.keys.name)
+            else:
+                metrics, result = engine.forward_backward(*work), engine.optim_step()
         metrics |= update_metrics(self.keys.name, engine, mini_batch, result, started)
         self._weights_changed()
         return metrics | self.memory.take_peaks()

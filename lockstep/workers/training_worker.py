@@ -25,10 +25,11 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.optim import update, update_metrics
+from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.score import score_rows
+from lockstep.workers.engine.skip import update_or_skip
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.value_loss import make_value_loss
@@ -96,7 +97,11 @@ class TrainingWorker(ModelWorker):
         loss_fn = functools.partial(self._value_loss, denominators=denominators)
         started = time.perf_counter()
         with self.memory.stage("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
-            metrics, result = update(engine, (mini_batch, loss_fn, budget), "critic" if self.skips_nonfinite else None)
+            work = (mini_batch, loss_fn, budget)
+            if self.skips_nonfinite:
+                metrics, result = update_or_skip(engine, work, "critic")
+            else:
+                metrics, result = engine.forward_backward(*work), engine.optim_step()
         return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.memory.take_peaks()
 
     @register(Dispatch.DP_COMPUTE_PROTO)

@@ -228,6 +228,9 @@ def offline(monkeypatch):
         raise AssertionError("models would be loaded now")
 
     monkeypatch.setattr(Workers, "_start", start)
+    yield
+    while HELD:
+        HELD.pop().release()
 
 
 @pytest.mark.parametrize(("command", "bad", "status", "named"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])

@@ -21,8 +21,9 @@ from lockstep.compat.verl.numbers import Metric
 from lockstep.compat.verl.runner import our_config
 from lockstep.config import actor_rollout_ref as config
 from lockstep.config.algorithm import AlgorithmConfig
+from lockstep.config.reward import OverlongConfig
 from lockstep.data.rl_dataset import RLHFDataset
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RewardError
 from lockstep.observability.trackers import Tracking as OurTracking
 from lockstep.protocol import DataProto
 from lockstep.rewards.graders.math import last_boxed
@@ -216,12 +217,16 @@ class VerlRewardManager(RewardManager):
         self._limit, self._overlong = max_resp_len, overlong_buffer_cfg
 
     def __call__(self, data: DataProto, return_dict: bool = False, scoring: Any = None, ragged: bool = False) -> Any:
-        """As the manager's; with `overlong_buffer_cfg.enable` less the penalty for length, which is among the parts."""
+        """As the manager's; with `overlong_buffer_cfg.enable` less the penalty for length, which is among the parts. Raises RewardError
+        for a reward that is missing, but when `ragged` is asked for."""
         answer: Any = super().__call__(data, return_dict, scoring, ragged=True)
-        whole: dict[str, Any] = answer if return_dict else {"reward_tensor": answer, "reward_parts": {}}
+        whole: dict[str, Any] = answer if return_dict else {"reward_tensor": answer, "reward_parts": {}, "failures": []}
+        if not ragged and any(whole["failures"]):  # a loop of verl's knows no missing reward, and would take the zero
+            raise RewardError(f"a reward is missing: {next(filter(None, whole['failures'])).text}")
         if self._overlong is not None and self._overlong.enable:
             rows = DataProto({"responses": data.ragged("responses"), "token_level_scores": whole["reward_tensor"]})
-            penalise_overlong(rows, Scored([], [], parts=whole["reward_parts"]), self._overlong, int(self._limit or 0))
+            buffer = OverlongConfig(True, self._overlong.len, self._overlong.penalty_factor)
+            penalise_overlong(rows, Scored([], [], parts=whole["reward_parts"]), buffer, int(self._limit or 0))
             whole["reward_tensor"] = rows.ragged("token_level_scores")
         if not ragged:
             whole["reward_tensor"] = whole["reward_tensor"].pad()

@@ -167,17 +167,17 @@ class _Calls:
         found.meta_info |= {"timing": {}} | ({} if greedy else {"reward_extra_keys": list(extra)})
         return found
 
-    def compute_log_prob(self, data: DataProto) -> DataProto:
+    def compute_log_prob(self, data: DataProto) -> Any:
         """old_log_probs and entropys."""
-        return _tokens(self._group.compute_log_prob(data.select(["prompts", "responses"], [])))
+        return self._group.compute_log_prob(data.select(["prompts", "responses"], []))
 
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+    def compute_ref_log_prob(self, data: DataProto) -> Any:
         """ref_log_prob."""
-        return _tokens(self._group.compute_ref_log_prob(data.select(["prompts", "responses"], [])))
+        return self._group.compute_ref_log_prob(data.select(["prompts", "responses"], []))
 
-    def compute_values(self, data: DataProto) -> DataProto:
+    def compute_values(self, data: DataProto) -> Any:
         """values."""
-        return _tokens(self._group.compute_values(data.select(["prompts", "responses"], [])))
+        return self._group.compute_values(data.select(["prompts", "responses"], []))
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """rm_scores, for the rows that the reward function leaves to the model."""
@@ -206,11 +206,6 @@ class _Calls:
         config = self._inner.config
         seed = config.trainer.seed + self._inner.global_steps if config.actor_rollout_ref.actor.shuffle else None
         return stages.cut_mini_batches(len(data), 1, num_prompts * config.actor_rollout_ref.rollout.n, epochs, seed)
-
-
-def _tokens(data: DataProto) -> DataProto:
-    """The columns alone, which a union may add to any batch."""
-    return DataProto(dict(data.columns))
 
 
 def _told(metrics: Mapping[str, float]) -> DataProto:

@@ -46,6 +46,10 @@ def connect(**ray_init_kwargs: Any) -> bool:
         raise ResourceError(f"no Ray cluster was reached: {error}\nSee ray_kwargs.ray_init.address (now {address!r})") from None
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"ray.init refused ray_kwargs.ray_init={ray_init_kwargs}: {error}") from error
+    except Exception as error:  # a node that is late raises just that
+        raise ResourceError(
+            f"Ray did not start: {str(error).splitlines()[0]} Start the run again when the machine is less busy"
+        ) from error
     return True
 
 

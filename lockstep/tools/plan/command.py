@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from lockstep.config.data import EMBEDDED
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, ResourceError, as_command
-from lockstep.tools.asked import read_asked
+from lockstep.tools.asked import Asked, read_asked
 
 
 @as_command
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(options: argparse.Namespace) -> int:
     asked = read_asked(options.words, options.config)
     if not isinstance(asked.config, PPOConfig):
-        raise ConfigError(f"lockstep plan knows ppo and the algorithms that are presets of it, not {asked.command}")
+        return _plan_stage(asked, options)
     from lockstep.planner.hardware import find_device
     from lockstep.planner.predict import Lengths
     from lockstep.tools.plan.measured import predicted
@@ -79,6 +80,29 @@ def _plan(options: argparse.Namespace) -> int:
         print("  communication between GPUs is arithmetic, not measured")
     print("  a reward function takes what it takes: it is not counted\n")
     _print_proposals("proposal (nothing of it changes what is computed):", proposals(config, found, ask))
+    return 0
+
+
+def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
+    """The same for what learns from files: one stage, an update, beside which a reference may pass."""
+    from lockstep.planner.hardware import find_device
+    from lockstep.planner.predict import Lengths
+    from lockstep.planner.predict_stage import predict_stage
+    from lockstep.tools.plan.table import outcome, stages_table
+
+    if asked.command == "distill":
+        raise ConfigError("lockstep plan does not know distill: its teacher computes beside the student")
+    config, device, longest = asked.config, find_device(options.gpu), asked.config.data.max_length
+    if options.count is not None:
+        trainer = dataclasses.replace(config.trainer, n_gpus_per_node=min(options.count, 8), nnodes=-(-options.count // 8))
+        config = dataclasses.replace(config, trainer=trainer)
+    prompt = options.prompt_length or 0.0
+    response = _length("--response-length", options.response_length, longest, "data.max_length")
+    lengths = Lengths(prompt, min(response, longest - prompt))
+    found = predict_stage(config, device, lengths)
+    rows = f"rows of {lengths.prompt + lengths.response:g} tokens in the mean"
+    print(f"{asked.command}: {config.model.path}; {rows}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
+    print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
     return 0
 
 

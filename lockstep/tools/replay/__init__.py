@@ -29,8 +29,8 @@ PROGRAMS = {
     "DistillConfig": "lockstep.trainer.main_distill",
 }
 """Class of a configuration -> its program."""
-_OWN = ("time", "timing", "perf/", "training/num_restarts", "training/left_out_batches")
-"""How metrics begin that are of a machine or a moment."""
+_OWN = ("time", "timing", "perf/", "val/", "val-", "training/num_restarts", "training/left_out_batches")
+"""How metrics begin that are of a machine or a moment, or of a validation, which is not done again."""
 
 
 @as_command
@@ -85,6 +85,7 @@ def replayed(
                 yield run.global_steps + 1, {}, error
                 return
             run.global_steps += 1
+            run._examine(metrics)
             yield run.global_steps, metrics, None
 
 

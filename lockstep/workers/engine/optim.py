@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -61,16 +61,6 @@ class Updates:
         clear()
         self.done += 1
         return OptimResult(grad_norm=norm, lr=lr)
-
-
-def update(engine: TrainEngine, work: tuple[Any, ...], skips_as: str | None) -> tuple[dict[str, Metric], OptimResult | None]:
-    """forward_backward with the arguments `work`, and the optimizer's step. With `skips_as`, what metrics begin with, an update that is not
-    finite is left out (skip.py); then there is no result."""
-    if skips_as is None:
-        return engine.forward_backward(*work), engine.optim_step()
-    from lockstep.workers.engine.skip import update_or_skip
-
-    return update_or_skip(engine, work, skips_as)
 
 
 def update_metrics(

@@ -193,7 +193,7 @@ class Exchange:
     def __init__(self, process: EngineProcess, method: str, *args: Any) -> None:
         self._process, self._what = process, f"{method}()"
         process._begin(method, args)
-        self._heard = time.monotonic()
+        self._heard, self._is_over = time.monotonic(), False
 
     def send(self, message: Any) -> None:
         """The generator gets it where it yields next. Raises WorkerDied."""
@@ -208,17 +208,22 @@ class Exchange:
             wait = max(0.0, min(silent, deadline or silent) - time.monotonic())
             if deadline is not None and deadline < silent and not process._connection.poll(wait):
                 return None
-            _, value = process._receive(self._what, wait)
+            try:
+                _, value = process._receive(self._what, wait)
+            except BaseException:
+                self._is_over = True
+                raise
             self._heard = time.monotonic()
             if value is not None:
                 return value
 
     def close(self) -> None:
-        """End the call; what it yields until then is lost."""
+        """End the call; what it yields until then is lost. Nothing is left to end once it has raised."""
         process = self._process
         process._is_streaming = False
-        process._send(None)
-        process._expect_end(self._what, process._silence_s)
+        if not self._is_over:
+            process._send(None)
+            process._expect_end(self._what, process._silence_s)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

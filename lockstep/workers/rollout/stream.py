@@ -1,12 +1,4 @@
-"""Stream: an engine that stays open. Requests join, go on, stop and leave while others run.
-
-```python
-with engine.open(sampling) as stream:
-    first = stream.add(Request(prompt_ids, key, keep=True))
-    while (answer := stream.next()) is not None:  # runs the passes
-        ...
-    stream.add(Request(more_ids, key, continues=first))
-```
+"""Stream: an engine that stays open. Requests join, go on, stop and leave while others run (docs/generation_streams.md).
 
 `add`, `abort` and `release` may be called from any thread. `next` is called by one: nothing is computed but inside it.
 """

@@ -234,7 +234,7 @@ def test_a_main_builds_on_ppo_trainer_and_runs_its_own_task_runner(tmp_path):
     assert runner.group is LocalWorkerGroup
     assert set(runner.role_worker_mapping) == {Role.ActorRollout, Role.Critic, Role.RefPolicy}
     assert runner.pools.resource_pool_spec == {"global_pool": [1]}
-    assert our_config(config).trainer.run_dir.parts[-2:] == ("mine", our_config(config).trainer.experiment_name)
+    assert our_config(config).trainer.run_dir.parts[-2:] == ("mine", "gsm8k")
     with pytest.raises(ConfigError, match="skip_rollout"):
         run_ppo(refused, task_runner_class=Runner)
 

@@ -69,7 +69,7 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
         (["gropo"], "'gropo' is neither key=value nor a training command"),
         (["--gpu", "h300"], "the embedded task's model is not planned"),
         (["data.trainfiles=x"], "the nearest valid key is 'data.train_files'"),
-        (["sft", "data.train_files=x", "model.path=y"], "not sft"),
+        (["distill", "data.train_files=x", "model.path=y", "teacher.path=z"], "does not know distill"),
         (["--run", "/nonexistent"], "is not the folder of a run"),
         (["MODEL", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
         (["MODEL", "--prompt-length", "0"], "no mean of lengths"),
@@ -103,3 +103,16 @@ def test_a_run_is_compared_with_its_prediction(model, tmp_path, capsys):
     assert "no prediction for this run" in one_line(config, tmp_path / "metrics.jsonl", "a toaster")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(steps[0]) + "\n")
     assert one_line(config, tmp_path / "metrics.jsonl", "NVIDIA H200") is None
+
+
+def test_what_learns_from_files_is_planned_too(model, capsys):
+    steps = {}
+    for command in ("sft", "reward-model", "dpo"):
+        assert main([command, "data.train_files=x", f"model.path={model}", "--response-length", "400", "--price", "1"]) == 0
+        text = capsys.readouterr().out
+        assert ("\nref " in text) == (command == "dpo")
+        steps[command] = float(re.search(r"a step: ([\d.]+) s", text)[1])
+    assert steps["dpo"] > steps["reward-model"] > 0  # a reference beside it, and an output layer
+    assert main(["sft", "data.train_files=x", f"model.path={model}", "--gpu", "rtx-4090", "engine.max_token_len_per_gpu=9999999",
+                 "data.max_length=65536", "data.train_batch_size=4096"]) == 1  # fmt: skip
+    assert "lower engine.max_token_len_per_gpu" in capsys.readouterr().err

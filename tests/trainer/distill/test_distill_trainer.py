@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.stages import WORDS, metrics, run_main, write_examples
 from safetensors.torch import load_file
 
 from lockstep.trainer import main_distill, main_sft
-
-WORDS = ["abc", "cab", "bade", "face", "jig", "hi", "ace", "bead", "dig", "fig", "chad", "gab"]
-
-
-def write_examples(folder: Path, words: list[str], name: str = "train.jsonl") -> Path:
-    rows = [{"messages": [{"role": "user", "content": w}, {"role": "assistant", "content": w[::-1] + "<eos>"}]} for w in words]
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +23,7 @@ def teacher(embedded_task: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "data.train_batch_size": 12, "optim.lr": 3e-3, "trainer.default_local_dir": folder / "run",
         "trainer.total_training_steps": 30,
     }  # fmt: skip
-    assert main_sft.main([f"{key}={value}" for key, value in arguments.items()]) == 0
+    assert run_main(main_sft.main, arguments) == 0
     return folder / "run" / "global_step_30" / "actor"
 
 
@@ -52,12 +43,7 @@ def arguments(embedded_task: Any, teacher: Path, tmp_path: Path) -> dict[str, An
 
 
 def distill(arguments: dict[str, Any], **changes: Any) -> int:
-    return main_distill.main([f"{key}={value}" for key, value in (arguments | changes).items()])
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(("time", "timing", "perf"))} for row in rows]
+    return run_main(main_distill.main, arguments | changes)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

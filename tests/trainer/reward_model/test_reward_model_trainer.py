@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.run import roles, train
+from helpers.stages import metrics, run_main
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -52,12 +53,7 @@ def arguments(embedded_task: Any, tmp_path_factory: pytest.TempPathFactory) -> d
 def reward_model(arguments: dict[str, Any], folder: Path | None = None, **changes: Any) -> int:
     if folder is not None:
         changes["trainer.default_local_dir"] = folder
-    return main_reward_model.main([f"{key}={value}" for key, value in (arguments | changes).items()])
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(("time", "timing", "perf"))} for row in rows]
+    return run_main(main_reward_model.main, arguments | changes)
 
 
 @pytest.fixture(scope="module")

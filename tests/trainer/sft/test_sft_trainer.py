@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.conformance import NUMBER_TOL, WEIGHT_ATOL
+from helpers.stages import WORDS, metrics, run_main, write_examples
 from helpers.tiny import save_tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,14 +18,6 @@ from lockstep.trainer import main_sft
 
 TRL = json.loads((Path(__file__).parent / "sft_trl.json").read_text())
 """Made by sft_trl.py beside it."""
-WORDS = ["abc", "cab", "bade", "face", "jig", "hi", "ace", "bead", "dig", "fig", "chad", "gab"]
-
-
-def write_examples(folder: Path, words: list[str], name: str = "train.jsonl") -> Path:
-    rows = [{"messages": [{"role": "user", "content": w}, {"role": "assistant", "content": w[::-1] + "<eos>"}]} for w in words]
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -41,12 +34,7 @@ def arguments(embedded_task: Any, tmp_path: Path) -> dict[str, Any]:
 
 
 def sft(arguments: dict[str, Any], **changes: Any) -> int:
-    return main_sft.main([f"{key}={value}" for key, value in (arguments | changes).items()])
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(("time", "timing", "perf"))} for row in rows]
+    return run_main(main_sft.main, arguments | changes)
 
 
 def test_it_learns_and_its_folder_is_a_model(arguments: dict[str, Any], embedded_task: Any, tmp_path: Path, capsys: Any) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from lockstep.errors import WorkerDied, WorkerError, WorkerTimeout
-from lockstep.workers.rollout.process import EngineProcess
+from lockstep.workers.rollout.process import EngineProcess, Exchange
 
 TARGET = "process_target:Counter"
 
@@ -45,6 +45,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             def fail(self):
                 yield 1
                 raise KeyError("no such thing")
+
+            def add_up(self):
+                total = 0
+                while True:
+                    messages = yield total or "idle"
+                    for message in messages or ():
+                        total = total + message if message else 1 / 0
         """)
     )
     sys.path.insert(0, str(folder))
@@ -102,7 +109,7 @@ def test_a_target_that_cannot_be_built_is_its_own_error() -> None:
 def test_a_child_ends_with_its_parent() -> None:
     program = (
         "import sys, time; sys.path[:0] = sys.argv[1:]\n"
-        "from lockstep.workers.rollout.process import EngineProcess\n"
+        "from lockstep.workers.rollout.process import EngineProcess, Exchange\n"
         f"print(EngineProcess('counter', {TARGET!r}, {{'start': 1}}, {{}}, start_s=60, silence_s=60).pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, *filter(None, sys.path)], stdout=subprocess.PIPE, text=True)
@@ -115,3 +122,17 @@ def test_a_child_ends_with_its_parent() -> None:
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "it lives on without its parent"
         time.sleep(0.05)
+
+
+def test_an_exchange_goes_both_ways_and_its_error_ends_it(process: EngineProcess) -> None:
+    exchange = Exchange(process, "add_up")
+    assert exchange.receive(0.0) is None  # it waits for a message
+    exchange.send(3)
+    assert exchange.receive(60.0) == 3
+    exchange.close()
+    exchange = Exchange(process, "add_up")
+    exchange.send(0)
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        exchange.receive(60.0)
+    exchange.close()
+    assert list(process.stream("count", 2)) == [5, 6]

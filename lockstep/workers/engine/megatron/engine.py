@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lockstep.config.engine import MegatronConfig, OptimConfig
 from lockstep.models.chunked_head import Read as ReadHidden
-from lockstep.models.chunked_head import stacked_log_probs
 from lockstep.models.flops import head_size
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
+from lockstep.models.outputs import stacked_log_probs
 from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine import TorchtitanConfig
-from lockstep.models.chunked_head import Read, stacked_log_probs
+from lockstep.models.chunked_head import Read
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
+from lockstep.models.outputs import stacked_log_probs
 from lockstep.models.packing import Budget, PackedRows
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto

@@ -12,6 +12,7 @@ from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.native.backend import Backend
 from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.fused import FusedBackend, fused_library
+from lockstep.workers.rollout.native.cpu.kernels import Library
 from lockstep.workers.rollout.native.cpu.passes import PAGE_SIZE, PassBackend
 from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
 from lockstep.workers.rollout.native.open_stream import OpenStream
@@ -107,11 +108,12 @@ class NativeRollout(ModuleRollout):
         return self._cpu_backend(invariant)
 
     def _cpu_backend(self, invariant: bool) -> PassBackend:
-        library, utilization = fused_library(self.module), self.config.gpu_memory_utilization
+        (shape, library), utilization = self._cpu_parts, self.config.gpu_memory_utilization
         if library is not None:
-            return FusedBackend(self.module, self._cpu_shape, library, utilization, invariant)
-        return TorchBackend(self.module, self._cpu_shape, utilization, invariant)
+            return FusedBackend(self.module, shape, library, utilization, invariant)
+        return TorchBackend(self.module, shape, utilization, invariant)
 
     @cached_property
-    def _cpu_shape(self) -> CacheShape:
-        return cache_shape(self.module, PAGE_SIZE)
+    def _cpu_parts(self) -> tuple[CacheShape, Library | None]:
+        """What the module is, found once."""
+        return cache_shape(self.module, PAGE_SIZE), fused_library(self.module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
 from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -21,9 +20,3 @@ def is_fusable(module: PreTrainedModel) -> bool:
         and rope.get("rope_type", "default") in _ROPE_OF_POSITION
         and getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
     )
-
-
-def sliding_window(module: PreTrainedModel, attention: nn.Module) -> int | None:
-    """How far a layer of it looks back. Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
-    whole = module.config.sliding_window if module.config.model_type == "mistral" else None
-    return getattr(attention, "sliding_window", whole)

@@ -10,9 +10,7 @@ sample that has drawn since it was admitted. One that has not (`is_decoding`) is
 - A shared page is never written: before a sample writes into one, it gets a copy of its own (`Pass.copies`).
 - When pages are short, prompts that nobody runs give theirs up first, then the sample that was admitted last goes back to the front of
   the queue and is computed again later. The sample admitted first always goes on, so every request ends.
-- Who came first is admitted first, however large it is: nobody is overtaken for ever.
-
-What samples that are over leave to others is in open_scheduler.py.
+- Who came first is admitted first, however large it is. What samples that are over leave to others is in open_scheduler.py.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.prompt import Prompt
 
 if TYPE_CHECKING:
     from lockstep.config.sampling import SamplingParams
@@ -33,19 +32,6 @@ PENDING = -1
 """A token that is promised and not known yet: the GPU's host plans ahead of it."""
 SCORED_COST = 4
 """A token of a prompt whose log-prob is wanted counts as so many of a pass: it has a row of logits, which is what takes memory."""
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """The tokens that some samples start with."""
-
-    ids: list[int]
-    num_waiting: int = 0
-    """Its samples that are not running."""
-    pages: list[int] = field(default_factory=list)
-    """Pages that are kept for those."""
-    num_kept: int = 0
-    """How many tokens these hold."""
 
 
 @dataclass(slots=True, eq=False)

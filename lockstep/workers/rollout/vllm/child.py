@@ -133,7 +133,7 @@ class VLLMChild:
         piece = Piece(int(output.request_id), new, [step[token].logprob for step, token in zip(steps, new, strict=True)])
         if top:
             piece.tops = [_most_likely(step, top) for step in steps]
-        if output.prompt_logprobs is not None and own.request.prompt_log_probs:
+        if output.prompt_logprobs and own.request.prompt_log_probs:  # later pieces have an empty list
             prompt = list(zip(output.prompt_logprobs, own.request.prompt_ids.tolist(), strict=True))
             piece.prompt = [math.nan if step is None else step[token].logprob for step, token in prompt]
             piece.prompt_tops = [[] if step is None or not top else _most_likely(step, top) for step, _ in prompt]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.cached_attention import Variant
+from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
 from lockstep.workers.rollout.native.cpu.kernels import (
@@ -31,7 +31,7 @@ from lockstep.workers.rollout.native.cpu.kernels import (
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
-from lockstep.workers.rollout.native.family import is_fusable, sliding_window
+from lockstep.workers.rollout.native.family import is_fusable
 from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.native.scheduler import Sample
 

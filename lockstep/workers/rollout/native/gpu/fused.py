@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lockstep.models.cached_attention import Variant
-from lockstep.workers.rollout.native.family import sliding_window
+from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
