@@ -49,7 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 LONGEST = (
     "e2e/test_demo.py",
+    "e2e/test_interrupted.py",
     "e2e/test_failures.py",
+    "e2e/test_signals.py",
     "e2e/test_roles.py",
     "single_controller/ray/test_worker_group.py",
     "e2e/test_three_nodes.py",

@@ -144,7 +144,7 @@ def _model_samples(
         if not asked:
             continue
         batch = stages.make_prompts(dataset, [subject.row.position for subject in asked], rollout.n, tokenizer.pad_token_id)
-        stages.generate(worker, batch, sampling, step=0)
+        batch.union(worker.generate_sequences(batch.select(["prompts"], ["index", "sample"]), sampling=sampling, step=0))
         for i, ids in enumerate(batch.ragged("responses").rows()):
             cases.append(Case(asked[i // rollout.n], Response(SAMPLE, manager.decode(ids), Earns.ANYTHING)))
     return cases

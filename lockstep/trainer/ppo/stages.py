@@ -54,7 +54,7 @@ def generate(
 
     `on_finished` hears of each response (row, token ids) as soon as it is there, on another thread; without promise that it hears of all.
     """
-    prompts = batch.select(["prompts"], getattr(rollout, "reads", ["index", "sample"]))
+    prompts = batch.select(["prompts"], getattr(type(rollout), "reads", ["index", "sample"]))
     prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
     progress = expect(len(batch), "responses")
 

@@ -4,8 +4,8 @@ from helpers.flat import on_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.algorithms.policy_losses.clipped import vanilla
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
-from lockstep.algorithms.policy_losses.per_token import vanilla
 from lockstep.errors import ConfigError
 
 PROPERTY = settings(max_examples=50, deadline=None)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.policy_losses.clipped import vanilla
 from lockstep.algorithms.policy_losses.per_sequence import geo_mean, gspo
-from lockstep.algorithms.policy_losses.per_token import vanilla
 
 PROPERTY = settings(max_examples=50, deadline=None)
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}

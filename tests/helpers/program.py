@@ -1,0 +1,30 @@
+"""The PPO program as a process: its command line, and waiting for what it does."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+PROGRAM = [sys.executable, "-m", "lockstep.trainer.main_ppo"]
+
+
+def arguments(config):
+    """The command line that says the same as `config` where it differs from the defaults of the tests."""
+    return [
+        f"data.train_files={config.data.train_files}",
+        f"data.val_files={config.data.val_files}",
+        "data.val_max_samples=32",
+        "data.max_prompt_length=16",
+        "data.max_response_length=12",
+        "data.train_batch_size=8",
+        f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}",
+        f"trainer.default_local_dir={config.trainer.run_dir}",
+        "trainer.device=cpu",
+    ]
+
+
+def wait_until(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.2)
