@@ -50,7 +50,7 @@ def make(folder: Path, seed: int = 0) -> None:
     tokenizer.save_pretrained(folder / "model")
     chance = random.Random(seed)
     pq.write_table(pa.Table.from_pylist([{"messages": _game(chance)} for _ in range(6000)]), folder / "games.parquet")
-    rows = [{"prompt": "", "data_source": "frozen_lake", "env_kwargs": OPTIONS} for _ in range(256)]
+    rows = [{"prompt": "\n", "data_source": "frozen_lake", "env_kwargs": OPTIONS} for _ in range(256)]
     for split in ("train", "val"):
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
 

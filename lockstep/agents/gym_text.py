@@ -46,7 +46,7 @@ class GymText(Environment):
         state, _ = self._game.reset(seed=seed)
         rules = row.get("prompt")
         text = self._text(state)
-        return Turn([{"role": "user", "content": f"{rules}\n{text}" if isinstance(rules, str) and rules else text}])
+        return Turn([{"role": "user", "content": f"{rules}\n{text}" if isinstance(rules, str) and rules.strip() else text}])
 
     def step(self, action: Action) -> Turn:
         """Move by the last of the game's words that the policy said."""
