@@ -12,6 +12,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import math
+import numbers
+import reprlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -63,8 +66,7 @@ class Host(ABC):
             turn = self._call(call)
         finally:
             self.seconds += time.monotonic() - started
-        if not isinstance(turn, Turn):
-            raise EnvironmentFailed(f"an environment must return a Turn, not {turn!r}"[:500])
+        _check(turn)
         return turn
 
     @abstractmethod
@@ -88,6 +90,10 @@ class ProcessHost(Host):
             return self._worker.call(_in_child, self._timeout_s, call=call)
         except RewardError as error:
             raise EnvironmentFailed(str(error)) from error
+        except Exception as error:  # this process cannot read what the other has sent
+            raise EnvironmentFailed(
+                f"what the environment returned cannot be read here: {type(error).__name__}: {error}"
+            ) from error
 
     def close(self) -> None:
         self._worker.close()
@@ -140,6 +146,30 @@ def make_host(make: Make, timeout_s: float) -> Host:
         return LoopHost(timeout_s)
     is_quick = getattr(make, "is_quick", False)
     return ProcessHost(timeout_s) if is_portable(make) and not is_quick else ThreadHost(timeout_s)
+
+
+def _check(turn: Any) -> None:
+    """Raises EnvironmentFailed, saying what is expected, for what is not a whole Turn."""
+    if not isinstance(turn, Turn):
+        raise EnvironmentFailed(f"an environment must return a Turn, not {_short(turn)}")
+    reward = turn.reward
+    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+        raise EnvironmentFailed(f"the reward of a Turn must be a finite number or None, not {_short(reward)}")
+    if not isinstance(turn.info, dict):
+        raise EnvironmentFailed(f"the info of a Turn must be a dict, not {_short(turn.info)}")
+    for message in turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise EnvironmentFailed(f"the messages of a Turn must be a list of dicts with role and content, not {_short(message)}")
+        content = message.get("content")
+        if not isinstance(content, str | list):
+            raise EnvironmentFailed(f"the content of a message must be text, not {_short(content)}")
+        if isinstance(content, str) and any("\ud800" <= character <= "\udfff" for character in content):
+            raise EnvironmentFailed("the content of a message is not valid Unicode: it has halves of characters (surrogates)")
+
+
+def _short(value: Any) -> str:
+    """A value as text, however large it is."""
+    return reprlib.repr(value)[:200]
 
 
 # -- the calls, made where the environment lives -----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def agent_of(config: PPOConfig) -> Agent:
     """What the config says of episodes."""
     model = config.actor_rollout_ref.model
-    return Agent(config.agent, str(model.path), model.trust_remote_code, dict(config.data.apply_chat_template_kwargs))
+    kwargs = dict(config.data.apply_chat_template_kwargs)
+    return Agent(config.agent, str(model.path), model.trust_remote_code, kwargs, config.data.max_prompt_length)
 
 
 class EpisodeRollout:
