@@ -18,8 +18,9 @@ import reprlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from lockstep.agents.environment import Action, Environment, Turn
@@ -85,15 +86,17 @@ class ProcessHost(Host):
         super().__init__(timeout_s)
         self._worker = KillableWorker()
 
+    def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
+        """See Host. Files of the user are imported there first: their names mean nothing to another process."""
+        tools = [getattr(each, "function", None) for value in kwargs.values() if isinstance(value, list) for each in value]
+        with _failures():
+            for needed in (make, *(tool for tool in tools if tool is not None and is_portable(tool))):
+                self._worker.load(needed)
+        return super().begin(make, kwargs, row, seed)
+
     def _call(self, call: Call) -> Any:
-        try:
+        with _failures():
             return self._worker.call(_in_child, self._timeout_s, call=call)
-        except RewardError as error:
-            raise EnvironmentFailed(str(error)) from error
-        except Exception as error:  # this process cannot read what the other has sent
-            raise EnvironmentFailed(
-                f"what the environment returned cannot be read here: {type(error).__name__}: {error}"
-            ) from error
 
     def close(self) -> None:
         self._worker.close()
@@ -137,6 +140,17 @@ class LoopHost(ThreadHost):
 
     def _call(self, call: Call) -> Any:
         return self._wait(asyncio.run_coroutine_threadsafe(_awaited(call, self._held), _loop()))
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Whatever goes wrong with another process is the environment's failure."""
+    try:
+        yield
+    except RewardError as error:
+        raise EnvironmentFailed(str(error)) from error
+    except Exception as error:  # this process cannot read what the other has sent
+        raise EnvironmentFailed(f"what the environment returned cannot be read here: {type(error).__name__}: {error}") from error
 
 
 def make_host(make: Make, timeout_s: float) -> Host:

@@ -147,12 +147,13 @@ class Player:
 
     def _attempt(self, task: Task, host: Host, asked: _Asked) -> Episode:
         limits, bridge = self._limits, task.bridge
-        turn = self._shortened(host.begin(task.make, task.kwargs, task.row, task.seed))
+        turn = host.begin(task.make, task.kwargs, task.row, task.seed)
+        self._shorten(turn, limits.max_prompt_tokens or self._engine.context)
         with _refusals():
             new, previous = bridge.start(turn.messages), None
         if limits.max_prompt_tokens is not None and len(new) > limits.max_prompt_tokens:
             raise EnvironmentFailed(
-                f"the first messages have {len(new)} tokens, tools included; data.max_prompt_length={limits.max_prompt_tokens}"
+                f"the first messages have {len(new)} tokens or more, tools included; data.max_prompt_length={limits.max_prompt_tokens}"
             )
         episode = Episode(list(new), messages=list(turn.messages), info=dict(turn.info))
         said: list[Message | Action] = list(turn.messages)
@@ -198,7 +199,8 @@ class Player:
         if action.is_cut and self._left(episode, len(episode.context)) <= 0:
             episode.finish_reason = "length"
             return [], False
-        turn = self._shortened(host.step(action))
+        turn = host.step(action)
+        self._shorten(turn, self._sampling.max_tokens)
         if host.seconds > self._limits.episode_timeout_s:
             raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
         if turn.reward is not None:
@@ -233,16 +235,16 @@ class Player:
             calls = calls[:1]
         return Action(text, parsed.content, calls, faults, is_cut=completion.finish_reason == "length")
 
-    def _shortened(self, turn: Turn) -> Turn:
-        """The turn, with what its messages have over the limit cut off."""
-        turn.messages = [self._cut(message, self._limits.max_observation_tokens) for message in turn.messages]
-        return turn
+    def _shorten(self, turn: Turn, room: int | None) -> None:
+        """Cut off what the turn's messages have over the limit; or, where there is none, over `room`, in which they cannot fit in any case:
+        gigabytes are not tokenised."""
+        most = self._limits.max_observation_tokens or room
+        if most is not None:
+            turn.messages = [self._cut(message, most) for message in turn.messages]
 
-    def _cut(self, message: Message, limit: int | None) -> Message:
-        content, most = message["content"], limit or self._sampling.max_tokens
-        # What cannot fit in any case is not tokenised: it may be gigabytes.
-        possible = (most + 1) * self._longest_token
-        if not isinstance(content, str) or (limit is None and len(content) <= possible):
+    def _cut(self, message: Message, most: int) -> Message:
+        content, possible = message["content"], (most + 1) * self._longest_token
+        if not isinstance(content, str) or (self._limits.max_observation_tokens is None and len(content) <= possible):
             return message
         ids = self._tokenizer(content[:possible], add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) <= most and len(content) <= possible:

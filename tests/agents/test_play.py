@@ -16,6 +16,7 @@ from lockstep.agents.play import Limits, Player, Task
 from lockstep.agents.rendered import TemplateBridge
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.errors import DataError
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.hf.engine import HFRollout
 from lockstep.workers.rollout.native.engine import NativeRollout
@@ -178,3 +179,29 @@ def test_an_error_of_the_engine_ends_the_call_and_its_threads(engine, tokenizer,
         if thread.name.startswith("episode-"):
             thread.join(60)
             assert not thread.is_alive()
+
+
+def test_a_token_that_ends_a_part_of_a_turn_does_not_end_the_turn(engine, tokenizer, bridge):
+    """As gpt-oss writes <|end|> after its thinking."""
+    end = tokenizer.eos_token_id
+    params = SamplingParams(temperature=1.0, max_tokens=150, stop_token_ids=(), seed=5)
+    tasks = [task(bridge, number, environments.AnythingQuick, turns=1) for number in range(4)]
+    for inner in (frozenset(), frozenset({end})):
+        episodes = Player(engine, tokenizer, PARSERS["hermes"].parse, params, LIMITS, inner).play(tasks)
+        assert any(end in episode.ids for episode in episodes)
+        assert any(end in episode.ids[:-1] for episode in episodes) == bool(inner)
+
+
+def test_first_messages_that_are_too_long_are_said_to_be(engine, tokenizer, bridge):
+    limits = Limits(8, 12, None, 4, 30.0, 100.0, 0, max_prompt_tokens=5)
+    (lost,) = play(engine, tokenizer, bridge, [task(bridge, 1, environments.AnythingQuick, turns=1)], limits)
+    assert "data.max_prompt_length=5" in lost.error
+
+
+def test_messages_that_the_template_refuses_are_the_environments_failure(engine, tokenizer, bridge, monkeypatch):
+    def refuses(*arguments, **options):
+        raise DataError("roles must alternate")
+
+    monkeypatch.setattr(bridge._template, "render", refuses)
+    (lost,) = play(engine, tokenizer, bridge, [task(bridge, 1, environments.AnythingQuick, turns=1)])
+    assert "roles must alternate" in lost.error
