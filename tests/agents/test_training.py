@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import environments
 from helpers.run import roles, train
 
 from lockstep.config import load_config
@@ -54,6 +55,7 @@ def test_episodes_are_generated_scored_recorded_and_learned_from(config_of, tmp_
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "algorithm.discount_unit=turn",
             "algorithm.gamma=0.9",
+            f"agent.environment={Path(environments.__file__)}:Counts",
         ),
     ):
         config = config_of(*more, f"trainer.default_local_dir={tmp_path / str(len(more))}")

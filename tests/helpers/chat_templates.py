@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.agents.tools import Tool
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-SPECIAL = re.compile(r"<\|[A-Za-z_0-9]+\|>|\[/?[A-Z_]+\]|<(?:start|end)_of_(?:turn|utterance)>")
+SPECIAL = re.compile(
+    r"<\|[A-Za-z_0-9]+\|>|<\|[a-z]+>|<[a-z_]+\|>|<｜[^｜]*｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_(?:turn|utterance)>"  # noqa: RUF001
+)
 
 
 def add(a: int, b: int) -> int:
@@ -26,7 +28,12 @@ SCHEMAS = [Tool.of(add).schema]
 
 
 def tokenizer_of(name):
-    template = (TEMPLATES / f"{name}.jinja").read_text()
+    """The tokenizer of one of the forms."""
+    return tokenizer_for((TEMPLATES / f"{name}.jinja").read_text())
+
+
+def tokenizer_for(template):
+    """A tokenizer of bytes with the special tokens that a template names."""
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")

@@ -22,6 +22,7 @@ FORMS = {
     "llama_json, bare": ("llama3_json", lambda calls: WRITE["llama_json"](calls).removeprefix("<|python_tag|>")),
     "pythonic": ("pythonic", WRITE["pythonic"]),
     "pythonic, tags": ("llama4_pythonic", lambda calls: f"<|python_start|>{WRITE['pythonic'](calls)}<|python_end|>"),
+    "pythonic, LFM2": ("lfm2", lambda calls: f"<|tool_call_start|>{WRITE['pythonic'](calls)}<|tool_call_end|>"),
     "pythonic, lines": (
         "olmo3",
         lambda calls: "<function_calls>\n" + "\n".join(WRITE["pythonic"]([call])[1:-1] for call in calls) + "\n</function_calls>",
@@ -34,6 +35,8 @@ SPECIAL = (
     "</tool_call>",
     "<|python_tag|>",
     "<|python_start|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
     "<|python_end|>",
     "[TOOL_CALLS]",
     "<think>",

@@ -117,6 +117,7 @@ def test_the_parser_of_a_template_is_found_by_its_own_marks():
     assert detect_parser("<tool_call>\n<function=") == "qwen_xml"
     assert detect_parser("<|channel|> tool_calls") == "harmony"
     assert detect_parser("[TOOL_CALLS]") == "mistral"
+    assert detect_parser("'<|tool_call_start|>' ~ tool_calls") == "pythonic"
     assert detect_parser("role == 'ipython'") == "llama_json"
     assert detect_parser("<|im_start|>") == "hermes"
     with pytest.raises(ConfigError, match=r"agent\.parser"):
