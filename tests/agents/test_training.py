@@ -83,6 +83,7 @@ def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_pa
         ("agent.environment=helpers.environments:Nothing", "has no 'Nothing'"),
         ("agent.environment=json:loads", "not a subclass"),
         ("agent.environment=Counts", "file.py:name"),
+        ("agent.tools=[calculator]", "called by a ToolEnvironment, and agent.environment=helpers.environments:Counts is none"),
         ("agent.tools=[helpers.environments:missing]", "has no 'missing'"),
         ("agent.parser=unknown", "file.py:name"),
     ],
