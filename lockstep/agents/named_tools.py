@@ -33,7 +33,12 @@ def default_environment(config: AgentConfig) -> type[Environment]:
 
 
 def named_tools(config: AgentConfig) -> list[Tool]:
-    """The tools of one episode. Raises ConfigError for one that cannot be used, and for a name that two of them have."""
+    """The tools of one episode. Raises ConfigError for one that cannot be used, and for a name that two of them have.
+
+    None where episodes are played from a recording: there the environment has what the policy is told of.
+    """
+    if config.recorded is not None:
+        return []
     tools = [_tool(name, config.search_folder, config.search_results) for name in config.tools]
     tools += [tool for command in config.mcp for tool in mcp_tools(command, config.step_timeout_s)]
     names = [tool.name for tool in tools]

@@ -136,7 +136,7 @@ class Player:
             finally:
                 seconds += host.seconds
                 host.end()
-        return missing(task.prompt_ids, failure, self._limits.retries, seconds)
+        return missing(task.prompt_ids, failure, self._limits.retries, seconds, task.seed)
 
     def _attempt(self, task: Task, host: Host, asked: _Asked) -> Episode:
         limits, bridge = self._limits, task.bridge
@@ -144,7 +144,8 @@ class Player:
         new, previous = bridge.start(turn.messages), None
         context = self._engine.context
         budget = self._sampling.max_tokens if context is None else min(self._sampling.max_tokens, context - len(new))
-        episode = Episode(list(new), messages=list(turn.messages), info=dict(turn.info))
+        episode = Episode(list(new), seed=task.seed)
+        episode.add_turn(turn)
         stops = tuple({*self._sampling.stop_token_ids, *bridge.end_ids})
         try:
             while not episode.finish_reason:
@@ -180,10 +181,7 @@ class Player:
         turn = self._shortened(host.step(replace(action, is_cut=is_cut)))
         if host.seconds > self._limits.episode_timeout_s:
             raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
-        if turn.reward is not None:
-            episode.add_reward(float(turn.reward))
-        episode.messages += turn.messages
-        episode.info |= turn.info
+        episode.add_turn(turn)
         if turn.done:
             episode.finish_reason = "stop"
             return []

@@ -15,6 +15,7 @@ from lockstep.agents.episode import Episode, episode_columns
 from lockstep.agents.named_tools import default_environment, load_named, named_tools
 from lockstep.agents.parsers import PARSERS, Parse, Parser, detect_parser
 from lockstep.agents.play import Limits, Player, Task
+from lockstep.agents.recorded import recorded_class
 from lockstep.agents.tools import Tool, ToolEnvironment, tools_of
 from lockstep.config.agent import AgentConfig
 from lockstep.config.sampling import SamplingParams
@@ -55,8 +56,15 @@ class Agent:
 
     def environment_class(self, name: str | None = None) -> type[Environment]:
         """The class of a row's environments; `name` is what the row says."""
+        if self.config.recorded is not None:
+            return recorded_class(self.config.recorded, name)
         name = name or self.config.environment
         return default_environment(self.config) if name is None else environment_class(name)
+
+    def kind(self, name: str | None) -> dict[str, Any]:
+        """What a replay must know of a row's environments: what the policy is told of tools, and whether the reward function judges."""
+        kind = self.environment_class(name)
+        return {"tools": [tool.schema for tool in _tools(self, None, kind)], "is_judged": kind.is_judged}
 
     def check(self) -> type[Environment]:
         """Everything that can be known before a model is loaded; returns the class of the environment.

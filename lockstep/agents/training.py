@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.agents.environment import Environment
+from lockstep.agents.recorded import Recorder
 from lockstep.agents.rows import Agent
 from lockstep.protocol import DataProto
 from lockstep.rewards.outcome import Failure
@@ -20,17 +21,21 @@ def agent_of(config: PPOConfig) -> Agent:
 
 
 class EpisodeRollout:
-    """A group of rollout workers whose responses are episodes."""
+    """A group of rollout workers whose responses are episodes. With a `recorder`, what environments say in steps below `last_step` is
+    kept on disk."""
 
     reads = None
     """Object columns that are sent: all, since environments may read any."""
 
-    def __init__(self, group: Any, agent: Agent) -> None:
-        self._group, self._agent = group, agent
+    def __init__(self, group: Any, agent: Agent, recorder: Recorder | None = None, last_step: int = 0) -> None:
+        self._group, self._agent, self._recorder, self._last_step = group, agent, recorder, last_step
 
-    def generate_sequences(self, prompts: DataProto, **arguments: Any) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, step: int, **arguments: Any) -> DataProto:
         """`stages.generate` asks for it."""
-        episodes: DataProto = self._group.run_episodes(prompts, agent=self._agent, **arguments)
+        episodes: DataProto = self._group.run_episodes(prompts, agent=self._agent, step=step, **arguments)
+        if self._recorder is not None and step < self._last_step:
+            names = {"", *(name or "" for name in prompts.non_tensor_batch.get("environment", ()))}
+            self._recorder.write(step, episodes, prompts, {name: self._agent.kind(name or None) for name in sorted(names)})
         return episodes
 
     def __getattr__(self, name: str) -> Any:

@@ -39,6 +39,10 @@ class AgentConfig:
     """Longest time that one episode may spend in its environment."""
     retries: int = 1
     """How often an episode whose environment failed is played again, with the same random numbers, before it counts as missing."""
+    record: bool = True
+    """Whether what environments say in training is kept in the run's folder (episodes/), so that lockstep replay needs no environment."""
+    recorded: str | None = None
+    """A file of such episodes to be played again instead of asking environments: set by lockstep replay."""
 
     def __post_init__(self) -> None:
         at_least(self, "agent", 1, "max_turns", "max_environments", "search_results")
@@ -53,4 +57,4 @@ class AgentConfig:
     @property
     def is_on(self) -> bool:
         """Whether prompts become episodes."""
-        return self.environment is not None or bool(self.tools or self.mcp)
+        return self.environment is not None or self.recorded is not None or bool(self.tools or self.mcp)
