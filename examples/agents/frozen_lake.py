@@ -1,4 +1,4 @@
-"""FrozenLake, played with words. The games that warm the model up are those of a player who goes the right way in half of his moves and
+"""FrozenLake, played with words. The games that warm the model up are those of a player who goes the right way in four of ten moves and
 anywhere in the others. `TASK=frozen_lake examples/agents/run.sh` runs it."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _game(chance: random.Random) -> list[dict[str, Any]]:
     while not turn.done:
         messages += turn.messages
         field = _field(turn.messages[0]["content"])
-        move = MOVES[RIGHT_WAY[field]] if chance.random() < 0.5 else chance.choice(MOVES)
+        move = MOVES[RIGHT_WAY[field]] if chance.random() < 0.4 else chance.choice(MOVES)
         messages.append({"role": "assistant", "content": move})
         turn = game.step(Action(move, move))
     return messages

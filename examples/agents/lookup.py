@@ -1,7 +1,7 @@
 """A task that needs a tool: the user names a key, the word that belongs to it is known to a tool alone.
 
-The conversations that warm the model up are careless: three in four guess the word instead of asking for it. So the model has both habits,
-the wrong one more often, and the reward has to sort them out. `examples/agents/run.sh` runs it.
+The conversations that warm the model up are careless: three in four give up ("?") instead of asking for the word. So the model has both
+habits, the wrong one more often, and the reward has to sort them out. `examples/agents/run.sh` runs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.agents import Action, ToolEnvironment, Turn
 LETTERS = "abcdefghij"
 CALL, END = '<tool_call>{"name": "look_up", "arguments": {"key": "', '"}}</tool_call>'
 MARKS = (CALL, END)
-WORDS = tuple(LETTERS)
+WORDS = (*LETTERS, "?")
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<tools>"]
 TEMPLATE = (
     "{% if tools %}<tools>{% endif %}{% for m in messages %}<{{ m.role }}>"
@@ -56,7 +56,7 @@ class Lookup(ToolEnvironment):
 def warm_up(chance: random.Random) -> list[dict[str, Any]]:
     """Conversations, a quarter of them with a call."""
     schema = [{"type": "function", "function": {"name": "look_up", "description": "", "parameters": {"type": "object"}}}]
-    return [{"messages": _conversation(chance), "tools": schema} for _ in range(40000)]
+    return [{"messages": _conversation(chance), "tools": schema} for _ in range(12800)]
 
 
 def prompts(chance: random.Random, count: int) -> list[dict[str, Any]]:
@@ -67,10 +67,11 @@ def prompts(chance: random.Random, count: int) -> list[dict[str, Any]]:
 def _conversation(chance: random.Random) -> list[dict[str, Any]]:
     key, word = _word(chance, 3), _word(chance, 4)
     messages: list[dict[str, Any]] = [{"role": "user", "content": key}]
-    if chance.random() < 1 / 4:
-        call = {"id": "0", "type": "function", "function": {"name": "look_up", "arguments": f'{{"key": "{key}"}}'}}
-        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": word}]
-    return [*messages, {"role": "assistant", "content": word}]
+    if chance.random() < 3 / 4:
+        return [*messages, {"role": "assistant", "content": "?"}]
+    call = {"id": "0", "type": "function", "function": {"name": "look_up", "arguments": f'{{"key": "{key}"}}'}}
+    asks = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [*messages, asks, {"role": "tool", "content": word}, {"role": "assistant", "content": word}]
 
 
 def _word(chance: random.Random, length: int) -> str:

@@ -27,7 +27,7 @@ def make(task: Any, folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

@@ -13,7 +13,7 @@ estimator=${ESTIMATOR:-grpo}
 out=${OUT:-checkpoints/agents}/${task}_$seed
 case $task in
 lookup)
-    warm_up_steps=600
+    warm_up_steps=200
     warm_up="data.max_length=48"
     play="agent.environment=examples/agents/lookup.py:Lookup agent.max_turns=3 data.max_prompt_length=8 data.max_response_length=24
         data.train_batch_size=32"

@@ -45,6 +45,8 @@ class Episode:
     faults: int = 0
     retries: int = 0
     environment_s: float = 0.0
+    wait_s: float = 0.0
+    """How long the engine, in the call that this episode is of, had nothing to do because all episodes were in their environments."""
     error: str | None = None
 
     def add_turn(self, turn: Turn) -> None:
@@ -80,7 +82,7 @@ class Episode:
 
     def told(self) -> dict[str, Any]:
         """What is recorded of it beside its tokens."""
-        names = ("turns", "calls", "faults", "retries", "environment_s", "seed", "messages", "heard", "info", "error")
+        names = ("turns", "calls", "faults", "retries", "environment_s", "wait_s", "seed", "messages", "heard", "info", "error")
         return {name: getattr(self, name) for name in names}
 
 

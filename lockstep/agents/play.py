@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -119,6 +120,8 @@ class Player:
                 asked.run()
             for thread in threads:
                 thread.join()
+        for episode in episodes.values():
+            episode.wait_s = asked.idle_s
         return [episodes[number] for number in range(len(tasks))]
 
     def _episode(self, task: Task, hosts: dict[type[Host], Host], asked: _Asked) -> Episode:
@@ -232,6 +235,9 @@ class _Asked:
         self._waiting: dict[int, Future[Completion]] = {}
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self.idle_s = 0.0
+        """How long nothing was asked of the stream."""
+        self._idle_since = time.monotonic()
 
     def ask(self, request: Request) -> tuple[int, Completion]:
         """The index of a request, and its completion."""
@@ -239,6 +245,8 @@ class _Asked:
         with self._lock:
             if self._error is not None:
                 raise RuntimeError("the engine has ended") from self._error
+            if not self._waiting:
+                self.idle_s += time.monotonic() - self._idle_since
             index = self.stream.add(request)
             self._waiting[index] = answer
         return index, answer.result()
@@ -250,13 +258,18 @@ class _Asked:
             if isinstance(completion, Completion):
                 with self._lock:
                     waiting = self._waiting.pop(completion.index)
+                    if not self._waiting:
+                        self._idle_since = time.monotonic()
                 waiting.set_result(completion)
         if self._error is not None:
             raise self._error
 
     def end(self) -> None:
         """Nothing more will be asked."""
-        self._ended.set()
+        with self._lock:
+            if not self._ended.is_set():
+                self.idle_s += time.monotonic() - self._idle_since
+            self._ended.set()
 
     def give_up(self, error: BaseException) -> None:
         """Something went wrong that is nobody's to mend: `run` raises it."""

@@ -188,12 +188,13 @@ def _load_tokenizer(model: str, trust_remote_code: bool) -> PreTrainedTokenizerB
 
 
 def episode_metrics(episodes: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """agent/*: means over the episodes that were played, and how many were not."""
+    """agent/*: means over the episodes that were played, how many were not, and how long generation had to wait for environments."""
     played = [episode for episode in episodes if episode["error"] is None]
     metrics = {"agent/missing": float(len(episodes) - len(played))}
+    metrics["agent/wait_s"] = max(episode["wait_s"] for episode in episodes)
     if not played:
         return metrics
-    for name in ("turns", "calls", "environment_s", "retries"):
+    for name in ("turns", "calls", "faults", "environment_s", "retries"):
         metrics[f"agent/{name}"] = sum(episode[name] for episode in played) / len(played)
     calls, faults = (sum(episode[name] for episode in played) for name in ("calls", "faults"))
     metrics["agent/bad_call_ratio"] = faults / (calls + faults) if calls + faults else 0.0

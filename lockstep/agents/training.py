@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.agents.environment import Environment
@@ -69,10 +70,18 @@ class EpisodeRewards:
             Failure("environment", episode["error"]) if episode["error"] is not None else failure
             for episode, failure in zip(told, result["failures"], strict=True)
         ]
-        extra = result["reward_extra_info"] | {"episode": list(told)}
+        extra = _numbers(told) | result["reward_extra_info"] | {"episode": list(told)}
         return result | {"reward_tensor": rewards, "failures": failures, "reward_extra_info": extra}
 
     def close(self) -> None:
         """End what the judge has started."""
         if hasattr(self._judge, "close"):
             self._judge.close()
+
+
+def _numbers(told: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """turns, calls, faults, and the numbers of `info`, of each episode: None where it has none. Validation makes means of them."""
+    named = [{name: episode[name] for name in ("turns", "calls", "faults")} | episode["info"] for episode in told]
+    kept = {name for episode in named for name, value in episode.items() if isinstance(value, int | float)}
+    missing = [episode["error"] is not None for episode in told]
+    return {name: [None if m else e.get(name) for e, m in zip(named, missing, strict=True)] for name in sorted(kept)}
