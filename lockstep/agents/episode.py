@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.agents.environment import Message
+from lockstep.agents.environment import Message, Turn
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.rollout.base import Completion
 
@@ -41,15 +41,29 @@ class Episode:
     finish_reason: str = ""
     messages: list[Message] = field(default_factory=list)
     """The conversation, to be read."""
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    """Of each turn of the environment: how many of the messages are its, reward, done, info. What a replay needs."""
+    seed: int = 0
+    """The environment's."""
     info: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
     faults: int = 0
     retries: int = 0
     environment_s: float = 0.0
+    wait_s: float = 0.0
+    """How long the engine, in the call that this episode is of, had nothing to do because all episodes were in their environments."""
     error: str | None = None
 
     def __post_init__(self) -> None:
         self.context = list(self.prompt_ids)
+
+    def add_turn(self, turn: Turn) -> None:
+        """What the environment said."""
+        self.messages += turn.messages
+        self.info |= turn.info
+        self.heard.append({"messages": len(turn.messages), "reward": turn.reward, "done": turn.done, "info": turn.info})
+        if turn.reward is not None:
+            self.add_reward(float(turn.reward))
 
     def add_policy(self, completion: Completion) -> None:
         """A turn of the policy."""
@@ -82,14 +96,16 @@ class Episode:
 
     def told(self) -> dict[str, Any]:
         """What is recorded of it beside its tokens."""
-        names = ("turns", "contexts", "calls", "faults", "retries", "environment_s", "messages", "info", "error")
+        names = (
+            "turns", "contexts", "calls", "faults", "retries", "environment_s", "wait_s", "seed", "messages", "heard", "info", "error",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
 
-def missing(prompt_ids: Sequence[int], error: str, retries: int, environment_s: float) -> Episode:
+def missing(prompt_ids: Sequence[int], error: str, retries: int, environment_s: float, seed: int) -> Episode:
     """An episode whose environment failed."""
     prompt = list(prompt_ids)
-    return Episode(prompt, finish_reason=MISSING, error=error, retries=retries, environment_s=environment_s)
+    return Episode(prompt, finish_reason=MISSING, error=error, retries=retries, environment_s=environment_s, seed=seed)
 
 
 def episode_columns(episodes: Sequence[Episode], has_contexts: bool = False) -> DataProto:

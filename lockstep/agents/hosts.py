@@ -177,8 +177,10 @@ def _check(turn: Any) -> None:
         content = message.get("content")
         if not isinstance(content, str | list):
             raise EnvironmentFailed(f"the content of a message must be text, not {_short(content)}")
-        if isinstance(content, str) and any("\ud800" <= character <= "\udfff" for character in content):
-            raise EnvironmentFailed("the content of a message is not valid Unicode: it has halves of characters (surrogates)")
+        try:
+            str(content).encode()
+        except UnicodeEncodeError as error:
+            raise EnvironmentFailed(f"the content of a message is not valid Unicode: {error.reason}") from None
 
 
 def _short(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -126,6 +127,8 @@ class Player:
                 asked.run()
             for thread in threads:
                 thread.join()
+        for episode in episodes.values():
+            episode.wait_s = asked.idle_s
         return [episodes[number] for number in range(len(tasks))]
 
     def _episode(self, task: Task, hosts: dict[type[Host], Host], asked: _Asked) -> Episode:
@@ -143,7 +146,7 @@ class Player:
             finally:
                 seconds += host.seconds
                 host.end()
-        return missing(task.prompt_ids, failure, self._limits.retries, seconds)
+        return missing(task.prompt_ids, failure, self._limits.retries, seconds, task.seed)
 
     def _attempt(self, task: Task, host: Host, asked: _Asked) -> Episode:
         limits, bridge = self._limits, task.bridge
@@ -155,7 +158,8 @@ class Player:
             raise EnvironmentFailed(
                 f"the first messages have {len(new)} tokens or more, tools included; data.max_prompt_length={limits.max_prompt_tokens}"
             )
-        episode = Episode(list(new), messages=list(turn.messages), info=dict(turn.info))
+        episode = Episode(list(new), seed=task.seed)
+        episode.add_turn(turn)
         said: list[Message | Action] = list(turn.messages)
         stops = tuple({*self._sampling.stop_token_ids, *(bridge.end_ids - self._inner_ids)})
         try:
@@ -203,11 +207,8 @@ class Player:
         self._shorten(turn, self._sampling.max_tokens)
         if host.seconds > self._limits.episode_timeout_s:
             raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
-        if turn.reward is not None:
-            episode.add_reward(float(turn.reward))
-        episode.messages += turn.messages
+        episode.add_turn(turn)
         said += turn.messages
-        episode.info |= turn.info
         if turn.done:
             episode.finish_reason = "stop"
             return [], False
@@ -262,6 +263,9 @@ class _Asked:
         self._waiting: dict[int, Future[Completion]] = {}
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self.idle_s = 0.0
+        """How long nothing was asked of the stream."""
+        self._idle_since = time.monotonic()
 
     def ask(self, request: Request) -> tuple[int, Completion]:
         """The index of a request, and its completion."""
@@ -269,6 +273,8 @@ class _Asked:
         with self._lock:
             if self._error is not None:
                 raise RuntimeError("the engine has ended") from self._error
+            if not self._waiting:
+                self.idle_s += time.monotonic() - self._idle_since
             index = self.stream.add(request)
             self._waiting[index] = answer
         return index, answer.result()
@@ -280,13 +286,18 @@ class _Asked:
             if isinstance(completion, Completion):
                 with self._lock:
                     waiting = self._waiting.pop(completion.index)
+                    if not self._waiting:
+                        self._idle_since = time.monotonic()
                 waiting.set_result(completion)
         if self._error is not None:
             raise self._error
 
     def end(self) -> None:
         """Nothing more will be asked."""
-        self._ended.set()
+        with self._lock:
+            if not self._ended.is_set():
+                self.idle_s += time.monotonic() - self._idle_since
+            self._ended.set()
 
     def give_up(self, error: BaseException) -> None:
         """Something went wrong that is nobody's to mend: `run` raises it."""

@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--block", type=int, default=100, help="episodes between two looks at memory")
     parser.add_argument("--environments", type=int, default=8)
-    parser.add_argument("--timeout", type=float, default=2.0, help="deadline of each call, in seconds")
+    parser.add_argument("--timeout", type=float, default=5.0, help="deadline of each call, in seconds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ[MARK] = str(os.getpid())

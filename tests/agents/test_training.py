@@ -14,6 +14,9 @@ from helpers.run import roles, train
 
 from lockstep.config import load_config
 from lockstep.errors import ConfigError, RewardError
+from lockstep.tools.compare.measure import compare
+from lockstep.tools.compare.named import read_algorithm
+from lockstep.trainer.ppo.recording import load_recording
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 ENVIRONMENT = "helpers.environments:Counts"
@@ -113,6 +116,7 @@ def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_pa
         ("agent.environment=helpers.environments:Nothing", "has no 'Nothing'"),
         ("agent.environment=json:loads", "not a subclass"),
         ("agent.environment=Counts", "file.py:name"),
+        ("agent.tools=[calculator]", "called by a ToolEnvironment, and agent.environment=helpers.environments:Counts is none"),
         ("agent.tools=[helpers.environments:missing]", "has no 'missing'"),
         ("agent.parser=unknown", "file.py:name"),
     ],
@@ -126,3 +130,25 @@ def test_values_out_of_range_name_their_key(config_of):
     for key in ("history=some", "max_turns=0", "retries=-1", "step_timeout_s=0", "max_turn_tokens=0"):
         with pytest.raises(ConfigError, match=f"agent.{key.partition('=')[0]}"):
             config_of(f"agent.{key}")
+
+
+def test_a_recorded_batch_of_episodes_is_compared_and_the_environments_tokens_are_not_pushed(config_of, tmp_path, capsys):
+    keys = ("algorithm.discount_unit=turn", "algorithm.gamma=0.5", f"trainer.record_batch_dir={tmp_path / 'recorded'}")
+    config = config_of(*keys, "critic.enable=true", "trainer.total_training_steps=1")
+    train(config, {"p": [1]}, roles("ActorRolloutRef", "Critic", pool="p"))
+    recording = load_recording(tmp_path / "recorded")
+    named = ("ppo", "grpo", "remax", "rloo")
+    found = compare(recording, [read_algorithm(name) for name in named], changes={"trainer.device": "cpu"})
+    assert [result.name for result in found.results] == list(named), found.not_comparable
+    assert all(result.grad_norm > 0 for result in found.results)
+    own = {
+        (row, place)
+        for row, mask in enumerate(recording.batch.ragged("response_mask").rows())
+        for place in mask.nonzero().flatten().tolist()
+    }
+    for result in found.results:
+        assert {(token.row, token.position) for token in (*result.pushed_up, *result.pushed_down)} <= own
+    by_token = compare(
+        recording, [read_algorithm(name) for name in named], changes={"trainer.device": "cpu", "algorithm.discount_unit": "token"}
+    )
+    assert by_token.results[0].grad_norm != found.results[0].grad_norm

@@ -92,6 +92,8 @@ class SampleKeeper:
                 "failure": f"{failure.kind}: {failure.text}" if failure else None,
             }
             row["said"] = {key: values[i] for key, values in (scored.parts | scored.extra).items() if values[i] is not None}
+            if "episode" in row["said"]:  # what was said in it is the response
+                row["said"]["episode"] = {k: v for k, v in row["said"]["episode"].items() if k not in ("messages", "heard")}
             texts.append(row)
         return texts
 
