@@ -46,7 +46,8 @@ def test_a_step_is_done_again_without_its_environments_failures_and_all(chat_mod
     def kwargs(i):
         return {"how": "raise", "marker": str(markers / str(i))}
 
-    run(chat_model, tmp_path, "agent.environment=helpers.environments:Breaks", kwargs=kwargs)
+    more = ("agent.environment=helpers.environments:Breaks", "agent.max_observation_tokens=4", "agent.history=template")
+    run(chat_model, tmp_path, *more, kwargs=kwargs)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(row.get("agent/retries", 0) for row in rows) > 0
     assert make.main([str(tmp_path / "run"), "--step", "2"]) == 0
