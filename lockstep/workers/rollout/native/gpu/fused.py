@@ -88,12 +88,24 @@ class FusedDecoder:
         shared: SharedPrefixes | None,
     ) -> Tensor:
         """[rows, vocabulary] float32 after one new token for each row."""
+        return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None = None,
+    ) -> Tensor:
+        """[rows, hidden] after one new token for each row."""
 
         def attend(number: int, attention: Any, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
             pages, window = self._cache.layer(number), sliding_window(self._module, attention)
             return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, shared=shared)
 
-        return self._logits(self._layers(tokens, positions, slots, attend))
+        return self._layers(tokens, positions, slots, attend)
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor:
         """[rows, vocabulary] float32 after whole sequences that lie end to end."""
@@ -102,7 +114,7 @@ class FusedDecoder:
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
             return packed_prompt_attention(query, key, value, *self._cache.layer(number), rows, variant)
 
-        return self._logits(self._layers(tokens, positions, slots, attend)[rows.last])
+        return self.logits(self._layers(tokens, positions, slots, attend)[rows.wanted])
 
     def release(self) -> None:
         """The module was not changed."""
@@ -124,7 +136,8 @@ class FusedDecoder:
             update = _add_linear(hidden, _gated(x, mlp, few), mlp.down_proj, few)
         return self._add_norm(hidden, update, self._model.norm.weight)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] float32."""
         weight: Tensor = self._module.lm_head.weight
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
