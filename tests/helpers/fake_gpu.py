@@ -59,7 +59,7 @@ class FakeDecoder:
     """See Decoder: the logits of a FakeModel, whose memory stands for the pages."""
 
     def __init__(self, model: FakeModel, num_heads: int) -> None:
-        self._model, self.num_heads, self.num_short = model, num_heads, 0
+        self._model, self.num_heads, self.block = model, num_heads, 4
 
     def decode(
         self,
@@ -80,8 +80,8 @@ class FakeDecoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor:
         assert context_lens.tolist() == positions.tolist()
-        self.num_short += 1
-        return self.decode(tokens, positions, slots, page_table, context_lens, None)
+        own = page_table.repeat_interleave(len(tokens) // len(page_table), 0)
+        return self.decode(tokens, positions, slots, own, context_lens, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -186,7 +186,7 @@ class GenerationLoop:
         ]
         contexts, lengths = [start for _, start, _ in spans], [row.count for row in rows]
         scored = scored_rows(rows) if any(row.sample.scores for row in rows) else []
-        wanted = self._upload(np.array([*(np.cumsum(lengths) - 1), *places_of(scored)]))
+        wanted = np.array([*(np.cumsum(lengths) - 1), *places_of(scored)])
         short = self._runner.short
         # Only in a stream: a list of requests has the tokens that it always had, to the last bit.
         if (
@@ -198,7 +198,7 @@ class GenerationLoop:
             logits = short.logits(np.stack(packed), lengths, [sample.pages for sample, _, _ in spans], wanted)
         else:
             key_slots = self._upload(np.concatenate(all_slots)) if any(contexts) else None
-            layout = PromptRows(lengths, contexts, wanted, key_slots)
+            layout = PromptRows(lengths, contexts, self._upload(wanted), key_slots)
             tokens, positions, slots = self._upload(np.stack(packed))
             logits = self._decoder.prefill(tokens, positions, slots, layout)
         if scored:

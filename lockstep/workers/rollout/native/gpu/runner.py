@@ -45,8 +45,10 @@ class DecodeRunner:
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._warm = warm
-        self.short = None if isinstance(decoder, HFDecoder) else ShortPrefill(decoder, rows.page_table.shape[1], rows.token.device)
+        self.short: ShortPrefill | None = None
         """For prefills of few tokens; None where the decoder has no such step."""
+        if not isinstance(decoder, HFDecoder):
+            self.short = ShortPrefill(decoder, rows.page_table.shape[1], decoder.block, rows.token.device)
 
     def steps(self, size: int, count: int, keep: Filter | None, shared: bool, top: bool = False) -> None:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
