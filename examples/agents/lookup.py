@@ -1,27 +1,20 @@
 """A task that needs a tool: the user names a key, the word that belongs to it is known to a tool alone.
 
-`python examples/agents/lookup.py FOLDER [SEED]` writes a tiny model that knows nothing, conversations to warm it up (`lockstep sft`), and
-prompts (`lockstep grpo`). The conversations are careless: two in three guess the word instead of asking for it. So the model has both
-habits, the wrong one more often, and the reward has to sort them out.
+The conversations that warm the model up are careless: three in four give up ("?") instead of asking for the word. So the model has both
+habits, the wrong one more often, and the reward has to sort them out. `examples/agents/run.sh` runs it.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lockstep.agents import Action, ToolEnvironment, Turn
 
 LETTERS = "abcdefghij"
 CALL, END = '<tool_call>{"name": "look_up", "arguments": {"key": "', '"}}</tool_call>'
+MARKS = (CALL, END)
+WORDS = (*LETTERS, "?")
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<tools>"]
 TEMPLATE = (
     "{% if tools %}<tools>{% endif %}{% for m in messages %}<{{ m.role }}>"
@@ -39,7 +32,7 @@ class Lookup(ToolEnvironment):
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn:
         """The user names a key."""
-        self.key, self.word = row["prompt"], "".join(random.Random(seed).choices(LETTERS, k=4))
+        self.key, self.word = row["prompt"], _word(random.Random(seed), 4)
         return Turn([{"role": "user", "content": self.key}])
 
     def look_up(self, key: str) -> str:
@@ -60,46 +53,26 @@ class Lookup(ToolEnvironment):
         return Turn(reward=float(right), done=True, info={"right": int(right)})
 
 
-def make(folder: Path, seed: int = 0) -> None:
-    """Write the model, the conversations and the prompts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = [*SPECIAL, *LETTERS]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=SPECIAL[2:]
-    )
-    tokenizer.add_tokens([CALL, END])
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    chance = random.Random(seed)
+def warm_up(chance: random.Random) -> list[dict[str, Any]]:
+    """Conversations, a quarter of them with a call."""
     schema = [{"type": "function", "function": {"name": "look_up", "description": "", "parameters": {"type": "object"}}}]
-    rows = [{"messages": _conversation(chance), "tools": schema} for _ in range(16000)]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "conversations.parquet")
-    for split, count in (("train", 2048), ("val", 256)):
-        prompts = [{"prompt": _word(chance, 3), "data_source": "lookup"} for _ in range(count)]
-        pq.write_table(pa.Table.from_pylist(prompts), folder / f"{split}.parquet")
+    return [{"messages": _conversation(chance), "tools": schema} for _ in range(12800)]
 
 
-def _word(chance: random.Random, length: int) -> str:
-    return "".join(chance.choices(LETTERS, k=length))
+def prompts(chance: random.Random, count: int) -> list[dict[str, Any]]:
+    """Keys."""
+    return [{"prompt": _word(chance, 3), "data_source": "lookup"} for _ in range(count)]
 
 
 def _conversation(chance: random.Random) -> list[dict[str, Any]]:
     key, word = _word(chance, 3), _word(chance, 4)
     messages: list[dict[str, Any]] = [{"role": "user", "content": key}]
-    if chance.random() < 1 / 3:
-        call = {"id": "0", "type": "function", "function": {"name": "look_up", "arguments": f'{{"key": "{key}"}}'}}
-        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": word}]
-    return [*messages, {"role": "assistant", "content": word}]
+    if chance.random() < 3 / 4:
+        return [*messages, {"role": "assistant", "content": "?"}]
+    call = {"id": "0", "type": "function", "function": {"name": "look_up", "arguments": f'{{"key": "{key}"}}'}}
+    asks = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [*messages, asks, {"role": "tool", "content": word}, {"role": "assistant", "content": word}]
 
 
-if __name__ == "__main__":
-    make(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+def _word(chance: random.Random, length: int) -> str:
+    return "".join(chance.choices(LETTERS, k=length))

@@ -12,13 +12,15 @@ import torch
 from lockstep.agents.bridge import Bridge
 from lockstep.agents.environment import Environment
 from lockstep.agents.episode import Episode, episode_columns
+from lockstep.agents.named_tools import default_environment, load_named, named_tools
 from lockstep.agents.parsers import PARSERS, Parse, Parser, detect_parser
 from lockstep.agents.play import Limits, Player, Task
+from lockstep.agents.recorded import recorded_class
+from lockstep.agents.rendered import TemplateBridge
 from lockstep.agents.tools import Tool, ToolEnvironment, tools_of
 from lockstep.config.agent import AgentConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, DataError
-from lockstep.utils.files import load_object
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.counted import request_keys
 
@@ -27,12 +29,6 @@ if TYPE_CHECKING:
 
     from lockstep.protocol import DataProto
     from lockstep.workers.rollout.base import RolloutEngine
-
-SHIPPED = {
-    "python": "lockstep.agents.shipped_tools:python",
-    "calculator": "lockstep.agents.shipped_tools:calculator",
-}
-"""Tools by a short name."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,13 @@ class Agent:
     """Whose tokenizer and chat template."""
     trust_remote_code: bool
     template_kwargs: dict[str, Any]
+    max_prompt_length: int | None = None
+    """Of the first messages, in tokens."""
+
+    @property
+    def renders_anew(self) -> bool:
+        """Whether the whole conversation is rendered before each turn."""
+        return self.config.history == "template"
 
     @property
     def limits(self) -> Limits:
@@ -51,13 +54,8 @@ class Agent:
         config = self.config
         return Limits(
             config.max_turns, config.max_turn_tokens, config.max_observation_tokens, config.max_environments, config.step_timeout_s,
-            config.episode_timeout_s, config.retries,
+            config.episode_timeout_s, config.retries, self.max_prompt_length,
         )  # fmt: skip
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        """Names of the tools that every environment has."""
-        return tuple(self.config.tools)
 
     @property
     def parser(self) -> str:
@@ -66,15 +64,30 @@ class Agent:
 
     def environment_class(self, name: str | None = None) -> type[Environment]:
         """The class of a row's environments; `name` is what the row says."""
-        return environment_class(name or self.config.environment)
+        if self.config.recorded is not None:
+            return recorded_class(self.config.recorded, name)
+        name = name or self.config.environment
+        return default_environment(self.config) if name is None else environment_class(name)
+
+    def kind(self, name: str | None) -> dict[str, Any]:
+        """What a replay must know of a row's environments: what the policy is told of tools, and whether the reward function judges."""
+        kind = self.environment_class(name)
+        return {"tools": [tool.schema for tool in _tools(self, None, kind)], "is_judged": kind.is_judged}
 
     def check(self) -> type[Environment]:
         """Everything that can be known before a model is loaded; returns the class of the environment.
 
         Raises ConfigError for an environment, tool or parser that cannot be used, and for a template that cannot carry on a conversation.
         """
+        kind = self.environment_class()
+        if named_tools(self.config) and not issubclass(kind, ToolEnvironment):
+            raise ConfigError(
+                f"agent.tools and agent.mcp are called by a ToolEnvironment, and agent.environment={self.config.environment} is none; make "
+                "it a subclass of lockstep.agents.ToolEnvironment, or give it `tools` of its own"
+            )
+        _bridge(self, None)
         _parser(self)
-        return self.environment_class()
+        return kind
 
 
 def play_rows(
@@ -91,34 +104,25 @@ def play_rows(
     """
     parser = _parser(agent)
     tasks = [_task(agent, row, sampling.seed, step) for row in _rows(prompts)]
-    ends = {i for name in parser.stop_tokens if (i := _token_id(agent, name)) is not None}
+    ends, inner = (
+        {i for name in names if (i := _token_id(agent, name)) is not None} for names in (parser.stop_tokens, parser.inner_tokens)
+    )
     sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends - {*sampling.stop_token_ids})))
 
     def tell(number: int, episode: Episode) -> None:
         if on_finished is not None and episode.error is None:
             on_finished((int(prompts.non_tensor_batch["row"][number]), torch.tensor(episode.last_turn)))
 
-    return episode_columns(Player(engine, _tokenizer(agent), parser.parse, sampling, agent.limits).play(tasks, tell))
+    episodes = Player(engine, _tokenizer(agent), parser.parse, sampling, agent.limits, inner).play(tasks, tell)
+    return episode_columns(episodes, has_contexts=agent.renders_anew)
 
 
-def environment_class(name: str | None) -> type[Environment]:
-    """The class that "file.py:Class" or "module:Class" names; None: the one that calls tools. Raises ConfigError for what is none."""
-    if name is None:
-        return ToolEnvironment
-    found = _load("environment", name)
+def environment_class(name: str) -> type[Environment]:
+    """The class that "file.py:Class" or "module:Class" names. Raises ConfigError for what is none."""
+    found = load_named("environment", name)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(f"agent.environment={name} is {found!r}, not a subclass of lockstep.agents.Environment")
     return found
-
-
-def _load(key: str, name: str) -> Any:
-    path, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise ConfigError(f"agent.{key}: {name!r} must be file.py:name or module:name")
-    try:
-        return load_object(path, attribute)
-    except DataError as error:
-        raise ConfigError(f"agent.{key}: {error}") from error
 
 
 def _rows(prompts: DataProto) -> list[dict[str, Any]]:
@@ -134,7 +138,7 @@ def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
     tools = _tools(agent, None if names is None else tuple(names), make)
     kwargs = dict(row.get("env_kwargs") or {})
     if issubclass(make, ToolEnvironment):
-        kwargs.setdefault("tools", list(_named_tools(agent.tools)))
+        kwargs.setdefault("tools", [tool for tool in named_tools(agent.config) if names is None or tool.name in names])
     bridge = _bridge(agent, None if names is None else tuple(names), make)
     schemas = {tool.name: tool.schema["function"].get("parameters", {}) for tool in tools}
     key = (step, int(row["index"]), int(row["sample"]))
@@ -142,14 +146,9 @@ def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
     return Task(row, row["prompt_ids"], key, chance, make, kwargs, bridge, schemas)
 
 
-@functools.cache
-def _named_tools(names: tuple[str, ...]) -> tuple[Tool, ...]:
-    return tuple(Tool.of(_load("tools", SHIPPED.get(name, name))) for name in names)
-
-
 def _tools(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment]) -> tuple[Tool, ...]:
     """The config's and the class's; only those that the row names, where it does."""
-    tools = (*_named_tools(agent.tools), *tools_of(make))
+    tools = (*named_tools(agent.config), *tools_of(make))
     if wanted is None:
         return tools
     by_name = {tool.name: tool for tool in tools}
@@ -165,11 +164,12 @@ def _bridge(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment
     """One for each set of tools."""
     make = make or agent.environment_class()
     tools = _tools(agent, wanted, make)
-    key = (agent.model, repr(agent.template_kwargs), tuple(tool.name for tool in tools), make)
+    key = (agent.model, repr(agent.template_kwargs), agent.renders_anew, tuple(tool.name for tool in tools), make)
     if key not in _bridges:
         tokenizer = _tokenizer(agent)
         stops = frozenset({tokenizer.eos_token_id} - {None})
-        _bridges[key] = Bridge(tokenizer, agent.template_kwargs, [tool.schema for tool in tools], stops)
+        kind = TemplateBridge if agent.renders_anew else Bridge
+        _bridges[key] = kind(tokenizer, agent.template_kwargs, [tool.schema for tool in tools], stops)
     return _bridges[key]
 
 
@@ -181,7 +181,7 @@ def _parser(agent: Agent) -> Parser:
         name = detect_parser(str(tokenizer.get_chat_template())) if bridge.has_tools else "hermes"
     if name in PARSERS:
         return PARSERS[name]
-    parse: Parse = _load("parser", name)
+    parse: Parse = load_named("parser", name, tuple(PARSERS))
     return Parser(parse)
 
 
@@ -200,13 +200,16 @@ def _load_tokenizer(model: str, trust_remote_code: bool) -> PreTrainedTokenizerB
 
 
 def episode_metrics(episodes: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """agent/*: means over the episodes that were played, and how many were not."""
+    """agent/*: means over the episodes that were played, how many were not, and how long generation had to wait for environments."""
     played = [episode for episode in episodes if episode["error"] is None]
     metrics = {"agent/missing": float(len(episodes) - len(played))}
+    metrics["agent/wait_s"] = max(episode["wait_s"] for episode in episodes)
     if not played:
         return metrics
-    for name in ("turns", "calls", "environment_s", "retries"):
+    for name in ("turns", "contexts", "calls", "faults", "environment_s", "retries"):
         metrics[f"agent/{name}"] = sum(episode[name] for episode in played) / len(played)
+    goes_on = sum(episode["turns"] - 1 for episode in played)
+    metrics["agent/broken_prefix_ratio"] = sum(episode["contexts"] - 1 for episode in played) / goes_on if goes_on else 0.0
     calls, faults = (sum(episode[name] for episode in played) for name in ("calls", "faults"))
     metrics["agent/bad_call_ratio"] = faults / (calls + faults) if calls + faults else 0.0
     infos = [episode["info"] for episode in played]

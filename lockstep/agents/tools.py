@@ -115,6 +115,12 @@ class ToolEnvironment(Environment):
             return self._answer_later(action, results)
         return self._answer(action, results)
 
+    def close(self) -> None:
+        """A tool whose function has a `close` of its own, as those of servers have, hears that the episode is over."""
+        for tool in self._by_name.values():
+            if hasattr(tool.function, "close"):
+                tool.function.close()
+
     def _call(self, call: ToolCall) -> Any:
         """The result's text, or what will become it."""
         tool = self._by_name.get(call.name)

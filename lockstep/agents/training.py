@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.agents.environment import Environment
+from lockstep.agents.recorded import Recorder
 from lockstep.agents.rows import Agent
 from lockstep.protocol import DataProto
 from lockstep.rewards.outcome import Failure
@@ -16,21 +18,26 @@ if TYPE_CHECKING:
 def agent_of(config: PPOConfig) -> Agent:
     """What the config says of episodes."""
     model = config.actor_rollout_ref.model
-    return Agent(config.agent, str(model.path), model.trust_remote_code, dict(config.data.apply_chat_template_kwargs))
+    kwargs = dict(config.data.apply_chat_template_kwargs)
+    return Agent(config.agent, str(model.path), model.trust_remote_code, kwargs, config.data.max_prompt_length)
 
 
 class EpisodeRollout:
-    """A group of rollout workers whose responses are episodes."""
+    """A group of rollout workers whose responses are episodes. With a `recorder`, what environments say in steps below `last_step` is
+    kept on disk."""
 
     reads = None
     """Object columns that are sent: all, since environments may read any."""
 
-    def __init__(self, group: Any, agent: Agent) -> None:
-        self._group, self._agent = group, agent
+    def __init__(self, group: Any, agent: Agent, recorder: Recorder | None = None, last_step: int = 0) -> None:
+        self._group, self._agent, self._recorder, self._last_step = group, agent, recorder, last_step
 
-    def generate_sequences(self, prompts: DataProto, **arguments: Any) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, step: int, **arguments: Any) -> DataProto:
         """`stages.generate` asks for it."""
-        episodes: DataProto = self._group.run_episodes(prompts, agent=self._agent, **arguments)
+        episodes: DataProto = self._group.run_episodes(prompts, agent=self._agent, step=step, **arguments)
+        if self._recorder is not None and step < self._last_step:
+            names = {"", *(name or "" for name in prompts.non_tensor_batch.get("environment", ()))}
+            self._recorder.write(step, episodes, prompts, {name: self._agent.kind(name or None) for name in sorted(names)})
         return episodes
 
     def __getattr__(self, name: str) -> Any:
@@ -64,10 +71,18 @@ class EpisodeRewards:
             Failure("environment", episode["error"]) if episode["error"] is not None else failure
             for episode, failure in zip(told, result["failures"], strict=True)
         ]
-        extra = result["reward_extra_info"] | {"episode": list(told)}
+        extra = _numbers(list(told)) | result["reward_extra_info"] | {"episode": list(told)}
         return result | {"reward_tensor": rewards, "failures": failures, "reward_extra_info": extra}
 
     def close(self) -> None:
         """End what the judge has started."""
         if hasattr(self._judge, "close"):
             self._judge.close()
+
+
+def _numbers(told: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """turns, calls, faults, and the numbers of `info`, of each episode: None where it has none. Validation makes means of them."""
+    named = [{name: episode[name] for name in ("turns", "calls", "faults")} | episode["info"] for episode in told]
+    kept = {name for episode in named for name, value in episode.items() if isinstance(value, int | float)}
+    missing = [episode["error"] is not None for episode in told]
+    return {name: [None if m else e.get(name) for e, m in zip(named, missing, strict=True)] for name in sorted(kept)}

@@ -47,11 +47,13 @@ PPO_VIEW = View(
         ("policy kl", ".4f", ("actor/ppo_kl",)),
         ("entropy", ".2f", ("actor/entropy",)),
         ("length", ".1f", ("response_length/mean",)),
+        *((name, ".1f", (f"agent/{name}",)) for name in ("turns", "calls", "faults", "missing", "environment_s", "wait_s")),
         ("seconds", ".1f", ("timing_s/step",)),
     ),
     curve=("reward", "critic/score/mean"),
     # A batch that is one update has no other policy to be far from, and before the first update the policy is its reference.
-    hides_zero=("ref kl", "policy kl"),
+    # Of episodes, what they have none of.
+    hides_zero=("ref kl", "policy kl", "calls", "faults", "missing"),
 )
 
 _RECENT_STEPS = 8

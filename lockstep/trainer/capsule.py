@@ -8,6 +8,7 @@ weights            the name of that checkpoint and the SHA-256 of its manifest, 
 keys               seed, the numbers of left-out batches, rows in the files: what random numbers and the order of rows depend on
 rows               the rows of the files that the steps read, by their number there
 metrics            of every step that ended
+episodes           what environments said in these steps, where the run had some
 failure            what ended the last step, where something did
 ```
 """
@@ -15,6 +16,7 @@ failure            what ended the last step, where something did
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import platform
 from collections.abc import Mapping
@@ -50,6 +52,7 @@ def write_capsule(run: Run, step: int, failure: str | None = None, path: Path | 
     dataset, schedule = run.training_data()
     first = state.get("num_prompt_batches", state["global_steps"])
     last = run._position() if failure is not None else first + (step - state["global_steps"]) * _batches_per_step(run.config)
+    positions = range(first, max(last, first + 1))
     capsule = {
         "lockstep_capsule": FORMAT,
         "recipe": type(run.config).__name__,
@@ -64,7 +67,8 @@ def write_capsule(run: Run, step: int, failure: str | None = None, path: Path | 
             "num_rows": len(dataset._files),
             "num_used": len(dataset),
         },
-        "rows": _rows(dataset, schedule, range(first, max(last, first + 1)), run.left_out),
+        "rows": _rows(dataset, schedule, positions, run.left_out),
+        "episodes": _episodes(run_dir / "episodes", positions, run.left_out),
         "metrics": metrics,
         "failure": failure,
     }
@@ -111,6 +115,13 @@ def _rows(dataset: Any, schedule: PromptSchedule, positions: range, left_out: li
         raise ConfigError(f"a capsule holds rows of files, and {type(dataset).__name__} does not say which they are")
     numbers = [int(dataset._rows[place]) for position in positions for place in schedule.batch(batch_at(position, left_out))]
     return {str(number): row for number, row in zip(numbers, dataset._files.rows(numbers), strict=True)}
+
+
+def _episodes(folder: Path, positions: range, left_out: list[int]) -> dict[str, Any] | None:
+    """What environments said (lockstep/agents/recorded.py) of the batches at these positions; None where nothing was recorded."""
+    files = [folder / f"{batch_at(position, left_out) + 1}.jsonl.gz" for position in positions]
+    lines = [line for file in files if file.is_file() for line in gzip.decompress(file.read_bytes()).decode().splitlines()]
+    return {"kinds": json.loads((folder / "kinds.json").read_text()), "played": list(map(json.loads, lines))} if lines else None
 
 
 def _batches_per_step(config: Any) -> int:

@@ -16,7 +16,13 @@ from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.tools.check.cases import advantage_cases, loss_cases
-from lockstep.tools.check.properties import ADVANTAGE_PROPERTIES, LOSS_PROPERTIES, AdvantageSubject, LossSubject
+from lockstep.tools.check.properties import (
+    ADVANTAGE_PROPERTIES,
+    ADVANTAGE_WARNINGS,
+    LOSS_PROPERTIES,
+    AdvantageSubject,
+    LossSubject,
+)
 
 PROPERTY = settings(max_examples=30, deadline=None)
 # Shares and bounds with which the small batches here have several tokens selected.
@@ -61,5 +67,5 @@ def test_a_loss_has_every_property(name, case):
 @given(case=advantage_cases(), normalise=st.booleans())
 def test_an_estimator_has_every_property(name, case, normalise):
     parameters = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std_in_grpo": normalise}
-    for check in ADVANTAGE_PROPERTIES.values():
+    for check in (ADVANTAGE_PROPERTIES | ADVANTAGE_WARNINGS).values():
         check(AdvantageSubject(ADV_ESTIMATORS[name], parameters), case)

@@ -85,6 +85,21 @@ def test_kl_says_to_what_and_is_no_column_of_zeros(present: dict[str, float], sh
     assert stream.getvalue() == f"step 1/1{shown}\n"
 
 
+def test_episodes_have_their_turns_calls_and_waits_in_the_line() -> None:
+    display, stream = plain()
+    told = {
+        "agent/turns": 2.25,
+        "agent/calls": 1.2,
+        "agent/faults": 0.0,
+        "agent/missing": 3.0,
+        "agent/environment_s": 0.5,
+        "agent/wait_s": 1.0,
+    }
+    display.step(12, {"critic/score/mean": 0.5, "timing_s/step": 4.0} | told)
+    line = stream.getvalue().splitlines()[-1]
+    assert line == "step 12/12  reward 0.500  turns 2.2  calls 1.2  missing 3.0  environment_s 0.5  wait_s 1.0  4.0 s"
+
+
 def test_strange_numbers_are_shown_short() -> None:
     display, stream = plain(total_steps=1)
     numbers = {"critic/score/mean": math.nan, "actor/ppo_kl": -math.inf, "actor/entropy": 1e300}

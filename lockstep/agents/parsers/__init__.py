@@ -8,7 +8,7 @@ which goes back to the policy as text.
 | hermes | Qwen2.5, Qwen3, Hermes; templates without tools | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
 | qwen_xml | Qwen3-Coder, Qwen3.5 | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>` |
 | llama_json | Llama 3 | `{"name": ..., "parameters": {...}}`, maybe after `<|python_tag|>`, several with `;` between |
-| pythonic | Llama 4, Olmo 3 | `[f(a=1), g(b="x")]` |
+| pythonic | Llama 4, Olmo 3, LFM2 | `[f(a=1), g(b="x")]` |
 | mistral | Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]f[ARGS]{...}` |
 | harmony | gpt-oss | `<|channel|>commentary to=functions.f<|message|>{...}<|call|>` |
 """
@@ -38,6 +38,8 @@ class Parser:
     parse: Parse
     stop_tokens: tuple[str, ...] = ()
     """Special tokens that end a turn beside the model's own, where its vocabulary has them."""
+    inner_tokens: tuple[str, ...] = ()
+    """Special tokens that end a part of a turn, though templates write them at its end too: a turn goes on after them."""
 
 
 PARSERS = {
@@ -46,7 +48,7 @@ PARSERS = {
     "llama_json": Parser(parse_llama_json, ("<|eom_id|>",)),
     "pythonic": Parser(parse_pythonic, ("<|eom_id|>",)),
     "mistral": Parser(parse_mistral),
-    "harmony": Parser(parse_harmony, ("<|call|>", "<|return|>")),
+    "harmony": Parser(parse_harmony, ("<|call|>", "<|return|>"), ("<|end|>",)),
 }
 
 _SIGNS = (
@@ -56,6 +58,7 @@ _SIGNS = (
     ("hermes", "<tool_call>"),
     ("pythonic", "<|python_start|>"),
     ("pythonic", "<function_calls>"),
+    ("pythonic", "<|tool_call_start|>"),
     ("llama_json", "<|python_tag|>"),
     ("llama_json", "ipython"),
 )

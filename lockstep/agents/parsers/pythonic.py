@@ -11,7 +11,10 @@ from lockstep.agents.environment import Fault, ToolCall
 from lockstep.agents.parsers.parsed import Parsed
 
 _FORM = '[name(argument="value"), ...]'
-_WRAPPED = re.compile(r"(<\|python_start\|>|<function_calls>)(.*?)(<\|python_end\|>|</function_calls>|\Z)", re.DOTALL)
+_WRAPPED = re.compile(
+    r"(<\|python_start\|>|<\|tool_call_start\|>|<function_calls>)(.*?)(<\|python_end\|>|<\|tool_call_end\|>|</function_calls>|\Z)",
+    re.DOTALL,
+)
 _LITERALS = {"true": True, "false": False, "null": None}
 
 

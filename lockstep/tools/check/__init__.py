@@ -60,7 +60,7 @@ def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMP
     from lockstep.algorithms.advantages import get_adv_estimator
     from lockstep.algorithms.registry import input_names
     from lockstep.tools.check.cases import advantage_cases
-    from lockstep.tools.check.properties import ADVANTAGE_PROPERTIES, AdvantageSubject
+    from lockstep.tools.check.properties import ADVANTAGE_PROPERTIES, ADVANTAGE_WARNINGS, AdvantageSubject
     from lockstep.utils.files import load_reference
 
     estimator = load_reference(name) or get_adv_estimator(name)
@@ -68,7 +68,7 @@ def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMP
     config = AlgorithmConfig()
     numbers = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo, "config": config}
     subject = AdvantageSubject(estimator, numbers | given)
-    return _run(name, given, names, subject, advantage_cases(), ADVANTAGE_PROPERTIES, {}, max_examples)
+    return _run(name, given, names, subject, advantage_cases(), ADVANTAGE_PROPERTIES, ADVANTAGE_WARNINGS, max_examples)
 
 
 def check_preference(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:

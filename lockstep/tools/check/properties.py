@@ -201,6 +201,16 @@ def without_advantage_is_flat(subject: LossSubject, case: Case) -> None:
         raise Violation("the gradient is not 0 although every advantage is")
 
 
+def takes_discounts_by_token(subject: AdvantageSubject, case: Case) -> None:
+    """Episodes with algorithm.discount_unit=turn: gamma and lam come as a number for each token, and where these are all the same they do
+    what one number does. An estimator that cannot take them works with discounts by token, the default."""
+    numbers = {name: subject.parameters[name] for name in ("gamma", "lam") if name in subject.parameters}
+    others = {name: value for name, value in subject.parameters.items() if name not in numbers}
+    by_token = {name: torch.full(case.mask.shape, float(value), dtype=torch.float64) for name, value in numbers.items()}
+    changed = replace(subject, parameters=others).evaluate(replace(case, tokens=case.tokens | by_token))
+    _same("with gamma and lam by token", changed, subject.evaluate(case))
+
+
 _SHARED: dict[str, Property] = {
     "one number a token": is_per_token,
     "finite": is_finite,
@@ -211,6 +221,7 @@ _SHARED: dict[str, Property] = {
 LOSS_PROPERTIES: dict[str, Property] = {**_SHARED, "micro-batches and ranks": adds_up_over_parts, "rounding": ignores_rounding}
 LOSS_WARNINGS: dict[str, Property] = {"no advantage, no gradient": without_advantage_is_flat}
 ADVANTAGE_PROPERTIES: dict[str, Property] = {**_SHARED, "empty rows": ignores_empty_rows}
+ADVANTAGE_WARNINGS: dict[str, Property] = {"discounts by turn": takes_discounts_by_token}
 
 
 def _call(bound: Bound, case: Case, are_blocks: bool) -> Any:

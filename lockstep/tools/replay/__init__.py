@@ -1,7 +1,7 @@
 """`lockstep replay FILE [key=value ...]`: do the steps of a capsule again, here, and compare their metrics.
 
 The rows come from the capsule, the weights from the checkpoint that it names. Everything random depends on the run's keys alone, so on the
-same kind of device the numbers come out the same to rounding.
+same kind of device the numbers come out the same to rounding. What environments said is in the capsule too: none of them is asked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ PROGRAMS = {
     "DistillConfig": "lockstep.trainer.main_distill",
 }
 """Class of a configuration -> its program."""
-_OWN = ("time", "timing", "perf/", "val/", "val-", "training/num_restarts", "training/left_out_batches")
+_OWN = (
+    "time",
+    "timing",
+    "perf/",
+    "val/",
+    "val-",
+    "training/num_restarts",
+    "training/left_out_batches",
+    "agent/environment_s",
+    "agent/wait",
+)
 """How metrics begin that are of a machine or a moment, or of a validation, which is not done again."""
 
 
@@ -110,6 +120,10 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None) -> lis
         "trainer.device=auto", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.max_restarts=0",
         "trainer.on_nonfinite=stop",
     ]  # fmt: skip
+    if (episodes := capsule.get("episodes")) is not None:
+        lines = [episodes["kinds"], *episodes["played"]]
+        (folder / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        keys += [f"agent.recorded={folder / 'episodes.jsonl'}", "agent.record=false"]
     if "sampled" in capsule["config"]:
         keys.append("sampled.files=null")
     if capsule["config"].get("reference", {}).get("mode") == "file":

@@ -18,9 +18,12 @@ def episode_rewards(config: PPOConfig, *reward_fns: Any) -> list[Any]:
 
 def episode_rollout(config: PPOConfig, group: Any) -> Any:
     """The rollout workers, with episodes for responses."""
+    from lockstep.agents.recorded import Recorder
     from lockstep.agents.training import EpisodeRollout, agent_of
+    from lockstep.trainer.ppo.validation import VALIDATION_STEPS
 
-    return EpisodeRollout(group, agent_of(config))
+    recorder = Recorder(config.trainer.run_dir) if config.agent.record else None
+    return EpisodeRollout(group, agent_of(config), recorder, VALIDATION_STEPS)
 
 
 def episode_metrics(batch: Any) -> dict[str, float]:

@@ -24,6 +24,7 @@ import numpy as np
 
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.stages import token_columns
 
 FOLDER = "samples"
 MAX_TOKENS = 32_768
@@ -52,7 +53,7 @@ class SampleKeeper:
         counts = _counts(batch, scored)
         batch, scored = batch.select_idxs(slice(count)), scored.select(range(count))
         if log_probs is not None:
-            after = log_probs(batch.select(["prompts", "responses"], []))
+            after = log_probs(batch.select(token_columns(batch), []))
             batch.set("new_log_probs", after.ragged("old_log_probs"))
         arrays = _token_columns(batch)
         ids = np.unique(arrays["tokens"]).tolist()
@@ -91,6 +92,8 @@ class SampleKeeper:
                 "failure": f"{failure.kind}: {failure.text}" if failure else None,
             }
             row["said"] = {key: values[i] for key, values in (scored.parts | scored.extra).items() if values[i] is not None}
+            if "episode" in row["said"]:  # what was said in it is the response
+                row["said"]["episode"] = {k: v for k, v in row["said"]["episode"].items() if k not in ("messages", "heard")}
             texts.append(row)
         return texts
 

@@ -97,7 +97,7 @@ def baselines(batch: DataProto, greedy: DataProto, greedy_scored: Scored) -> int
 def greedy_baseline(batch: DataProto, number: int, *, rollout: Any, sampling: SamplingParams, scorer: Any) -> dict[str, Metric]:
     """Writes reward_baselines: the score of the greedy response to each prompt. `number` is that of the batch, `scorer` a `Scorer`."""
     first = torch.tensor([sample == 0 for sample in batch.non_tensor_batch["sample"]])
-    objects = [name for name in batch.non_tensor_batch if name != "finish_reason"]
+    objects = [name for name in batch.non_tensor_batch if name not in ("finish_reason", "episode")]
     greedy = batch.select(["prompts"], objects).select_idxs(first)
     generate(rollout, greedy, dataclasses.replace(sampling, temperature=0.0), number)
     scored, _ = scorer.score(greedy, number)

@@ -6,6 +6,7 @@ import torch
 from lockstep.algorithms.masked import zero_outside
 from lockstep.tools.check.properties import (
     ADVANTAGE_PROPERTIES,
+    ADVANTAGE_WARNINGS,
     LOSS_PROPERTIES,
     LOSS_WARNINGS,
     AdvantageSubject,
@@ -146,3 +147,26 @@ def test_a_property_of_estimators_holds_for_a_good_one_and_catches_a_broken_one(
     ADVANTAGE_PROPERTIES[name](AdvantageSubject(reward_to_go, {}), ADVANTAGE_CASE)
     with pytest.raises(Violation):
         ADVANTAGE_PROPERTIES[name](AdvantageSubject(BROKEN_ESTIMATORS[name], {}), ADVANTAGE_CASE)
+
+
+def to_go(*, token_level_rewards, response_mask, gamma, by_token):
+    """Returns that are discounted at every selected token but the last, by a number or by one for each token."""
+    rewards, returns = zero_outside(token_level_rewards, response_mask), torch.zeros_like(token_level_rewards)
+    discount = gamma if by_token else float(gamma)
+    later = torch.zeros(len(rewards), dtype=rewards.dtype)
+    for column in reversed(range(rewards.shape[1])):
+        own, factor = response_mask[:, column], discount[:, column] if isinstance(discount, torch.Tensor) else discount
+        later = torch.where(own, rewards[:, column] + factor * later, later)
+        returns[:, column] = zero_outside(later, own)
+    return returns, returns
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_an_estimator_that_cannot_discount_by_turn_gets_a_warning(by_token):
+    (check,) = ADVANTAGE_WARNINGS.values()
+    subject = AdvantageSubject(to_go, {"gamma": 0.5, "by_token": by_token})
+    if by_token:
+        check(subject, ADVANTAGE_CASE)
+    else:
+        with pytest.raises(ValueError, match="scalar"):
+            check(subject, ADVANTAGE_CASE)
