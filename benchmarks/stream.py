@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = _model(options, device, dtype)
     config = RolloutConfig(max_num_seqs=max(options.clients), gpu_memory_utilization=options.memory)
     engine: Any = make_rollout(share_structure(model, CACHED), config, 0)
-    engine.own_weights = False
     vocabulary = engine.vocabulary
     result = _about(options, device, dtype) | {"second_turn": _second_turn(engine, options, vocabulary), "closed_loop": []}
     print(json.dumps(result["second_turn"]), flush=True)
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
     parser.add_argument("--conversation", type=int, default=4000, help="tokens before the second turn")
     parser.add_argument("--clients", type=int, nargs="+", default=[64])
-    parser.add_argument("--requests", type=int, default=1024, help="of all clients together")
+    parser.add_argument("--requests", type=int, default=1024, help="of all clients together; at most 12 of each")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser
@@ -102,17 +102,25 @@ def _second_turn(engine: Any, options: argparse.Namespace, vocabulary: int) -> d
 
 def _closed_loop(engine: Any, options: argparse.Namespace, clients: int) -> dict[str, float]:
     load = LOADS["gsm8k_like"]()
-    pairs = [(load.prompts[i % len(load.prompts)], load.lengths[i % len(load.lengths)]) for i in range(options.requests)]
+    pairs = [
+        (load.prompts[i % len(load.prompts)], load.lengths[i % len(load.lengths)])
+        for i in range(min(options.requests, 12 * clients))
+    ]
     requests = [
         Request(torch.tensor(p) % engine.vocabulary, (0, i, 0), max_tokens=n, streams=True) for i, (p, n) in enumerate(pairs)
     ]
     sampling = SamplingParams(temperature=1.0, max_tokens=max(n for _, n in pairs), stop_token_ids=(), seed=0)
     tokens, waits = sum(n for _, n in pairs), []
-    engine.generate(requests[:clients], sampling)  # compiles and captures
+    engine.config = replace(engine.config, max_num_seqs=clients)  # offline generation has as many seats as there are clients
+    engine.generate(requests, sampling)  # compiles and captures; more requests would need more pages, and new graphs over them
     start = time.perf_counter()
     engine.generate(requests, sampling)
     offline = tokens / (time.perf_counter() - start)
     with engine.open(sampling) as stream:
+        for request in requests[: 3 * clients]:  # compiles and captures
+            stream.add(request)
+        for _ in stream:
+            pass
         start, left = time.perf_counter(), iter(requests)
         asked = {stream.add(request): time.perf_counter() for _, request in zip(range(clients), left, strict=False)}
         for answer in stream:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # what a run needs is imported by the fixtures: it takes seco
 pytest.register_assert_rewrite("helpers.conformance", "helpers.engine_properties")
 torch.set_num_threads(1)
 os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's processes give way to all others, such as the other tests
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes for tasks, of which we have none
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 settings.load_profile("lockstep")
 
@@ -50,15 +53,18 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = (
     "e2e/test_demo.py",
     "e2e/test_interrupted.py",
+    "e2e/test_kills.py",
+    "e2e/test_sweep.py",
+    "trainer/ppo/test_ray_trainer.py",
+    "rewards/graders/test_code.py",
+    "workers/engine/fsdp/test_tensor_parallel.py",
     "e2e/test_failures.py",
     "e2e/test_signals.py",
+    "e2e/test_three_nodes.py",
     "e2e/test_roles.py",
     "single_controller/ray/test_worker_group.py",
-    "e2e/test_three_nodes.py",
-    "e2e/test_user_algorithms.py",
-    "tutorial/test_tutorial.py",
 )
-"""Files that would keep one process busy after the other has ended, were they begun late; the longest first."""
+"""Files that would keep one process busy after the others have ended, were they begun late; the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,12 +82,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def warm_ray() -> Iterator[dict[str, str]]:
+    """A `runtime_env` whose workers have their modules imported (helpers/warm.py); empty where Ray is too old to know `py_executable`."""
+    pytest.importorskip("ray")
+    from helpers.warm import warm_workers
+
+    if importlib.util.find_spec("ray._private.runtime_env.py_executable") is None:
+        yield {}
+        return
+    with TemporaryDirectory() as folder, warm_workers(Path(folder)) as executable:  # the names of sockets are short
+        yield {"py_executable": executable}
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(warm_ray: dict[str, str]) -> Iterator[None]:
     """One Ray for all tests that need it; the CPUs are counted, not real."""
-    ray = pytest.importorskip("ray")
+    import ray
+
     with pytest.MonkeyPatch.context() as patch:  # Ray's processes inherit it: they import the tests' own worker classes
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 * 1024**2)
+        ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 * 1024**2, runtime_env=warm_ray)
     yield
     ray.shutdown()
 
@@ -128,6 +148,15 @@ def embedded_config_in(embedded_task: EmbeddedTask) -> Callable[..., PPOConfig]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def three_steps(embedded_config_in: Callable[..., PPOConfig], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Metrics of actor, rollout, reference and critic in one process: what every other placement must equal."""
+    from helpers.run import STEPS, roles, train
+
+    config = embedded_config_in(tmp_path_factory.mktemp("three_steps"), *STEPS)
+    return train(config, {"global_pool": [1]}, roles("ActorRollout", "Critic", "RefPolicy"))
 
 
 @pytest.fixture

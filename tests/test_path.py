@@ -1,8 +1,13 @@
 """The path of a step is short: traced on a GRPO step of two mini-batches, in one process. docs/architecture.md says what for."""
 
+import re
+from pathlib import Path
+
 import pytest
 from helpers.run import make_trainer, roles
-from helpers.trace import trace
+from helpers.trace import PACKAGE, trace
+
+PAGE = Path(__file__).parents[1] / "docs/architecture.md"
 
 MAX_FRAMES = 12
 MAX_FILES = 60
@@ -54,3 +59,11 @@ def test_a_step_is_read_in_an_afternoon(steps):
     for step in steps:
         assert len(step.files) <= MAX_FILES, step.report()
         assert step.num_lines <= MAX_LINES, step.report()
+
+
+def test_the_account_of_one_row_names_every_file_of_a_step_and_no_other_than_there_is(steps):
+    account = PAGE.read_text().split("## One row, from the file to the optimizer")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([\w/]+\.py)", account))
+    for step in steps:
+        assert {file.removeprefix(PACKAGE) for file in step.files} - named == set()
+    assert [file for file in named if not (Path(PACKAGE) / file).exists() and not (PAGE.parents[1] / file).exists()] == []

@@ -32,14 +32,14 @@ def score_summary(scores: Sequence[Sequence[float]], preds: Sequence[Sequence[st
     summary[f"std@{n}"] = Estimate(float(np.mean([np.std(s, ddof=1) for s in scores if len(s) > 1])), None)
     for k in sizes(n):
         usable = [i for i, s in enumerate(scores) if len(s) >= k]
-        num_trials = sum(len(scores[i]) for i in usable) / k
+        num_used = sum(len(scores[i]) for i in usable)
         values = {
             f"best@{k}/mean": [expected_best(scores[i], k) for i in usable],
             f"worst@{k}/mean": [-expected_best([-x for x in scores[i]], k) for i in usable],
         }
         if preds is not None:
             values[f"maj@{k}/mean"] = [_majority(scores[i], preds[i], k) for i in usable]
-        summary |= {name: estimate(of_questions, num_trials) for name, of_questions in values.items()}
+        summary |= {name: estimate(of_questions, num_used) for name, of_questions in values.items()}
     return summary
 
 

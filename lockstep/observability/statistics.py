@@ -3,8 +3,8 @@
 ```text
 one sample per question, right or wrong     Wilson's interval of a share
 several samples, scores within 0 and 1      Wilson's interval with the sample size that the spread between questions leaves
-any other scores                            t interval over the means of questions
-two models on the same questions            the difference per question: Bonett and Price's interval for one sample each, else t;
+any other scores                            the same over the range that the scores have, and no narrower than Student's t
+two models on the same questions            the difference per question: Tango's interval for one sample each, else Student's t;
                                             the p-value flips signs (for one sample each that is McNemar's exact test)
 ```
 
@@ -25,6 +25,9 @@ Z_95 = 1.959964
 """A normal variable lies within so many standard deviations with probability 0.95."""
 _NUM_FLIPS = 10_000
 """Draws behind a p-value that is not computed exactly: 0.05 is then known to 0.004."""
+_ALIKE = 0.5
+"""Questions of equal samples that are counted beside the measured ones. benchmarks/intervals.py: with none, 16 samples of 30 questions of
+which 1 to 5 % are right are covered 88 times in 100; with 1, those of an accuracy between 0.05 and 0.95 more than 96 times."""
 _TIE = 1e-3
 """Sums of differences, of which the largest is 1, that are nearer than this are equal: float32 adds thousands of them up to 1e-4."""
 
@@ -66,35 +69,58 @@ def wilson_interval(right: float, count: float) -> Interval:
     return float(low), float(high)
 
 
-def estimate(values: Sequence[float], num_trials: float) -> Estimate:
-    """The mean of `values`, one per question, which `num_trials` trials are behind: all samples for a mean over samples, a k-th of them for
-    what is made of k samples. No interval for one question, nor for scores beyond 0 and 1 that are all the same."""
+def estimate(values: Sequence[float], num_samples: int) -> Estimate:
+    """The mean of `values`, one per question, which `num_samples` samples are behind. No interval for one question that was asked more
+    than once, nor for scores beyond 0 and 1 that are all the same."""
     array = np.array(values, dtype=np.float64)
     value = float(array.mean())
-    if num_trials <= len(array) and np.isin(array, (0.0, 1.0)).all():
+    if num_samples <= len(array) and np.isin(array, (0.0, 1.0)).all():
         return Estimate(value, wilson_interval(float(array.sum()), len(array)))
     if len(array) < 2:
         return Estimate(value, None)
     if array.min() >= 0 and array.max() <= 1:
-        low, high = clustered_interval(array, num_trials)
+        low, high = clustered_interval(array, num_samples)
     elif array.min() == array.max():
         return Estimate(value, None)
     else:
-        low, high = t_interval(array)
+        low, high = ranged_interval(array)
     return Estimate(value, (float(low), float(high)))
 
 
-def clustered_interval(values: Array, num_trials: float) -> tuple[Array, Array]:
+def clustered_interval(values: Array, num_samples: float) -> tuple[Array, Array]:
     """The ends of the 95 % interval of the mean of `values` [..., questions], which lie within 0 and 1 (two questions or more).
 
-    Wilson's with the number of independent trials that would have the same standard error (Dean and Pagano, 2015), at most `num_trials`,
-    for the t distribution (Korn and Graubard, 1998). Where all questions are equal, and the spread says nothing, each is one trial, as if
-    it had one sample.
+    Wilson's with the number of independent trials that would have the same standard error (Dean and Pagano, 2015): at least one a question,
+    which is what right and wrong alone would be, and at most `num_samples`. How many that are is read off the spread between questions,
+    and near 0 or 1 few questions say something about it; so half a question whose samples are all alike is counted with them.
     """
+    return _clustered(values, num_samples, Z_95)
+
+
+def _clustered(values: Array, num_samples: float, quantile: float) -> tuple[Array, Array]:
     num_questions = values.shape[-1]
-    share, variance = values.mean(-1), values.var(-1, ddof=1) / num_questions
-    trials = np.minimum(share * (1 - share) / np.where(variance > 0, variance, 1), max(num_trials, num_questions))
-    return _wilson(share, np.where(variance > 0, t_95(num_questions - 1) ** 2 / np.maximum(trials, 1), Z_95**2 / num_questions))
+    share, variance = values.mean(-1), values.var(-1, ddof=1)
+    most = share * (1 - share)
+    spread = np.where(most > 0, variance / np.where(most > 0, most, 1), 1.0)  # 1: all samples of a question are alike
+    spread = np.maximum(spread, num_questions / max(num_samples, num_questions))
+    weight = 4 * num_questions * most
+    spread = np.minimum((weight * spread * (quantile / Z_95) ** 2 + _ALIKE) / (weight + _ALIKE), 1.0)
+    return _wilson(share, Z_95**2 * spread / num_questions)
+
+
+def ranged_interval(values: Array) -> tuple[Array, Array]:
+    """The ends of the 95 % interval of the mean of `values` [..., questions] on any scale, not all of them equal.
+
+    As `clustered_interval` on the scale from the least to the largest value, which moves it to where the long tail is; and where there are
+    more values than these two, at least as wide as Student's. Student's alone covers the mean of 30 skewed scores 93 times in 100.
+    """
+    least, span = values.min(-1), np.ptp(values, -1)
+    scaled = (values - least[..., None]) / span[..., None]
+    low, high = _clustered(scaled, math.inf, t_95(values.shape[-1] - 1))
+    students = t_interval(scaled)
+    width = np.where(np.isin(scaled, (0.0, 1.0)).all(-1), high - low, np.maximum(high - low, students[1] - students[0]))
+    centre = (low + high) / 2
+    return least + span * (centre - width / 2), least + span * (centre + width / 2)
 
 
 def t_interval(values: Array) -> tuple[Array, Array]:
@@ -117,15 +143,29 @@ def compare(new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> D
 def paired_interval(differences: Array, is_single: bool) -> tuple[Array, Array]:
     """The ends of the 95 % interval of the mean of `differences` [..., questions].
 
-    `is_single`: each is -1, 0 or 1. Then one question more is counted for either model (Bonett and Price, 2012): with few questions on
-    which they differ, the t interval is too narrow.
+    `is_single`: each is -1, 0 or 1. Then it is Tango's (1998): the differences that the score test does not reject. With few questions on
+    which the models differ, Student's is too narrow, or has no width at all.
     """
     if not is_single:
         return t_interval(differences)
-    count = differences.shape[-1] + 2
-    better, worse = ((differences > 0).sum(-1) + 1) / count, ((differences < 0).sum(-1) + 1) / count
-    half = Z_95 * np.sqrt((better + worse - (better - worse) ** 2) / count)
-    return np.maximum(better - worse - half, -1.0), np.minimum(better - worse + half, 1.0)
+    count = differences.shape[-1]
+    better, worse = (differences > 0).sum(-1), (differences < 0).sum(-1)
+    low = _score_end(worse, better, count)
+    return -low, _score_end(better, worse, count)
+
+
+def _score_end(better: Array, worse: Array, count: int) -> Array:
+    """The largest difference that is not rejected, by halving."""
+    inside, outside = (better - worse) / count, np.ones(np.shape(better))
+    for _ in range(50):
+        middle = (inside + outside) / 2
+        # The likeliest probability that the other model alone is right, if the difference is `middle`: the root of a quadratic.
+        b = -better - worse + (2 * count - better + worse) * middle
+        only_worse = (np.sqrt(b**2 + 8 * count * worse * middle * (1 - middle)) - b) / (4 * count)
+        variance = count * (2 * only_worse + middle * (1 - middle))
+        is_inside = (count * middle - better + worse) ** 2 <= Z_95**2 * variance
+        inside, outside = np.where(is_inside, middle, inside), np.where(is_inside, outside, middle)
+    return inside
 
 
 @functools.cache

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.config.distill import DistillConfig
-from lockstep.config.load import load_recipe
-from lockstep.observability.spans import progress
-from lockstep.trainer.program import opened_stage, run_program, run_stage
+from lockstep.trainer.program import opened_stage, read_tokenizer, stage_program
 from lockstep.trainer.setup import check_stage_engine, sampled_answers
 
 if TYPE_CHECKING:
     from lockstep.trainer.distill.distill_trainer import DistillTrainer
-
-
-load = functools.partial(load_recipe, DistillConfig)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """See program.run_program."""
-    return run_program(arguments, DistillConfig, load, run)
-
-
-def run(config: DistillConfig) -> None:
-    """Train, and say what came of it."""
-    run_stage(opened(config))
 
 
 @contextmanager
@@ -39,16 +24,15 @@ def opened(config: DistillConfig) -> Iterator[DistillTrainer]:
 
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.distill.distill_trainer import DistillTrainer
-    from lockstep.utils.tokenizer import check_same_tokenizer, hf_tokenizer
+    from lockstep.utils.tokenizer import check_same_tokenizer
     from lockstep.workers.distill_loss import make_distill_loss
     from lockstep.workers.distill_worker import DistillWorker
 
-    model, teacher = config.model, config.policy().reference_model
+    teacher = config.policy().reference_model
     check_stage_engine(config, config.longest, "data.max_length + distill.max_response_length")
     as_teacher = dataclasses.replace(config, model=teacher)
     check_stage_engine(as_teacher, config.longest, "data.max_length + distill.max_response_length")
-    with progress("reading the tokenizer"):
-        tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    tokenizer = read_tokenizer(config.model)
     check_same_tokenizer(tokenizer, str(teacher.path), teacher.trust_remote_code, "teacher.path")
     make_loss = functools.partial(make_distill_loss, STAGE_KEYS.name)
     with (
@@ -59,6 +43,8 @@ def opened(config: DistillConfig) -> Iterator[DistillTrainer]:
     ):
         yield trainer
 
+
+load, main = stage_program(DistillConfig, opened)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.compat.verl.command import check_arguments, from_verl
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
-from lockstep.observability.spans import progress
-from lockstep.trainer.program import run_program, worker_group
+from lockstep.trainer.program import read_tokenizer, run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
@@ -78,12 +77,10 @@ def _trainer(config: PPOConfig, ray_worker_group_cls: Any) -> RayPPOTrainer:
     """The tutorial's code: roles, workers, pools, rewards, trainer."""
     from lockstep.rewards.manager import RewardManager
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
-    from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
     model = config.actor_rollout_ref.model
-    with progress("reading the tokenizer"):
-        tokenizer = hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
+    tokenizer = read_tokenizer(model)
 
     # The trainer starts no critic and no reference policy that the config does not use.
     role_worker_mapping: dict[Enum, type] = {

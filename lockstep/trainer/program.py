@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.checkpoint.lock import check_folder
+from lockstep.config.load import load_recipe
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, Stopped
 from lockstep.observability.display import is_live_terminal
@@ -21,6 +23,7 @@ from lockstep.observability.waiting import shown_waits
 from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
+    from lockstep.config.engine import ModelConfig
     from lockstep.config.stage import StageConfig
     from lockstep.trainer.stage_run import StageRun
 
@@ -86,14 +89,33 @@ def opened_stage(config: StageConfig, make_trainer: Callable[[Any], T]) -> Itera
         yield trainer
 
 
-def run_stage(opened: AbstractContextManager[StageRun]) -> None:
-    """Train, and say what came of it."""
-    from lockstep.trainer.summary import summarise_stage
+def stage_program(
+    root: type, opened: Callable[[Any], AbstractContextManager[StageRun]]
+) -> tuple[Callable[..., Any], Callable[..., int]]:
+    """`load` and `main` of a recipe that learns from files: `root` is the class of its configuration, `opened` gives its trainer."""
+    load = partial(load_recipe, root)
 
-    with opened as trainer:
-        trainer.init_workers()
-        result = trainer.fit()
-    print(summarise_stage(result, trainer.view.validation))
+    def run(config: Any) -> None:
+        from lockstep.trainer.summary import summarise_stage
+
+        with opened(config) as trainer:
+            trainer.init_workers()
+            result = trainer.fit()
+        print(summarise_stage(result, trainer.view.validation))
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        """Train as the command line says; returns the exit status."""
+        return run_program(arguments, root, load, run)
+
+    return load, main
+
+
+def read_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of a model that is trained."""
+    from lockstep.utils.tokenizer import hf_tokenizer
+
+    with progress("reading the tokenizer"):
+        return hf_tokenizer(str(model.path), trust_remote_code=model.trust_remote_code)
 
 
 @contextmanager

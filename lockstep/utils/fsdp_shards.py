@@ -18,11 +18,12 @@ _MERGE = "merge it first with verl's own tool (python -m verl.model_merger merge
 
 
 def verl_checkpoint(path: Path) -> Path | None:
-    """Of a checkpoint folder of verl's: its folder `huggingface` where that has the weights, else the shard of rank 0. None for others.
+    """Of a checkpoint folder of verl's: its folder `huggingface` where that has the weights, else a file of the first rank, which is a
+    shard of FSDP's (.pt) or one of Megatron's dist_checkpointing (.distcp). None for others.
 
-    Raises DataError for a checkpoint of Megatron's, whose parts only Megatron can put together.
+    Raises DataError for a checkpoint of Megatron's without such files.
     """
-    for folder in (path, path / "actor"):
+    for folder in (path, path / "actor", path / "model", path / "actor" / "model"):
         whole = folder / "huggingface"
         if any(whole.glob("*.safetensors")):
             return whole
@@ -30,7 +31,10 @@ def verl_checkpoint(path: Path) -> Path | None:
         if first:
             return first[0]
         if (folder / "dist_ckpt").is_dir():
-            raise DataError(f"{folder} is a checkpoint of Megatron's dist_checkpointing: {_MERGE}")
+            files = sorted((folder / "dist_ckpt").glob("*.distcp"))
+            if not files or not files[0].with_name(".metadata").is_file():
+                raise DataError(f"{folder}/dist_ckpt lacks .metadata or *.distcp, which a checkpoint of Megatron's has")
+            return files[0]
     return None
 
 

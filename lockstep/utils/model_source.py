@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lockstep.errors import DataError, MissingExtra
 from lockstep.utils.fsdp_shards import merge_shards, verl_checkpoint
+from lockstep.utils.megatron_shards import merge_dist_checkpoint
 
 _CONVERSION = 2
 """Counts changes of what a conversion writes: folders of an older one are not used."""
@@ -39,7 +40,7 @@ def model_folder(path: str) -> str:
         return _converted(file, "gguf", _convert)
     found = verl_checkpoint(Path(path).expanduser())
     if found is not None and found.is_file():
-        return _converted(found.resolve(), "verl", merge_shards)
+        return _converted(found.resolve(), "verl", merge_dist_checkpoint if found.suffix == ".distcp" else merge_shards)
     return path if found is None else str(found)
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests python tests/e2e/sweep.py --count 500 --out benchmarks/results/sweep.json
 
 A case is a function of its number alone, so one that failed is run again with `--first NUMBER --count 1`. `test_sweep.py` runs the first
-ones.
+ones. The file has what is known after every case; `--go-on` takes up where it ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import random
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,28 +196,30 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the result says how many cases ran")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--go-on", action="store_true", help="with the cases that --out does not have yet")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    began, largest, failures, count = time.time(), Counter[str](), [], 0
+    told: dict[str, Any] = {"first": arguments.first, "count": 0, "seconds": 0, "largest_difference": {}, "failures": []}
+    if arguments.go_on and arguments.out.exists():
+        told |= json.loads(arguments.out.read_text())
+        assert told["first"] == arguments.first, f"{arguments.out} begins with case {told['first']}"
+    told |= {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "tolerance": TOLERANCE}
+    began, before, largest = time.time(), told["seconds"], told["largest_difference"]
     with tempfile.TemporaryDirectory() as folder:
         task = prepare(Path(folder), seed=0)
-        for one, found, wrong in sweep(task, arguments.first, arguments.count):
-            count += 1
-            largest[one.change] = max(largest[one.change], found if math.isfinite(found) else 0.0)  # type: ignore[assignment]
+        for one, found, wrong in sweep(task, arguments.first + told["count"], arguments.count - told["count"]):
+            told["count"] += 1
+            told["seconds"] = before + round(time.time() - began)
+            largest[one.change] = max(largest.get(one.change, 0.0), found if math.isfinite(found) else 0.0)
             if wrong:
-                failures.append({"number": one.number, "change": one.change, "wrong": wrong, "overrides": one.overrides})
+                told["failures"].append({"number": one.number, "change": one.change, "wrong": wrong, "overrides": one.overrides})
                 print(f"{one.number} ({one.change}): {wrong}", flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(told, indent=1) + "\n")
             if time.time() - began > 60 * arguments.minutes:
                 break
-    told = {
-        "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "first": arguments.first, "count": count,
-        "seconds": round(time.time() - began), "tolerance": TOLERANCE, "largest_difference": dict(sorted(largest.items())),
-        "failures": failures,
-    }  # fmt: skip
     print(json.dumps(told, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(told, indent=1) + "\n")
-    return 1 if failures else 0
+    return 1 if told["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -12,18 +12,11 @@ from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo.ray_trainer import Role
 
 
-@pytest.fixture(scope="module")
-def expected(embedded_config_in, tmp_path_factory):
-    """Actor, rollout, reference and critic in this process: what every other placement must equal."""
-    config = embedded_config_in(tmp_path_factory.mktemp("expected"), *STEPS)
-    return train(config, {"global_pool": [1]}, roles("ActorRollout", "Critic", "RefPolicy"))
-
-
-def test_a_fused_reference_and_separate_actor_and_rollout_equal_the_hybrid_engine(expected, embedded_config):
+def test_a_fused_reference_and_separate_actor_and_rollout_equal_the_hybrid_engine(three_steps, embedded_config):
     fused = train(embedded_config(*STEPS), {"p": [1]}, roles("ActorRolloutRef", "Critic", pool="p"))
-    assert_same_training(fused, expected)
+    assert_same_training(fused, three_steps)
     separate = train(embedded_config(*STEPS), {"p": [1]}, roles("Actor", "Rollout", "Critic", "RefPolicy", pool="p"))
-    assert_same_training(separate, expected)
+    assert_same_training(separate, three_steps)
 
 
 def test_a_given_adapter_reaches_a_rollout_of_its_own_before_the_first_step(embedded_config, embedded_task, tmp_path):

@@ -12,11 +12,12 @@ from helpers.run import read_metrics
 @pytest.mark.parametrize(
     ("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)], ids=["Ctrl-C in one process", "SIGTERM under Ray"]
 )
-def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(embedded_config, tmp_path, ranks, number):
+def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(embedded_config, warm_ray, tmp_path, ranks, number):
     config = embedded_config()
     command = [
         *PROGRAM, *arguments(config), "trainer.val_before_train=false", "trainer.test_freq=0",
         "ray_kwargs.ray_init={num_cpus: 4, object_store_memory: 100000000}",
+        *(f"+ray_kwargs.ray_init.runtime_env.{key}='{value}'" for key, value in warm_ray.items()),
     ]  # fmt: skip
     endless = [*command, "trainer.total_training_steps=100000", f"trainer.n_gpus_per_node={ranks}"]
     with (tmp_path / "log").open("w") as log:

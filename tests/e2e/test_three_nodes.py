@@ -1,14 +1,18 @@
 """The program on a Ray cluster of three nodes (of this machine), with a third of the batch on each."""
 
+import json
 import subprocess
 import sys
 
 import pytest
-from helpers.run import STEPS, assert_same_training, read_metrics, roles, train
+from helpers.run import STEPS, assert_same_training, read_metrics
+
+from lockstep.config.load import to_yaml
 
 pytestmark = pytest.mark.ray
 
 SCRIPT = """
+import json
 import sys
 
 from ray._private.state import actors
@@ -20,7 +24,7 @@ from lockstep.trainer.main_ppo import main
 cluster = Cluster()
 for _ in range(3):
     cluster.add_node(num_cpus=1, object_store_memory=80 * 1024**2)
-assert connect(address=cluster.address)
+assert connect(address=cluster.address, runtime_env=json.loads(sys.argv.pop(1)))
 assert main([*sys.argv[1:], "trainer.nnodes=3"]) == 0
 nodes = [actor["Address"]["NodeID"] for actor in actors().values()]
 assert len(nodes) == len(set(nodes)) == 3, nodes
@@ -31,15 +35,14 @@ cluster.shutdown()
 """
 
 
-def test_three_nodes_train_like_one_process(embedded_config):
+def test_three_nodes_train_like_one_process(embedded_config, three_steps, warm_ray, tmp_path):
     config = embedded_config(*STEPS, "trainer.resume_mode=disable")
-    expected = train(config, {"global_pool": [1]}, roles("ActorRollout", "Critic", "RefPolicy"))
-    (config.trainer.run_dir / "metrics.jsonl").unlink()
-    command = [sys.executable, "-c", SCRIPT, "--config", str(config.trainer.run_dir / "config.yaml")]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-c", SCRIPT, json.dumps(warm_ray), "--config", str(tmp_path / "config.yaml")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "on 3 CPU processes" in run.stdout
-    assert_same_training(read_metrics(config), expected)
+    assert_same_training(read_metrics(config), three_steps)
     message = run.stderr[run.stderr.rindex("error: ") :]
     assert "4 node" in message
     assert "trainer.nnodes" in message

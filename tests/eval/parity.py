@@ -4,7 +4,7 @@
 
 The tasks are lm-eval's own HellaSwag and GSM8K, over the shortest rows of local files instead of the hub's. Compared are the
 log-likelihood of every ending, whether it is the greedy one, and every generated text. --keep FILE keeps what `hf` said, which takes most
-of the time, for another run.
+of the time, for another run. --oracle asks `hf` once more, in float64: how far either side is from what float32 rounds.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.keep is not None and options.keep.is_file():
             theirs, their_scores = json.loads(options.keep.read_text())
         else:
-            theirs, their_scores = evaluate("hf", {"pretrained": hf_folder(), "dtype": "float32"}, 16, options, folder)
+            theirs, their_scores = evaluate_hf("float32", options, folder)
             if options.keep is not None:
                 options.keep.write_text(json.dumps([theirs, their_scores]))
         if options.only_hf:
@@ -154,8 +154,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "tokenizer_backend": "remote", "timeout": 600,
             }  # fmt: skip
             ours, our_scores = evaluate("local-completions", arguments, 1, options, folder)
+        exact = evaluate_hf("float64", options, folder)[0] if options.oracle else None
     differences = compare(ours, theirs)
-    return {"equal": is_equal(differences), "bound": BOUND, "differences": differences, "serve": our_scores, "hf": their_scores}
+    result = {"equal": is_equal(differences), "bound": BOUND, "differences": differences, "serve": our_scores, "hf": their_scores}
+    if exact is not None:
+        result["differences_to_float64"] = {"serve": compare(ours, exact), "hf": compare(theirs, exact)}
+    return result
+
+
+def evaluate_hf(dtype: str, options: argparse.Namespace, folder: Path) -> tuple[Samples, dict[str, Any]]:
+    """What transformers says. One request at a time: padding changes what float32 rounds, by as much as two programs differ."""
+    return evaluate("hf", {"pretrained": hf_folder(), "dtype": dtype}, options.batch_size, options, folder)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -166,6 +175,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--shots", type=int, default=1, help="solved examples before each question of GSM8K")
     parser.add_argument("--max-tokens", type=int, default=96, help="longest answer to a question of GSM8K")
     parser.add_argument("--keep", type=Path, help="where hf's answers are kept, or found")
+    parser.add_argument("--batch-size", type=int, default=1, help="of hf; more of them are padded")
+    parser.add_argument("--oracle", action="store_true", help="ask hf in float64 too")
     parser.add_argument("--only-hf", action="store_true", help="compute those, and nothing else")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)

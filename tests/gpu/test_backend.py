@@ -47,7 +47,7 @@ def generate(backend, prompts, limits, *, temperature=0.0, stop=frozenset(), see
     scheduler.add(samples)
     sampling = SamplingParams(temperature=temperature, top_k=-1, top_p=1.0, max_tokens=max(limits), stop_token_ids=(), seed=seed)
     with torch.no_grad():
-        ended = {sample.index: reason for sample, reason in backend.run(scheduler, sampling)}
+        ended = {sample.index: reason for events in backend.run(scheduler, sampling) for sample, reason in events if reason}
     assert sorted(ended) == list(range(len(samples)))
     for sample in samples:
         stopped = bool(sample.tokens) and sample.tokens[-1] in stop
@@ -165,7 +165,7 @@ def test_logits_that_are_not_finite_end_their_sample_alone():
     scheduler.add([Sample(i, Prompt(ids), Stopping(5, frozenset(), (), None), key=i) for i, ids in enumerate(prompts)])
     sampling = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=5, stop_token_ids=(), seed=0)
     with torch.no_grad():
-        reasons = {sample.index: reason for sample, reason in backend.run(scheduler, sampling)}
+        reasons = {sample.index: reason for events in backend.run(scheduler, sampling) for sample, reason in events}
     assert reasons == {0: "length", 1: "error", 2: "length"}
 
 
@@ -174,7 +174,7 @@ def test_samples_of_a_prompt_read_its_pages_together_in_large_batches():
     backend = make_backend(big_tiny("qwen2"), num_pages=3000)
     prompts = random_prompts()
     many, _ = generate(backend, prompts, [40] * 60, max_num_seqs=300)
-    assert any(shared for _, _, shared in backend._seated.runner._graphs)
+    assert any(shared for _, _, shared, _ in backend._seated.runner._graphs)
     few, _ = generate(backend, prompts, [40])
     assert [s.tokens for s in many] == [few[i // 60].tokens for i in range(300)]
 
@@ -237,14 +237,14 @@ def test_a_step_that_cannot_be_captured_is_computed_without_graphs(capsys):
     model = big_tiny("qwen2")
     want, _ = generate(make_backend(big_tiny("qwen2")), random_prompts(), [30])
     backend = make_backend(model)
-    logits_of = FusedDecoder._logits
+    logits_of = FusedDecoder.logits
 
     def looks_at_the_device(self, hidden):
         assert float(hidden.sum()) < 1e9  # a copy to the host, which a capture forbids
         return logits_of(self, hidden)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedDecoder, "_logits", looks_at_the_device)
+        patch.setattr(FusedDecoder, "logits", looks_at_the_device)
         slow, _ = generate(backend, random_prompts(), [30])
     assert [s.tokens for s in slow] == [s.tokens for s in want]
     assert "without CUDA graphs" in capsys.readouterr().out

@@ -15,7 +15,9 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.native.engine import NativeRollout
+from lockstep.workers.rollout.native.gpu import short_prefill
 from lockstep.workers.rollout.registry import make_rollout
+from lockstep.workers.rollout.request import Completion
 
 
 def engines(path, **config):
@@ -74,3 +76,44 @@ def test_sleep_gives_memory_back_and_the_next_call_takes_it_again(tmp_path):
         assert [c.ids.tolist() for c in on_gpu.generate(make_requests(), sampling())] == want
         on_gpu.sleep()
         assert torch.cuda.memory_allocated() == asleep
+
+
+@pytest.mark.parametrize("most_keys", [0, 1 << 19])
+def test_conversations_in_a_stream_are_those_of_the_cpu(tmp_path, monkeypatch, most_keys):
+    """Three turns of requests with parameters of their own; prompts computed packed, and as a captured step."""
+    monkeypatch.setattr(short_prefill, "_MOST_KEYS", most_keys)
+    own = [
+        None,
+        sampling(temperature=0.5, top_k=7, seed=3),
+        sampling(temperature=0.0),
+        sampling(repetition_penalty=1.4, max_tokens=9),
+    ]
+    found = []
+    for engine in engines(save_tiny_model(tmp_path, "qwen2", max_position_embeddings=512)):
+        answers, before = [], [None] * 8
+        with engine.open(sampling(stop_token_ids=()), num_tokens=4096) as stream:
+            for turn in range(3):
+                kept = before
+                before = [
+                    stream.add(
+                        dataclasses.replace(
+                            request,
+                            keep=True,
+                            continues=kept[i],
+                            sampling=own[(turn + i) % 4],
+                            streams=i % 2 == 0,
+                            top_log_probs=3 * (i == 5),
+                            prompt_log_probs=i % 3 == 0,
+                        )
+                    )
+                    for i, request in enumerate(make_requests(8))
+                ]
+                whole = [answer for answer in stream if isinstance(answer, Completion)]
+                answers += sorted(whole, key=lambda answer: answer.index)
+        found.append(answers)
+    assert len(found[0]) == 24
+    for want, got in zip(*found, strict=True):
+        assert (got.ids.tolist(), got.finish_reason) == (want.ids.tolist(), want.finish_reason)
+        torch.testing.assert_close(got.log_probs, want.log_probs, atol=5e-5, rtol=0)
+        if want.prompt_log_probs is not None:
+            torch.testing.assert_close(got.prompt_log_probs, want.prompt_log_probs, atol=5e-5, rtol=0, equal_nan=True)

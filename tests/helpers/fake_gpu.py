@@ -21,6 +21,8 @@ from helpers.fake_model import VOCABULARY, FakeModel
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.pages import CacheShape
 
+__all__ = ["FakeDecoder", "fake_gpu", "make_gpu", "short_prefill"]
+
 
 class _NoKernel:
     """What `triton.jit` makes of a function here: it can be imported and not called."""
@@ -48,7 +50,7 @@ def _stub_triton() -> Iterator[None]:
 
 
 with _stub_triton():
-    from lockstep.workers.rollout.native.gpu import backend, loop, runner
+    from lockstep.workers.rollout.native.gpu import backend, loop, runner, short_prefill
     from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
     from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, STOPPED, TOO_LONG, RowState
 
@@ -57,7 +59,7 @@ class FakeDecoder:
     """See Decoder: the logits of a FakeModel, whose memory stands for the pages."""
 
     def __init__(self, model: FakeModel, num_heads: int) -> None:
-        self._model, self.num_heads = model, num_heads
+        self._model, self.num_heads, self.block = model, num_heads, 4
 
     def decode(
         self,
@@ -76,13 +78,21 @@ class FakeDecoder:
                     table[row][:pages] = table[first][:pages]
         return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, range(len(table)))
 
+    def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor:
+        assert context_lens.tolist() == positions.tolist()
+        own = page_table.repeat_interleave(len(tokens) // len(page_table), 0)
+        return self.decode(tokens, positions, slots, own, context_lens, None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: Any) -> Tensor:
         size, table = self._model.page_size, []
         key_slots = slots if rows.key_slots is None else rows.key_slots
         for count, own in zip(rows.lengths, key_slots.split(rows.ends), strict=True):
             pages = [slot // size for slot in own.tolist()[::size]]
             table += [pages] * count
-        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, rows.last.tolist())
+        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, rows.wanted.tolist())
 
     def release(self) -> None:
         pass
@@ -140,7 +150,7 @@ def fake_gpu(
 
     SmallPages.lookahead = lookahead
     text = SimpleNamespace(vocab_size=VOCABULARY)
-    module: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(get_text_config=lambda: text), parameters=list)
+    module: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(get_text_config=lambda: text), modules=list)
     made = SmallPages(
         module, CacheShape(1, kv_heads, 1, model.page_size, torch.float32), 0.5, own_weights=False, batch_invariant=batch_invariant
     )

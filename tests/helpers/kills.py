@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,8 +42,8 @@ class Kills:
     seconds: float = 0.0
 
 
-def kill_runs(start: Start, folder: Path, num_kills: int, seed: int) -> Kills:
-    """Start runs and kill them until `num_kills` have hit, and let the last one end."""
+def kill_runs(start: Start, folder: Path, num_kills: int, seed: int, tell: Callable[[Kills], None] = lambda kills: None) -> Kills:
+    """Start runs and kill them until `num_kills` have hit, and let the last one end. `tell` hears what came of it after each run."""
     rng, kills, started = random.Random(seed), Kills(), time.monotonic()
     whole = folder / "whole"
     num_instants, seconds = _uninterrupted(start, whole)
@@ -54,12 +54,16 @@ def kill_runs(start: Start, folder: Path, num_kills: int, seed: int) -> Kills:
             spare = kills.kills < num_kills
             instant = rng.randrange(num_instants) if spare and rng.random() < 0.5 else None
             after_s = rng.uniform(0, 1.2 * seconds) if spare and instant is None else None
+            is_fresh, began = not run_dir.exists(), time.monotonic()
             if _attempt(start, run_dir, instant, after_s):
+                if is_fresh:  # the first run of all may have had something to compile
+                    seconds = min(seconds, time.monotonic() - began)
                 break
             kills.kills += 1
         kills.runs += 1
         kills.different += [f"run {kills.runs}: {difference}" for difference in differences(whole, run_dir)]
-    kills.seconds = time.monotonic() - started
+        kills.seconds = time.monotonic() - started
+        tell(kills)
     return kills
 
 
@@ -207,38 +211,53 @@ def ray_cluster() -> Iterator[str]:
 
 
 def main() -> int:
-    """Kill runs of every case, or with --ray those of fsdp2 in two Ray processes; print, and write with --out, what came of it."""
+    """Kill runs of every case, or with --ray those of fsdp2 in two Ray processes; print, and write with --out, what came of it.
+
+    The file has what is known after every run; with --go-on the kills in it count, and only the rest is done.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--go-on", action="store_true")
     arguments = parser.parse_args()
     import torch
 
     from lockstep.embedded import prepare
 
     torch.set_num_threads(1)
-    results = {}
+    with suppress(ImportError):  # what a fork has, it need not import
+        import lockstep.workers.engine.torchtitan.engine  # noqa: F401
+    results: dict[str, dict[str, Any]] = {}
+    if arguments.go_on and arguments.out.exists():
+        results = json.loads(arguments.out.read_text())["cases"]
+    about = {"torch": torch.__version__, "processes": 2 if arguments.ray else 1}
     cases = {name: more for name, more in CASES.items() if "fsdp2" in name or not arguments.ray}
     with TemporaryDirectory() as folder, ray_cluster() if arguments.ray else nullcontext() as address:
         task = prepare(Path(folder) / "task", seed=0)
         for number, (name, more) in enumerate(cases.items()):
             share = arguments.kills * (number + 1) // len(cases) - arguments.kills * number // len(cases)
+            before = results.get(name) or {"kills": 0, "runs": 0, "different": [], "seconds": 0}
+
+            def tell(found: Kills, name: str = name, before: dict[str, Any] = before) -> None:
+                results[name] = {
+                    "kills": before["kills"] + found.kills,
+                    "runs": before["runs"] + found.runs,
+                    "different": before["different"] + found.different,
+                    "seconds": before["seconds"] + round(found.seconds),
+                }
+                if arguments.out is not None:
+                    arguments.out.write_text(json.dumps(about | {"cases": results}, indent=1) + "\n")
+
             start = small_runs(task, *more, ray_address=address)
-            found = kill_runs(start, Path(folder) / str(number), share, arguments.seed + number)
-            results[name] = {
-                "kills": found.kills,
-                "runs": found.runs,
-                "different": found.different,
-                "seconds": round(found.seconds),
-            }
+            kill_runs(start, Path(folder) / str(number), share - before["kills"], arguments.seed + number + before["kills"], tell)
+            told = results[name]
             print(
-                f"{name}: {found.kills} kills, {found.runs} runs, {len(found.different)} differences", *found.different, sep="\n  "
+                f"{name}: {told['kills']} kills, {told['runs']} runs, {len(told['different'])} differences",
+                *told["different"],
+                sep="\n  ",
             )
-    if arguments.out is not None:
-        about = {"torch": torch.__version__, "processes": 2 if arguments.ray else 1}
-        arguments.out.write_text(json.dumps(about | {"cases": results}, indent=1) + "\n")
     return int(any(result["different"] for result in results.values()))
 
 

@@ -107,7 +107,7 @@ def serving(loaded: LoadedModel, **options: Any) -> Iterator[Client]:
     """Inside, the model is served; the engine's thread has ended afterwards."""
     server = Server(loaded, ServerOptions(**{"name": "tiny", "num_tokens": 4096} | options))
     with listening_socket("127.0.0.1", 0, HANG_S) as bound:
-        http = http_server(server.app, "a test")
+        http = http_server(server, "a test")
         thread = threading.Thread(target=http.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         try:

@@ -28,7 +28,7 @@ _READ_TIMEOUT_S = 20.0
 _PRELUDE = """
 command_not_found_handle() { case "$*" in *main_*|*trainer*) printf '\\2%s' "$@"; printf '\\1';; *) return 1;; esac; } >&2
 set() { :; }; exit() { :; }; source() { :; }; cd() { :; }; kill() { :; }; trap() { :; }; wait() { :; }; exec() { "$@"; }
-basename() { local p="${1%/}"; printf '%s\\n' "${p##*/}"; }; dirname() { printf '%s\\n' "${1%/*}"; }
+basename() { local p="${1%/}"; printf '%s\\n' "${p##*/}"; }; dirname() { case "$1" in */*) printf '%s\\n' "${1%/*}";; *) echo .;; esac; }
 """
 
 
@@ -112,7 +112,8 @@ def read_script(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "reading a shell script needs bash, which is not on the PATH; pass the script's key=value arguments instead"
         )
-    text = re.sub(r"(?m)(?<=\s)(?:[0-9]?>>?|&>>?)\s*(?:&[0-9]|[^\s;&|)<]+)", "", path.read_text())
+    # Redirections are taken out: restricted bash refuses those to files, and what is started is said on stderr.
+    text = re.sub(r"(?m)(?<=\s)(?:[0-9]?>>?|&>>?)\s*(?:&[0-9]|[^\s;&|)<]+)", "", path.read_text()).replace("|&", "|")
     try:
         done = subprocess.run(
             [bash, "--norc", "--noprofile", "-r", "-c", _PRELUDE + text, str(path)],
@@ -124,7 +125,10 @@ def read_script(path: Path) -> dict[str, Any]:
     commands = [call.split("\2")[1:] for call in started if "=" in call]
     if not commands:
         raise ConfigError(f"{path} starts no trainer with key=value arguments; bash said: {said.strip() or 'nothing'}")
-    words = commands[-1]
+    if len(commands) > 1:
+        print(f"{path} starts {len(commands)} trainers; this is the last", file=sys.stderr)
+    # A whole command may be one word: bash -c "python -m ...".
+    words = [part for word in commands[-1] for part in (shlex.split(word) if "main_" in word and " " in word else [word])]
     module = max(i for i, word in enumerate(words) if "main_" in word or ("trainer" in word and "=" not in word))
     return read_arguments([word for word in words[module + 1 :] if word])
 

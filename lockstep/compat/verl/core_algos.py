@@ -53,18 +53,27 @@ class AdvantageEstimator(StrEnum):
 
 masked_mean, masked_whiten = masked.masked_mean, masked.masked_whiten
 AdaptiveKLController, FixedKLController = kl.AdaptiveKLController, kl.FixedKLController
+EXPRESSIONS: dict[str, Callable[..., Tensor]] = {
+    "kl_penalty": lambda logprob, ref_logprob, kl_penalty: kl.kl_penalty(logprob, ref_logprob, kl_penalty),
+    "kl_penalty_forward": lambda logprob, ref_logprob, kl_penalty: kl.kl_penalty(
+        logprob, ref_logprob, kl_penalty.removesuffix("+")
+    ),
+    "compute_rewards": lambda token_level_scores, old_log_prob, ref_log_prob, kl_ratio: (
+        token_level_scores - kl_ratio * kl.kl_penalty(old_log_prob, ref_log_prob, "kl")
+    ),
+    "compute_entropy_loss": lambda logits, response_mask, loss_agg_mode="token-mean": agg_loss(
+        -((logs := torch.log_softmax(logits, dim=-1)).exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(dim=-1), response_mask,
+        loss_agg_mode,
+    ),
+}  # fmt: skip
+"""verl's name -> what it is, in one expression."""
+globals().update(EXPRESSIONS)
 
 
 def _same_position(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    rows: Rows,
-    group: Tensor,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-) -> Advantages:
+    *, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, group: Tensor, old_log_probs: Tensor,
+    sum_pi_squared: Tensor, rollout_is_weights: Tensor | None = None,
+) -> Advantages:  # fmt: skip
     """The optimal token baseline with tokens compared at the same *position*: for responses of one turn."""
     returns, weights = token_baseline.returns_and_energy(
         token_level_rewards, response_mask, rows, old_log_probs, sum_pi_squared, rollout_is_weights
@@ -78,12 +87,15 @@ _GROUPS = _BLOCKS + "index epsilon=1e-6 "
 _NORMALISED = _GROUPS + "norm_adv_by_std_in_grpo=True config=None "
 _BASELINE = _BLOCKS + "index old_log_probs sum_pi_squared rollout_is_weights=None handle_zero_tail=True epsilon=1e-8 **kwargs"
 
+_WITH_RETURNS = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""Those whose returns are not their advantages."""
+
 ADV_ESTIMATOR_REGISTRY: dict[str, EstimatorFn] = {}
 """verl's name -> the function below, or one that was registered."""
 
 
-def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns: bool = False) -> EstimatorFn:
-    """verl's function for `key`, with verl's arguments. `has_returns`: its returns are not its advantages."""
+def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str) -> EstimatorFn:
+    """verl's function for `key`, with verl's arguments."""
     signature = _signature(arguments)
 
     def compute(*args: Any, **kwargs: Any) -> Advantages:
@@ -92,7 +104,7 @@ def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, has_returns:
         inputs = given.arguments | _from_config(key, given.arguments)
         advantages, returns = _estimate(estimator, inputs)
         advantages = advantages / inputs.get("f_norm", 1.0)
-        return advantages, returns if has_returns else advantages
+        return advantages, returns if key in _WITH_RETURNS else advantages
 
     compute.__name__ = compute.__qualname__ = f"compute_{key}"
     compute.__doc__ = f"The estimator {key!r} on padded blocks. Of its arguments it reads those that {estimator.__name__} has."
@@ -152,27 +164,25 @@ def _reward_parts(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-compute_gae_advantage_return = _estimator_fn("gae", estimators.gae, "token_level_rewards values response_mask gamma lam", True)
-compute_grpo_outcome_advantage = _estimator_fn("grpo", estimators.grpo, _NORMALISED)
-compute_grpo_vectorized_outcome_advantage = _estimator_fn("grpo_vectorized", estimators.grpo, _NORMALISED)
-compute_grpo_passk_outcome_advantage = _estimator_fn("grpo_passk", estimators.grpo_passk, _NORMALISED + "**kwargs")
-compute_gdpo_outcome_advantage = _estimator_fn("gdpo", estimators.gdpo, _NORMALISED + "non_tensor_batch=None batch=None **kwargs")
-compute_rloo_outcome_advantage = _estimator_fn("rloo", estimators.rloo, _GROUPS + _REST)
-compute_rloo_vectorized_outcome_advantage = _estimator_fn("rloo_vectorized", estimators.rloo, _GROUPS + _REST)
-compute_opo_outcome_advantage = _estimator_fn("opo", estimators.opo, _GROUPS + _REST)
-compute_reinforce_plus_plus_baseline_outcome_advantage = _estimator_fn(
-    "reinforce_plus_plus_baseline", estimators.reinforce_plus_plus_baseline, _GROUPS + _REST
-)
-compute_gpg_outcome_advantage = _estimator_fn("gpg", estimators.gpg, _GROUPS + "f_norm=1.0 alpha=1.0 " + _REST)
-compute_reinforce_plus_plus_outcome_advantage = _estimator_fn(
-    "reinforce_plus_plus", estimators.reinforce_plus_plus, _BLOCKS + _REST, True
-)
-compute_remax_outcome_advantage = _estimator_fn(
-    "remax", estimators.remax, "token_level_rewards reward_baselines response_mask " + _REST, True
-)
-compute_optimal_token_baseline_advantage = _estimator_fn("optimal_token_baseline", _same_position, _BASELINE, True)
+_OUTCOME: dict[str, tuple[EstimatorFn, str]] = {
+    "grpo": (estimators.grpo, _NORMALISED),
+    "grpo_vectorized": (estimators.grpo, _NORMALISED),
+    "grpo_passk": (estimators.grpo_passk, _NORMALISED + "**kwargs"),
+    "gdpo": (estimators.gdpo, _NORMALISED + "non_tensor_batch=None batch=None **kwargs"),
+    "rloo": (estimators.rloo, _GROUPS + _REST),
+    "rloo_vectorized": (estimators.rloo, _GROUPS + _REST),
+    "opo": (estimators.opo, _GROUPS + _REST),
+    "reinforce_plus_plus_baseline": (estimators.reinforce_plus_plus_baseline, _GROUPS + _REST),
+    "gpg": (estimators.gpg, _GROUPS + "f_norm=1.0 alpha=1.0 " + _REST),
+    "reinforce_plus_plus": (estimators.reinforce_plus_plus, _BLOCKS + _REST),
+    "remax": (estimators.remax, "token_level_rewards reward_baselines response_mask " + _REST),
+}
+"""verl's name -> the estimator and verl's arguments; `compute_{name}_outcome_advantage` is the function."""
+globals().update({f"compute_{key}_outcome_advantage": _estimator_fn(key, *row) for key, row in _OUTCOME.items()})
+compute_gae_advantage_return = _estimator_fn("gae", estimators.gae, "token_level_rewards values response_mask gamma lam")
+compute_optimal_token_baseline_advantage = _estimator_fn("optimal_token_baseline", _same_position, _BASELINE)
 compute_multi_turn_optimal_token_baseline_advantage = _estimator_fn(
-    "tir_optimal_token_baseline", estimators.optimal_token_baseline, _BASELINE, True
+    "tir_optimal_token_baseline", estimators.optimal_token_baseline, _BASELINE
 )
 
 
@@ -197,21 +207,6 @@ def get_adv_estimator_fn(name_or_enum: Any) -> EstimatorFn:
     return ADV_ESTIMATOR_REGISTRY[name] if name in ADV_ESTIMATOR_REGISTRY else estimators.get_adv_estimator(name)
 
 
-def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
-    """The scores less kl_ratio (old_log_prob - ref_log_prob)."""
-    return token_level_scores - kl_ratio * kl.kl_penalty(old_log_prob, ref_log_prob, "kl")
-
-
-def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """`kl.kl_penalty`: kl, k1, abs, mse, k2, low_var_kl, k3, each also with a final +."""
-    return kl.kl_penalty(logprob, ref_logprob, kl_penalty)
-
-
-def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """`kl_penalty` without the straight-through gradient of a final +."""
-    return kl.kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
-
-
 def get_kl_controller(kl_ctrl: Any) -> KLController:
     """The controller that a section like `algorithm.kl_ctrl` describes."""
     kind, kl_coef, target_kl, horizon = (_value(kl_ctrl, name) for name in ("type", "kl_coef", "target_kl", "horizon"))
@@ -219,14 +214,9 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
 
 
 def agg_loss(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: int | Tensor | None = None,
-    global_batch_size: int | Tensor | None = None,
-    loss_scale_factor: float | None = None,
-) -> Tensor:
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, batch_num_tokens: int | Tensor | None = None,
+    global_batch_size: int | Tensor | None = None, loss_scale_factor: float | None = None,
+) -> Tensor:  # fmt: skip
     """`aggregation.agg_loss` times `dp_size`, over the given counts, or those of this batch where none are given.
 
     seq-mean-token-sum-norm divides by the width of the mask unless `loss_scale_factor` is given.
@@ -244,16 +234,10 @@ def agg_loss(
 
 
 def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float | None = None,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, cliprange: float | None = None,
+    cliprange_low: float | None = None, cliprange_high: float | None = None, clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The vanilla loss as (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower). verl calls it deprecated."""
     low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
     if low is None or high is None:
@@ -286,14 +270,10 @@ def _policy_loss_fn(name: str) -> PolicyLossFn:
     only_mode = _ROW_MEAN if name in ("gspo", "sapo", "geo_mean") else None
 
     def compute(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = _ROW_MEAN if name in ("gspo", "sapo") else "token-mean",
-        config: Any = None,
+        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+        loss_agg_mode: str = _ROW_MEAN if name in ("gspo", "sapo") else "token-mean", config: Any = None,
         rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
         loss, means = _policy_loss(name, _loss_parameters(config), (old_log_prob, log_prob, advantages, response_mask))
         if rollout_is_weights is not None:
             loss = loss * masked.zero_outside(rollout_is_weights, response_mask)
@@ -342,22 +322,10 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return _policy_loss_fn(name)
 
 
-def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """The entropy of softmax(logits) [B, T, V], aggregated."""
-    log_probs = torch.log_softmax(logits, dim=-1)
-    entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0)).sum(dim=-1)
-    return agg_loss(entropy, response_mask, loss_agg_mode)
-
-
 def compute_value_loss(
-    vpreds: Tensor,
-    returns: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    cliprange_value: float,
-    loss_agg_mode: str = "token-mean",
-    **counts: Any,
-) -> tuple[Tensor, Tensor]:
+    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float,
+    loss_agg_mode: str = "token-mean", **counts: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`value_losses.clipped_value_loss`, aggregated with `agg_loss` and its `counts` (dp_size, batch_num_tokens, global_batch_size,
     loss_scale_factor), and the share of clipped tokens."""
     loss, metrics = clipped_value_loss(

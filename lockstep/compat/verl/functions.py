@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from lockstep.algorithms import kl
@@ -34,11 +36,154 @@ from lockstep.trainer.ppo.reward_columns import penalise_overlong
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.setup import reward_arguments
 
+is_cuda_available, is_npu_available = torch.cuda.is_available(), False
+PPO_RAY_RUNTIME_ENV: dict[str, Any] = {}
+"""Workers start with the environment that they need."""
+_MANAGERS: dict[str, type] = {}
 
-def compute_response_mask(data: Any) -> Tensor:
-    """The part of `attention_mask` over the responses."""
-    mask: Tensor = data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :]
-    return mask
+EXPRESSIONS: dict[str, Callable[..., Any]] = {
+    # -- devices
+    "get_device_name": lambda: "cuda" if is_cuda_available else "cpu",
+    "get_torch_device": lambda: torch.cuda if is_cuda_available else torch.cpu,
+    "get_device_id": lambda: torch.cuda.current_device() if is_cuda_available else 0,
+    "get_nccl_backend": lambda: "nccl" if is_cuda_available else "gloo",
+    # -- padded blocks: positions that count from 0 at the first token; 1 up to the first end token, that included; filled up on a side
+    "compute_position_id_with_mask": lambda mask: (mask.cumsum(-1) - 1).clamp(min=0),
+    "get_response_mask": lambda response_id, eos_token=2, dtype=torch.int64: (
+        (ends := torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()).cumsum(-1) - ends == 0
+    ).to(dtype),
+    "pad_sequence_to_length": lambda tensors, max_seq_len, pad_token_id, left_pad=False: torch.nn.functional.pad(
+        tensors, [max(0, max_seq_len - tensors.shape[-1]) * side for side in (left_pad, not left_pad)], value=pad_token_id
+    ),
+    "pad_2d_list_to_length": lambda response, pad_token_id, max_length=None: torch.tensor(
+        [[*row, *[pad_token_id] * (max([max_length or 0, *map(len, response)]) - len(row))] for row in response]
+    ),
+    "logprobs_from_logits": lambda logits, labels, inplace_backward=True: (
+        torch.log_softmax(logits, dim=-1).gather(-1, labels[..., None]).squeeze(-1)
+    ),
+    "compute_response_mask": lambda data: data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :],
+    # -- what a configuration asks for
+    "need_critic": lambda config: our_config(config).use_critic,
+    "need_reference_policy": lambda config: bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss),
+    "need_reward_model": lambda config: bool(config.reward_model.enable),
+    "get_custom_reward_fn": lambda config: reward_arguments(our_config(config).reward)["compute_score"],
+    "migrate_legacy_reward_impl": lambda config: config,  # the reward's keys are read wherever verl has had them
+    "ActorConfig": lambda **given: config.ActorConfig(
+        **{key: value for key, value in given.items() if key in config.ActorConfig.__dataclass_fields__}
+    ),
+    # -- data
+    "create_rl_dataset": lambda data_paths, data_config, tokenizer, processor=None, is_train=True, max_samples=-1: RLHFDataset(
+        data_paths, tokenizer, data_config, max_samples=max_samples
+    ),
+    "create_rl_sampler": lambda data_config, dataset: (
+        torch.utils.data.RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed or 0))
+        if data_config.shuffle else torch.utils.data.SequentialSampler(dataset)
+    ),
+    "get_seqlen_balanced_partitions": lambda seqlen_list, k_partitions, equal_size=False: balanced_partition(seqlen_list, k_partitions),
+    "make_nd_compute_dataproto_dispatch_fn": lambda mesh_name: Dispatch.DP_COMPUTE_PROTO,  # whichever mesh of devices a worker has
+    # -- rewards
+    "register": lambda name: lambda manager: _MANAGERS.setdefault(name, manager),
+    "get_reward_manager_cls": lambda name: _MANAGERS.get(name, VerlRewardManager),
+    "extract_reward": lambda batch: (
+        batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in batch.meta_info.get("reward_extra_keys", ())}
+    ),
+    "last_boxed_only_string": lambda string: None if (content := last_boxed(string)) is None else f"\\boxed{{{content}}}",
+    "remove_boxed": lambda s: s.removeprefix("\\boxed{").removesuffix("}"),
+}  # fmt: skip
+"""verl's name -> what it is, in one expression."""
+globals().update(EXPRESSIONS)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """None: a processor of images, a choice of devices, which is made at the start, a profiler; each step logs timing_s/* and perf/*."""
+
+
+class NoProfiler:
+    """verl's profilers and memory loggers as decorators and bases that do nothing."""
+
+    __init__ = log = start = stop = nothing
+
+    def __call__(self, decorated: Any) -> Any:
+        return decorated
+
+    @classmethod
+    def annotate(cls, *args: Any, **kwargs: Any) -> NoProfiler:
+        """A decorator that does nothing."""
+        return cls()
+
+
+class DataProtoConfig:
+    """verl's switch for padding batches to the number of workers, which nothing here needs."""
+
+    auto_padding = False
+
+
+def RolloutSkip(config: Any, worker_group: Any) -> None:
+    """Raises ConfigError: what was generated once is not replayed in training."""
+    raise ConfigError("actor_rollout_ref.rollout.skip_rollout: generations cannot be replayed in training; leave it out")
+
+
+def copy_to_local(src: str, cache_dir: str | None = None, **ignored: Any) -> str:
+    """The path itself: files are read where they are. Raises ValueError for HDFS."""
+    if str(src).startswith("hdfs://"):
+        raise ValueError(f"{src} is on HDFS, which is not read here: copy it to a folder first")
+    return str(src)
+
+
+def import_external_libs(external_libs: str | Sequence[str] | None = None) -> None:
+    """Import these modules."""
+    for name in [external_libs] if isinstance(external_libs, str) else external_libs or []:
+        importlib.import_module(name)
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """OmegaConf's containers, at any depth, as dicts and lists."""
+    if isinstance(obj, dict):
+        return {key: convert_to_regular_types(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [convert_to_regular_types(value) for value in obj]
+    return OmegaConf.to_container(obj, resolve=True) if OmegaConf.is_config(obj) else obj
+
+
+def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
+    """`dict1` with the entries of `dict2` added, in place. Raises ValueError where they differ."""
+    differ = [key for key in dict2 if key in dict1 and dict1[key] != dict2[key]]
+    if differ:
+        raise ValueError(f"both have {differ}, with different values")
+    dict1 |= dict2
+    return dict1
+
+
+def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
+    """Add each value, or each of a list, to the list (or `Metric`) of its name, in place."""
+    for name, value in new_data.items():
+        found = data.setdefault(name, value.init_list() if isinstance(value, Metric) else [])
+        (found.extend if isinstance(value, list) else found.append)(value)
+
+
+def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tensors stacked, everything else as an object array."""
+    columns: dict[str, list[Any]] = {name: [row[name] for row in data_list] for name in data_list[0]}
+    objects = {name: np.fromiter(values, dtype=object, count=len(values)) for name, values in columns.items()}
+    return {name: torch.stack(list(values)) if isinstance(values[0], Tensor) else values for name, values in objects.items()}
+
+
+@contextmanager
+def marked_timer(name: str, timing_raw: dict[str, float], *ignored: Any, **also_ignored: Any) -> Iterator[None]:
+    """Adds the seconds inside to `timing_raw[name]`."""
+    started = time.perf_counter()
+    yield
+    timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
+
+
+def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str) -> dict[str, float]:
+    """The smallest and largest sum of a partition, of neighbouring rows and of `partitions`."""
+    size = len(seqlen_list) // len(partitions)
+    before = [sum(seqlen_list[i * size : (i + 1) * size]) for i in range(len(partitions))]
+    after = [sum(seqlen_list[row] for row in part) for part in partitions]
+    found = {"min": min(before), "max": max(before), "minmax_diff": max(before) - min(before), "balanced_min": min(after),
+             "balanced_max": max(after), "mean": sum(seqlen_list) / len(partitions)}  # fmt: skip
+    return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def apply_kl_penalty(data: Any, kl_ctrl: kl.KLController, kl_penalty: str = "kl") -> tuple[Any, dict[str, float]]:
@@ -62,92 +207,10 @@ def compute_advantage(
     known |= {"index": data.non_tensor_batch.get("uid"), "non_tensor_batch": data.non_tensor_batch}
     function = get_adv_estimator_fn(getattr(adv_estimator, "value", adv_estimator))
     names = inspect.signature(function).parameters
-    advantages, returns = function(**{name: known[name] for name in names if known.get(name) is not None})
-    data.batch["advantages"], data.batch["returns"] = advantages, returns
+    data.batch["advantages"], data.batch["returns"] = function(
+        **{name: known[name] for name in names if known.get(name) is not None}
+    )
     return data
-
-
-def need_critic(config: Any) -> bool:
-    """Whether the run trains a value model."""
-    return our_config(config).use_critic
-
-
-def need_reference_policy(config: Any) -> bool:
-    """Whether a KL term is on."""
-    return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
-
-
-def need_reward_model(config: Any) -> bool:
-    """Whether a reward model scores."""
-    return bool(config.reward_model.enable)
-
-
-def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> RewardManager:
-    """The manager that the configuration describes."""
-    arguments = reward_arguments(our_config(config).reward) | reward_kwargs
-    return VerlRewardManager(tokenizer=tokenizer, num_examine=num_examine, **arguments)
-
-
-def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
-    """The function of reward.custom_reward_function, None without one."""
-    return reward_arguments(our_config(config).reward)["compute_score"]
-
-
-def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
-    """The reward tensor and the extra columns of a manager."""
-    result = reward_fn(data, return_dict=True)
-    return result["reward_tensor"], result.get("reward_extra_info", {})
-
-
-def create_rl_dataset(
-    data_paths: Any, data_config: Any, tokenizer: Any, processor: Any = None, is_train: bool = True, max_samples: int = -1
-) -> RLHFDataset:
-    """The dataset of these files."""
-    return RLHFDataset(data_paths, tokenizer, data_config, max_samples=max_samples)
-
-
-def create_rl_sampler(data_config: Any, dataset: Any) -> torch.utils.data.Sampler[int]:
-    """Random with `data.seed`, or in order."""
-    if not data_config.shuffle:
-        return torch.utils.data.SequentialSampler(dataset)
-    return torch.utils.data.RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed or 0))
-
-
-def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Tensors stacked, everything else as an object array."""
-    columns: dict[str, list[Any]] = {name: [row[name] for row in data_list] for name in data_list[0]}
-    objects = {name: np.fromiter(values, dtype=object, count=len(values)) for name, values in columns.items()}
-    return {name: torch.stack(list(values)) if isinstance(values[0], Tensor) else values for name, values in objects.items()}
-
-
-def copy_to_local(src: str, cache_dir: str | None = None, **ignored: Any) -> str:
-    """The path itself: files are read where they are. Raises ValueError for HDFS."""
-    if str(src).startswith("hdfs://"):
-        raise ValueError(f"{src} is on HDFS, which is not read here: copy it to a folder first")
-    return str(src)
-
-
-@contextmanager
-def marked_timer(name: str, timing_raw: dict[str, float], *ignored: Any, **also_ignored: Any) -> Iterator[None]:
-    """Adds the seconds inside to `timing_raw[name]`."""
-    started = time.perf_counter()
-    yield
-    timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
-
-
-def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str) -> dict[str, float]:
-    """The smallest and largest sum of a partition, of neighbouring rows and of `partitions`."""
-    size = len(seqlen_list) // len(partitions)
-    before = [sum(seqlen_list[i * size : (i + 1) * size]) for i in range(len(partitions))]
-    after = [sum(seqlen_list[row] for row in part) for part in partitions]
-    found = {"min": min(before), "max": max(before), "minmax_diff": max(before) - min(before), "balanced_min": min(after),
-             "balanced_max": max(after), "mean": sum(seqlen_list) / len(partitions)}  # fmt: skip
-    return {f"{prefix}/{name}": value for name, value in found.items()}
-
-
-def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool = False) -> list[list[int]]:
-    """Indices of rows in `k_partitions` parts of nearly equal sums."""
-    return [sorted(part) for part in balanced_partition(seqlen_list, k_partitions)]
 
 
 class Tracking(OurTracking):
@@ -156,52 +219,16 @@ class Tracking(OurTracking):
 
     def __init__(self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        named: dict[str, Any] = {"project_name": project_name, "experiment_name": experiment_name}
         folder = dict((config or {}).get("trainer", {})).get("default_local_dir")
         run_dir = Path(folder or Path("checkpoints", project_name, experiment_name))
         newest = folders.newest(run_dir)  # what was logged before it stays
         step = int(newest.name.rpartition("_")[2]) if newest else None
+        named: dict[str, Any] = {"project_name": project_name, "experiment_name": experiment_name}
         super().__init__(names, **named, run_dir=run_dir, config=dict(config or {}), resume_step=step)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
         """Record the metrics of one step."""
         super().log(data, step)
-
-
-def last_boxed_only_string(string: str) -> str | None:
-    """The last \\boxed{...} of a text, None without one."""
-    content = last_boxed(string)
-    return None if content is None else f"\\boxed{{{content}}}"
-
-
-def remove_boxed(s: str) -> str:
-    """What stands in \\boxed{...}."""
-    return s.removeprefix("\\boxed{").removesuffix("}")
-
-
-def ActorConfig(**given: Any) -> config.ActorConfig:
-    """The actor's section of these keys; those that Lockstep does not have are left out."""
-    return config.ActorConfig(**{key: value for key, value in given.items() if key in config.ActorConfig.__dataclass_fields__})
-
-
-def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
-    """Add each value, or each of a list, to the list (or `Metric`) of its name, in place."""
-    for name, value in new_data.items():
-        found = data.setdefault(name, value.init_list() if isinstance(value, Metric) else [])
-        (found.extend if isinstance(value, list) else found.append)(value)
-
-
-_MANAGERS: dict[str, type] = {}
-
-
-def register(name: str) -> Callable[[type], type]:
-    """Make the decorated class the reward manager `name`."""
-    return lambda manager: _MANAGERS.setdefault(name, manager)
-
-
-def get_reward_manager_cls(name: str) -> type:
-    """The manager that was registered under the name, or the one that does what all of verl's do."""
-    return _MANAGERS.get(name, VerlRewardManager)
 
 
 class VerlRewardManager(RewardManager):
@@ -228,33 +255,17 @@ class VerlRewardManager(RewardManager):
             buffer = OverlongConfig(True, self._overlong.len, self._overlong.penalty_factor)
             penalise_overlong(rows, Scored([], [], parts=whole["reward_parts"]), buffer, int(self._limit or 0))
             whole["reward_tensor"] = rows.ragged("token_level_scores")
-        if not ragged:
-            whole["reward_tensor"] = whole["reward_tensor"].pad()
+        whole["reward_tensor"] = whole["reward_tensor"] if ragged else whole["reward_tensor"].pad()
         return whole if return_dict else whole["reward_tensor"]
 
 
-def extract_reward(batch: DataProto) -> tuple[Tensor, dict[str, Any]]:
-    """The rewards that came with the responses, and what the reward function said beside them."""
-    extra = {name: batch.non_tensor_batch[name] for name in batch.meta_info.get("reward_extra_keys", ())}
-    return batch.batch["rm_scores"], extra
+def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> RewardManager:
+    """The manager that the configuration describes."""
+    arguments = reward_arguments(our_config(config).reward) | reward_kwargs
+    return VerlRewardManager(tokenizer=tokenizer, num_examine=num_examine, **arguments)
 
 
-def migrate_legacy_reward_impl(config: Any) -> Any:
-    """The same: the reward's keys are read wherever verl has had them."""
-    return config
-
-
-class DataProtoConfig:
-    """verl's switch for padding batches to the number of workers, which nothing here needs."""
-
-    auto_padding = False
-
-
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
-    """Rows shared out over the data-parallel ranks, whichever mesh of devices a worker has."""
-    return Dispatch.DP_COMPUTE_PROTO
-
-
-def RolloutSkip(config: Any, worker_group: Any) -> None:
-    """Raises ConfigError: what was generated once is not replayed in training."""
-    raise ConfigError("actor_rollout_ref.rollout.skip_rollout: generations cannot be replayed in training; leave it out")
+def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
+    """The reward tensor and the extra columns of a manager."""
+    result = reward_fn(data, return_dict=True)
+    return result["reward_tensor"], result.get("reward_extra_info", {})

@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from lockstep.compat.verl import functions
 from lockstep.compat.verl.runner import our_config
-from lockstep.compat.verl.small import compute_position_id_with_mask
 from lockstep.data.schedule import PromptSchedule
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, share_rows
@@ -80,14 +79,8 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
             batches = _Epoch(schedule, inner.prompts)
         return DataLoader(rows, batch_sampler=batches, collate_fn=collate_fn)
 
-    @property
-    def global_steps(self) -> int:
-        """verl's number of the step that is being done."""
-        return self.inner.global_steps
-
-    @global_steps.setter
-    def global_steps(self, step: int) -> None:
-        self.inner.global_steps = step
+    global_steps = property(lambda self: self.inner.global_steps, lambda self, step: setattr(self.inner, "global_steps", step))
+    _start_profiling = _stop_profiling = functions.nothing
 
     def init_workers(self) -> None:
         """Start the workers and load the models. They end with the process."""
@@ -122,11 +115,6 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
         """Rows are dealt out by their lengths in every call; this only measures them."""
         metrics |= balance_metrics(batch, share_rows(batch, self.inner.actor_wg.world_size))
 
-    def _start_profiling(self, do_profile: bool) -> None:  # noqa: B027
-        """There is no profiler: each step has timing_s/* and perf/*."""
-
-    _stop_profiling = _start_profiling
-
     def _log_rollout_data(self, batch: DataProto, reward_extra_infos_dict: Any, timing_raw: Any, rollout_data_dir: str) -> None:
         write_samples(rollout_data_dir, self.global_steps, batch, dict(reward_extra_infos_dict), self.tokenizer)
 
@@ -138,7 +126,9 @@ class _Calls:
         self._trainer, self._group, self._inner = trainer, group, trainer.inner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+        call = getattr(self._group, name)
+        is_measure = name in ("compute_log_prob", "compute_ref_log_prob", "compute_values")
+        return (lambda data: call(data.select(["prompts", "responses"], []))) if is_measure else call
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """prompts, responses, response_mask and rollout_log_probs for input_ids: rollout.n of each prompt unless they stand there n times
@@ -167,18 +157,6 @@ class _Calls:
         found.meta_info |= {"timing": {}} | ({} if greedy else {"reward_extra_keys": list(extra)})
         return found
 
-    def compute_log_prob(self, data: DataProto) -> Any:
-        """old_log_probs and entropys."""
-        return self._group.compute_log_prob(data.select(["prompts", "responses"], []))
-
-    def compute_ref_log_prob(self, data: DataProto) -> Any:
-        """ref_log_prob."""
-        return self._group.compute_ref_log_prob(data.select(["prompts", "responses"], []))
-
-    def compute_values(self, data: DataProto) -> Any:
-        """values."""
-        return self._group.compute_values(data.select(["prompts", "responses"], []))
-
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """rm_scores, for the rows that the reward function leaves to the model."""
         rows = data.select(["responses"])
@@ -187,29 +165,25 @@ class _Calls:
 
     def update_actor(self, data: DataProto) -> DataProto:
         """ppo_epochs over the batch in mini-batches; the generator has the new weights. meta_info["metrics"] is what there is to tell."""
-        inner, actor = self._inner, self._inner.config.actor_rollout_ref.actor
-        objects = {name: data.non_tensor_batch.get(name, np.arange(len(data), dtype=object)) for name in ("index", "sample")}
+        inner, numbers = self._inner, np.arange(len(data), dtype=object)
+        objects = {name: data.non_tensor_batch.get(name, numbers) for name in ("index", "sample")}
+        updates = self._updates(data, inner.actor_prompts, inner.config.actor_rollout_ref.actor.ppo_epochs)
         rows = DataProto(dict(data.columns), objects, dict(data.meta_info))
-        updates = self._updates(data, inner.actor_prompts, actor.ppo_epochs)
         metrics, _ = stages.update_actor(self._group, rows, updates, inner.policy_update)
         stages.sync_weights(inner.weight_exchange)
-        return _told(metrics)
+        return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
     def update_critic(self, data: DataProto) -> DataProto:
         """The same for the critic."""
-        config = self._inner.config
         rows = DataProto(dict(data.columns), {"index": np.arange(len(data), dtype=object)}, dict(data.meta_info))
-        updates = self._updates(data, self._inner.critic_prompts, config.critic_epochs)
-        return _told(stages.update_critic(self._group, rows, updates))
+        updates = self._updates(data, self._inner.critic_prompts, self._inner.config.critic_epochs)
+        metrics = stages.update_critic(self._group, rows, updates)
+        return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
     def _updates(self, data: DataProto, num_prompts: int, epochs: int) -> Any:
         config = self._inner.config
         seed = config.trainer.seed + self._inner.global_steps if config.actor_rollout_ref.actor.shuffle else None
         return stages.cut_mini_batches(len(data), 1, num_prompts * config.actor_rollout_ref.rollout.n, epochs, seed)
-
-
-def _told(metrics: Mapping[str, float]) -> DataProto:
-    return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
 
 class _Rows(Dataset[dict[str, Any]]):
@@ -224,7 +198,7 @@ class _Rows(Dataset[dict[str, Any]]):
         padding = self._width - len(ids)
         mask = torch.tensor([0] * padding + [1] * len(ids))
         blocks = {"input_ids": torch.tensor([self._pad] * padding + ids), "attention_mask": mask, "raw_prompt_ids": ids}
-        return row | blocks | {"position_ids": compute_position_id_with_mask(mask)}
+        return row | blocks | {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 class _Epoch:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_OURS = ("functions:", "numbers:", "runner:", "small:")
+_OURS = ("functions:", "numbers:", "runner:")
 _TRAINER = "lockstep.trainer.ppo.ray_trainer"
 
 

@@ -147,8 +147,7 @@ class Metric:
     """Numbers, and how they become one."""
 
     def __init__(self, aggregation: str | AggregationType, value: Any = None) -> None:
-        self.aggregation = AggregationType(aggregation)
-        self.values: list[Any] = []
+        self.aggregation, self.values = AggregationType(aggregation), list[Any]()
         self.extend([] if value is None else [value])
 
     def append(self, value: Any) -> None:
@@ -171,8 +170,8 @@ class Metric:
         """The one number."""
         return getattr(np, self.aggregation.value)(self.values)
 
-    @classmethod
-    def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> Any:
+    @staticmethod
+    def aggregate_dp(metric_lists: Sequence[Metric]) -> Any:
         """The number over data-parallel ranks: the mean of their sums or means, or the extreme of all. Raises ValueError unless they have
         the same number of values."""
         if len({len(metric.values) for metric in metric_lists}) != 1:

@@ -26,7 +26,8 @@ _CODE = (
 _RULES: dict[str, Rule] = {
     "openai/gsm8k": gsm8k.compute_score,
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math.compute_score),
-    **dict.fromkeys(("numina_*", "deepscaler*", "math-ai/*", "MATH-500"), math.compute_score),
+    **dict.fromkeys(("deepscaler*", "math-ai/*", "MATH-500"), math.compute_score),
+    "numina_*": competition.numina,
     **dict.fromkeys(("math", "math_dapo*", "aime*"), competition.compute_score),
     "searchR1_*": question.compute_score,
     "hiyouga/geometry3k": geometry.compute_score,
@@ -36,7 +37,7 @@ _RULES: dict[str, Rule] = {
 }
 """data_source -> rule; one that ends in * stands for all that begin so."""
 _CHECKS: dict[Rule, Callable[[], None]] = dict.fromkeys(
-    (math.compute_score, competition.compute_score, geometry.compute_score), math.check
+    (math.compute_score, competition.compute_score, competition.numina, geometry.compute_score), math.check
 )
 """Rule -> what raises when the rule cannot work on this machine."""
 

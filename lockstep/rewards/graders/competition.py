@@ -1,4 +1,4 @@
-r"""Competition mathematics as DAPO's data has it: the last line "Answer: ...", or else the last \boxed{...}, compared as mathematics."""
+r"""Answers without a box: competition mathematics as DAPO's data has it, and NuminaMath's as PRIME's. Compared as mathematics."""
 
 import re
 from typing import Any
@@ -6,6 +6,9 @@ from typing import Any
 from lockstep.rewards.graders import math
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_SAID = re.compile(r"answers?\s*(?::|is|are)\s*:?\s*([^\n]+)", re.IGNORECASE)
+_MAX_LINE = 2_000
+_MATHS = re.compile(r"\$+(.+?)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 
 
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, Any]:
@@ -15,18 +18,26 @@ def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[st
     Raises what `math.compute_score` raises.
     """
     said = _ANSWER.findall(solution_str)
-    answer = _tidy(said[-1]) if said else math.last_boxed(solution_str)
-    is_right = math.compute_score(f"\\boxed{{{answer}}}", ground_truth) == 1.0 if answer else False
-    if not answer:
-        math.compute_score("", ground_truth)  # a row without a ground truth is a fault of the data, whatever the response
-    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer or ""}
+    answer = (_tidy(said[-1]) if said else math.last_boxed(solution_str)) or ""
+    is_right = math.compute_score(_boxed(answer), ground_truth) == 1.0
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
+
+
+def numina(solution_str: str, ground_truth: str | int | float) -> float:
+    r"""1.0 or 0.0 for the last \boxed{...}; without one for the last "answer is ..." or "Answer: ...". Raises as `compute_score` does."""
+    said = _SAID.findall(solution_str)
+    unboxed = math.last_boxed(solution_str) is None and said
+    return math.compute_score(_boxed(_tidy(said[-1])) if unboxed else solution_str, ground_truth)
+
+
+def _boxed(answer: str) -> str:
+    """The answer as `math.compute_score` reads it; nothing where there is none."""
+    return f"\\boxed{{{answer}}}" if answer else ""
 
 
 def _tidy(line: str) -> str:
-    """The answer in such a line: what is boxed or between dollar signs, without a full stop and emphasis around it."""
-    boxed = math.last_boxed(line)
+    """The answer in such a line: what is boxed, or the only mathematics between dollar signs, or all without full stop and emphasis."""
+    boxed, maths = math.last_boxed(line), _MATHS.findall(line[:_MAX_LINE])
     if boxed is not None:
         return boxed
-    line = line.strip().strip("*").strip()
-    between = re.fullmatch(r"\$+(.+?)\$+\.?", line)
-    return (between.group(1) if between else line.removesuffix(".")).strip()
+    return "".join(maths[0]).strip() if len(maths) == 1 else line.strip().strip("*").strip().removesuffix(".").strip()

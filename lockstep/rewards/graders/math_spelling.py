@@ -38,6 +38,10 @@ _WORDS = re.compile(
 _SHORT_UNIT = re.compile(
     _SKIP_TEXT + r"(?<=[0-9}])\s*(cm|mm|km|kg|mg|mL|ml|ft|lbs?|oz|hrs?|mph|[ap]\.?m\.?)(?=\s*(?:$|[,;^]))", re.IGNORECASE
 )
+_POWER_OF_TEN = re.compile(
+    r"(?<![0-9a-zA-Z.\\])([0-9]+\.[0-9]+|[0-9]+(?=[eE](?:[0-9]|[-+][0-9]{2})))[eE]\+?(-?[0-9]{1,3})(?![0-9a-zA-Z.])"
+)
+"""5.4e+01, 1e5, 2e-03; not 2e+3, which is 3 more than 2e."""
 _THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])"
 _FRACTION_OR_ROOT = re.compile(r"\\(frac|sqrt|binom)(?![a-zA-Z])")
 _ARGUMENT = re.compile(r"\s*(\\[a-zA-Z]+|[^\s}\\])")
@@ -53,6 +57,9 @@ def spell(answer: str) -> str:
     text = re.sub(r"(?<!\\)\\!|(?<!\\)\$|(?<!\\)\\[()\[\]]|\\(?:left|right)\s*\.", "", text)
     text = re.sub(r"(?<!\\)\\[,;: ]|(?<!\\)~", " ", text)
     text = re.sub(r"\\([a-zA-Z]+)", lambda m: _COMMANDS.get(m[1], m[0]), text)
+    if (whole := re.fullmatch(r"\s*\\text\s*(\{.*[\\^].*\})\s*", text)) and closing_braces(whole[1]).get(0) == len(whole[1]) - 1:
+        text = whole[1][1:-1]  # a formula, not words
+    text = _POWER_OF_TEN.sub(r"\1\\cdot 10^{\2}", text)
     text = re.sub(r"\\?%", r"\\%", text)
     text = re.sub(r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ ", text)
     text = re.sub(r"\\text\s*\{([^{}]*)\}", _spell_text, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -19,6 +20,8 @@ _BUSY = (429, 500, 502, 503, 504)
 """Statuses after which the same request may work."""
 _ATTEMPTS = 5
 _KEY = "OPENAI_API_KEY"
+_LOST = (OSError, http.client.HTTPException)
+"""What a connection that ends, at once or in the middle of an answer, raises."""
 
 
 class Server(Answerer):
@@ -33,7 +36,7 @@ class Server(Answerer):
         self._timeout_s, self._num_at_once = timeout_s, num_at_once
         try:
             listed = [entry["id"] for entry in self._call("/v1/models")["data"]]
-        except (_Refused, OSError, ValueError, LookupError, TypeError) as error:
+        except (_Refused, *_LOST, ValueError, LookupError, TypeError) as error:
             raise ResourceError(
                 f"{url} does not answer /v1/models as an OpenAI server does: {error}; is lockstep serve running?"
             ) from error
@@ -92,7 +95,7 @@ class Server(Answerer):
             sample.text = cut_at_stop(text, drawing.stop)
             sample.finish_reason = answer["choices"][0]["finish_reason"]
             sample.num_tokens = (answer.get("usage") or {}).get("completion_tokens")
-        except (_Refused, OSError, ValueError, LookupError, TypeError) as error:
+        except (_Refused, *_LOST, ValueError, LookupError, TypeError) as error:
             sample.finish_reason, sample.failure = "error", f"the server gave no answer: {error!r}"
         return sample
 
@@ -115,7 +118,7 @@ class Server(Answerer):
             raise ConfigError(
                 f"{self._url} does not give log-probs of the prompt (echo, logprobs, text_offset): {error!r}"
             ) from error
-        except (_Refused, OSError) as error:
+        except (_Refused, *_LOST) as error:
             raise ResourceError(f"{self._url} gave no likelihood: {error}") from error
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -17,10 +17,15 @@ from lockstep.tools.load_model import add_model_arguments, load_model_of
 
 if TYPE_CHECKING:
     import uvicorn
-    from starlette.types import ASGIApp
+
+    from lockstep.tools.serve.app import Server
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _KEY = "LOCKSTEP_API_KEY"
+GRACE_S = 10.0
+"""After a signal, how long requests that run may take to finish."""
+_TO_SAY_S = 5
+"""And after that, how long the errors of the others may take to be sent."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.host not in _LOCAL and api_key is None:
             print(f"warning: anybody who reaches {options.host} can use this server: there is no --api-key", flush=True)
         try:
-            http_server(server.app, f"{own.name} on {address_of(bound)}").run(sockets=[bound])
+            http_server(server, f"{own.name} on {address_of(bound)}").run(sockets=[bound])
         finally:
             loaded.engine.close()
     return 0
@@ -106,16 +111,27 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def http_server(app: ASGIApp, title: str) -> uvicorn.Server:
-    """What serves `app` on sockets until a signal, or until its should_exit is set; requests that run then have ten seconds to finish."""
+def http_server(server: Server, title: str) -> uvicorn.Server:
+    """What serves `server` on sockets until a signal, or until its should_exit is set; requests that run then have GRACE_S to finish, and
+    what has not by then is answered with an error."""
+    import asyncio
+
     import uvicorn
+
+    from lockstep.tools.serve.wire import TimedProtocol
 
     class Announced(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(f"serving {title}", flush=True)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            last_call = asyncio.get_running_loop().call_later(GRACE_S, server.give_up)
+            await super().shutdown(sockets)
+            last_call.cancel()
+
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, server_header=False, ws="none", lifespan="on"
-    )
+        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(GRACE_S) + _TO_SAY_S, server_header=False,
+        ws="none", lifespan="on", http=TimedProtocol,
+    )  # fmt: skip
     return Announced(config)

@@ -148,6 +148,16 @@ class Answers:
         prompt = self._call.prompts[place // self._call.n]
         return prompt if isinstance(prompt, str) else str(self._vocabulary.tokenizer.decode(prompt))
 
+    def _num_added(self, place: int) -> int:
+        """How many tokens the tokenizer put before the prompt, which are not in its text."""
+        prompt, ids = self._call.prompts[place // self._call.n], self._prompt(place)
+        if not isinstance(prompt, str):
+            return 0
+        special = set(self._vocabulary.tokenizer.all_special_ids)
+        return next(
+            (i for i, token in enumerate(ids) if token not in special or prompt.startswith(self._vocabulary.piece(token))), len(ids)
+        )
+
     def _top(self, top: TopLogProbs | None, count: int) -> TopLogProbs | None:
         """Without those that were not asked for: an engine may give one more."""
         return None if not self._call.top_log_probs or top is None else [place[: self._call.top_log_probs] for place in top[:count]]
@@ -159,10 +169,13 @@ class Answers:
 
     def _plain_log_probs(self, place: int, scored: Scored) -> Json:
         names = [self._vocabulary.name(token) for token in scored.ids]
-        offsets = []
-        for token in scored.ids:
-            offsets.append(self._num_characters[place])
-            self._num_characters[place] += len(self._vocabulary.piece(token))
+        num_added = self._num_added(place) if self._call.echo and self._num_characters[place] == 0 else 0
+        offsets = [0] * num_added
+        for token in scored.ids[num_added:]:
+            # A token that starts within a character, which another began, stands where that stands.
+            starts = [byte & 0xC0 != 0x80 for byte in self._vocabulary.bytes(token)]
+            offsets.append(self._num_characters[place] - (0 if not starts or starts[0] else 1))
+            self._num_characters[place] += sum(starts)
         top: list[dict[str, float] | None] | None = None
         if scored.top is not None:
             top = []

@@ -113,6 +113,10 @@ class Server:
             await self.desk.close()
             self._reading.shutdown(wait=False)
 
+    def give_up(self) -> None:
+        """Answer whoever waits with an error, now: the server ends. On the event loop."""
+        self.desk.give_up("the server is shutting down")
+
     async def _follow(self) -> None:
         """Change to newer weights whenever there are any."""
         assert self.options.newer is not None
@@ -120,8 +124,11 @@ class Server:
             await asyncio.sleep(self.options.follow_s)
             try:
                 newer = await asyncio.to_thread(self.options.newer, self.loaded)
-            except (LockstepError, OSError) as error:  # a checkpoint may be deleted while it is read: the next one comes
-                print(f"warning: the newest checkpoint could not be loaded, the one before goes on: {error}", flush=True)
+            except (
+                Exception
+            ) as error:  # a checkpoint may be deleted while it is read, which readers say in many ways: the next one comes
+                why = error if isinstance(error, LockstepError) else repr(error)
+                print(f"warning: the newest checkpoint could not be loaded, the one before goes on: {why}", flush=True)
                 continue
             if newer is not None:
                 await self.desk.change(newer.put)

@@ -33,6 +33,10 @@ class EngineBroken(Exception):
     """The engine raised: it answers nothing any more."""
 
 
+class ShuttingDown(EngineBroken):
+    """The server ends."""
+
+
 class QueueFull(Exception):
     """As many requests wait as may wait."""
 
@@ -135,7 +139,13 @@ class Desk:
         self._is_closing = True
         await asyncio.to_thread(self._thread.join)
         self.stream.close()
-        self._break("the server is shutting down")
+        self._break(ShuttingDown("the server is shutting down"))
+
+    def give_up(self, why: str) -> None:
+        """Answer all orders with ShuttingDown, and take no more; the engine ends theirs before its next pass."""
+        for index in self._orders:
+            self.stream.abort(index)
+        self._break(ShuttingDown(why))
 
     def _run(self) -> None:
         """The engine's thread."""
@@ -151,7 +161,7 @@ class Desk:
         except BaseException as error:
             traceback.print_exc()
             why = f"the engine broke down: {type(error).__name__}: {error}"
-            self._loop.call_soon_threadsafe(self._break, why)
+            self._loop.call_soon_threadsafe(self._break, EngineBroken(why))
 
     def _make_change(self, function: Callable[[], None], changed: Future[None]) -> None:
         try:
@@ -168,13 +178,14 @@ class Desk:
     def _deliver(self) -> None:
         while self._came:
             answer = self._came[0]
-            order = self._orders[answer.index] if isinstance(answer, Tokens) else self._orders.pop(answer.index)
-            order.put(answer)
+            order = self._orders.get(answer.index) if isinstance(answer, Tokens) else self._orders.pop(answer.index, None)
+            if order is not None:  # else it was given up
+                order.put(answer)
             self._came.popleft()
 
-    def _break(self, why: str) -> None:
-        self.broken = self.broken or why
+    def _break(self, error: EngineBroken) -> None:
+        self.broken = self.broken or str(error)
         for order in {id(order): order for order in self._orders.values()}.values():
-            order.put(EngineBroken(self.broken))
+            order.put(error)
         self._orders.clear()
         self._admits.set()

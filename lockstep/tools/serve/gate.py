@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from lockstep.tools.serve.answers import NoAnswer, error_body
-from lockstep.tools.serve.desk import EngineBroken, QueueFull
+from lockstep.tools.serve.desk import EngineBroken, QueueFull, ShuttingDown
 from lockstep.tools.serve.fields import BadRequest
 from lockstep.tools.serve.metrics import Metrics
 
@@ -103,6 +103,8 @@ def error_answer(error: Exception) -> tuple[int, dict[str, object]]:
             return error.status, error_body(error.message, "invalid_request_error", error.param, error.code)
         case QueueFull():
             return 429, error_body(str(error), "rate_limit_error", code="queue_full")
+        case ShuttingDown():
+            return 503, error_body(str(error), "server_error", code="shutting_down")
         case EngineBroken():
             return 500, error_body(str(error), "server_error", code="engine_broken")
         case NoAnswer():

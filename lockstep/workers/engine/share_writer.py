@@ -6,20 +6,26 @@ is in the report.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lockstep.checkpoint import write_child
 from lockstep.checkpoint.folders import sync
 from lockstep.checkpoint.manifest import Entry, entry_of
 from lockstep.checkpoint.saver import describe_failure, write_report
-from lockstep.models.weight_file import Tensors, write_weights
+from lockstep.models.weight_file import Tensors, placed, write_weights
 from lockstep.utils.memory import available_ram
 from lockstep.workers.engine.checkpoint import Specs, num_bytes
+from lockstep.workers.engine.host_file import HostFile
 
 _SHARE_OF_RAM = 0.2
 """Weights, or one of two moments, that would take more of the free host memory on all ranks together than this are written at once."""
@@ -30,9 +36,9 @@ class ShareWriter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory: dict[tuple[str, str], Tensor] = {}
-        """Host memory of the copies, by file and name, kept for the next save: making it takes six times as long as filling it."""
-        self._kept: list[tuple[Path, Specs, dict[str, Tensor]]] = []
+        self._memory: dict[str, HostFile] = {}
+        """The copies, by file, kept for the next save."""
+        self._kept: list[tuple[Path, HostFile]] = []
         self._thread: threading.Thread | None = None
         self.in_background = False
         """Whether the next save may be written later."""
@@ -42,26 +48,26 @@ class ShareWriter:
 
     def __call__(self, file: Path, specs: Specs, tensors: Tensors) -> None:
         """Write a file, or keep what is to be in it. Takes all of `tensors`, whatever happens."""
-        key = f"{file.parent.name}/{file.name}"
-        missing = sum(num_bytes(spec) for name, spec in specs.items() if (key, name) not in self._memory)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if self.in_background and missing * ranks <= _SHARE_OF_RAM * available_ram():
-            self._kept.append((file, specs, {name: self._copy(key, name, tensor) for name, tensor in tensors}))
+        memory = self._host_file(file, specs) if self.in_background else None
+        if memory is not None:
+            for place, tensor in placed(file, specs, memory.places, tensors):
+                memory.put(place, tensor)
+            self._kept.append((file, memory))
             return
         tensors = iter(tensors)
-        self._write(file, specs, tensors)
+        self._write_now(file, specs, tensors)
         deque(tensors, maxlen=0)
 
     def finish(self, report: Path, failure: Exception | None = None) -> None:
-        """Write what is kept, in a thread, and then the report. `failure` is what the engine itself raised."""
+        """Write what is kept, and then the report, while the caller goes on. `failure` is what the engine itself raised."""
         if failure is not None:
             self.error = describe_failure(failure)
         if self._device.type == "cuda" and self._kept:
             torch.cuda.synchronize(self._device)  # the copies are there, so that the weights may change
 
         def write() -> None:
-            for file, specs, tensors in self._kept:
-                self._write(file, specs, tensors.items())
+            if self.error is None:
+                self._write_kept()
             self._kept = []
             try:
                 write_report(report, self._entries, self.error)
@@ -73,6 +79,11 @@ class ShareWriter:
             self._thread.start()
         else:
             write()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is written, or given up."""
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> str | None:
         """Wait until all is written; returns what went wrong."""
@@ -86,7 +97,20 @@ class ShareWriter:
         self.wait()
         self.in_background, self.error, self._kept, self._entries = in_background, None, [], {}
 
-    def _write(self, file: Path, specs: Specs, tensors: Tensors) -> None:
+    def _host_file(self, file: Path, specs: Specs) -> HostFile | None:
+        """Memory for the copy of a file, or None where it would take too much."""
+        key = f"{file.parent.name}/{file.name}"
+        known = self._memory.get(key)
+        if known is not None and known.specs == dict(specs):
+            return known
+        self._memory.pop(key, None)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if sum(map(num_bytes, specs.values())) * ranks > _SHARE_OF_RAM * available_ram():
+            return None
+        self._memory[key] = HostFile(specs, self._device)
+        return self._memory[key]
+
+    def _write_now(self, file: Path, specs: Specs, tensors: Tensors) -> None:
         if self.error is not None:
             return
         try:
@@ -98,9 +122,34 @@ class ShareWriter:
             self.error = describe_failure(error)
             file.unlink(missing_ok=True)
 
-    def _copy(self, key: str, name: str, tensor: Tensor) -> Tensor:
-        host = self._memory.get((key, name))
-        if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-            self._memory[key, name] = host
-        return host.copy_(tensor.detach(), non_blocking=True)
+    def _write_kept(self) -> None:
+        opened: list[int] = []
+        try:
+            for file, _ in self._kept:
+                opened.append(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
+            jobs = [(memory.memory, descriptor, memory.size) for (_, memory), descriptor in zip(self._kept, opened, strict=True)]
+            for (file, _), answer in zip(self._kept, _written(jobs), strict=False):  # fewer where one failed
+                if "errno" in answer:
+                    file.unlink(missing_ok=True)
+                    raise OSError(answer["errno"], os.strerror(answer["errno"]), str(file))
+                self._entries[str(file)] = answer
+        except Exception as error:  # whatever it is: who waits for the report must hear of it
+            self.error = describe_failure(error)
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+
+
+def _written(jobs: list[write_child.Job]) -> list[dict[str, Any]]:
+    """Do the jobs in a process of its own, or here where there is none to be had; returns what came of each, up to one that failed."""
+    command = [sys.executable, "-I", "-S", write_child.__file__, *(":".join(map(str, job)) for job in jobs)]
+    descriptors = [descriptor for job in jobs for descriptor in job[:2]]
+    try:  # in a session of its own: Ctrl-C in a terminal is for the run, which then saves
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=descriptors, start_new_session=True, check=True
+        )
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+    except (OSError, subprocess.CalledProcessError):  # no room for a process, or somebody ended it
+        found = list(write_child.answers(jobs))
+    assert len(found) == len(jobs) or "errno" in found[-1]
+    return found

@@ -3,6 +3,7 @@
 import shlex
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,28 @@ def test_variables_arithmetic_arrays_and_branches_are_read(tmp_path, monkeypatch
         "algorithm.kl_ctrl.kl_coef": 0.1,
     }
     assert [file.name for file in tmp_path.iterdir()] == ["run.sh"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python3 -m verl.trainer.main_ppo data.seed=7 trainer.project_name='a b' |& tee -a log.txt\n",
+        'P="a b"\nsrun --overlap bash -c "python3 -m verl.trainer.main_ppo data.seed=7 trainer.project_name=\'$P\'" &\nwait\n',
+        'run() { python -m verl.trainer.main_ppo "$@"; }\nfor seed in 6 7; do run data.seed=$seed trainer.project_name="a b"; done\n',
+        "declare -A S=([x]=7)\nA=(data.seed=${S[x]})\nread -r -d '' B <<'E' || true\ntrainer.project_name=a\\ b\nE\n"
+        'torchrun -m verl.trainer.main_ppo "${A[@]}" "$B" "$@" >> out.log 2>&1 < /dev/null\n',
+    ],
+)
+def test_pipes_with_errors_nested_shells_functions_and_here_docs(text, tmp_path):
+    found = read_script(script(tmp_path, text))
+    assert found["data.seed"] == 7
+    assert found["trainer.project_name"].replace("\\", "") == "a b"
+
+
+def test_the_folder_of_a_script_that_is_named_without_one_is_a_dot(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, 'python -m verl.trainer.main_ppo reward.custom_reward_function.path="$(dirname "$0")/reward.py"\n')
+    assert read_script(Path("run.sh")) == {"reward.custom_reward_function.path": "./reward.py"}
 
 
 def test_a_script_can_start_write_and_end_nothing(tmp_path, monkeypatch):

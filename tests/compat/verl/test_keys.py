@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.compat.verl.command import read_arguments, read_yaml
-from lockstep.compat.verl.keys import CONVERTERS, _rows, judge, judge_all, overrides
+from lockstep.compat.verl.keys import judge, judge_all, overrides, rows
+from lockstep.config.actor_rollout_ref import ROLLOUTS
+from lockstep.config.engine import SCHEDULES, STRATEGIES
 from lockstep.config.load import check_key, load_config, valid_keys
+from lockstep.observability.trackers import KNOWN_TRACKERS
 from lockstep.trainer.main_ppo import main
 
 SIGNS = {"=": "accepted", ">": "translated", "-": "ignored", "!": "refused"}
@@ -55,7 +58,7 @@ def test_a_translation_keeps_the_value():
         "actor_rollout_ref.ref.fsdp_config.param_offload": True,
         "algorithm.adv_estimator": "rloo_vectorized",
         "actor_rollout_ref.actor.tis_imp_ratio_cap": 2.0,
-        "trainer.logger": ["console", "mlflow"],
+        "trainer.logger": ["console", "clearml"],
         "data.train_files": ["a b.parquet", "it's.parquet"],
         "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
         "trainer.test_freq": -1,
@@ -77,14 +80,30 @@ def test_a_translation_keeps_the_value():
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 256
 
 
-def test_every_row_of_the_table_names_a_converter_and_a_key_that_exist():
-    for pattern, target, _, why in _rows():
-        if target not in ("-", "--", "!"):
-            key, _, converter = target.partition(" : ")
-            assert converter in CONVERTERS, target
+def test_every_row_of_the_table_names_keys_and_values_that_exist():
+    for row in rows():
+        assert row.why, row
+        assert row.sign in ("-", "--", "!", "?", ">", "="), row
+        for key in row.keys if row.sign == ">" else ():
             if "\\" not in key:
-                check_key(key)
-        assert why or "optim" in target, pattern.pattern
+                check_key(key.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("actor_rollout_ref.rollout.name", ROLLOUTS),
+        ("critic.strategy", STRATEGIES),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type", SCHEDULES),
+        ("trainer.logger", KNOWN_TRACKERS),
+    ],
+)
+def test_the_table_knows_every_value_that_lockstep_knows(key, values):
+    for value in values:
+        verdict = judge(key, [value] if key == "trainer.logger" else value)
+        assert (verdict.kind, verdict.key) == ("accepted", key), value
+    row = next(row for row in rows() if row.sign != "=" and row.pattern.fullmatch(key))
+    assert sorted(row.allowed) == sorted(values)
 
 
 def test_a_key_of_lockstep_keeps_its_meaning_unless_verl_means_another_thing_by_it():

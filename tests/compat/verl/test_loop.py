@@ -21,6 +21,7 @@ from lockstep.compat.verl.runner import TaskRunner, our_config, run_ppo
 from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto
 from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.trainer.main_ppo import create_rl_sampler
 from lockstep.trainer.ppo.core_algos import agg_loss
 from lockstep.trainer.ppo.ray_trainer import (
     AdvantageEstimator,
@@ -31,8 +32,9 @@ from lockstep.trainer.ppo.ray_trainer import (
     compute_response_mask,
 )  # fmt: skip
 from lockstep.trainer.role import Role
+from lockstep.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.reward_manager import DAPORewardManager
+from lockstep.workers.reward_manager import DAPORewardManager, get_reward_manager_cls
 
 POOL = {"global_pool": [1]}
 EVERYTHING = (
@@ -157,8 +159,10 @@ def fit(trainer):
         ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=false"),
         ("algorithm.adv_estimator=gae",),
         ("algorithm.adv_estimator=remax",),
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+         "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1", "actor_rollout_ref.actor.ppo_epochs=2"),
     ],
-)
+)  # fmt: skip
 def test_a_loop_of_its_own_trains_as_lockstep_does(overrides, embedded_config_in, tmp_path):
     overrides = (*EVERYTHING, "trainer.critic_warmup=0", *overrides)
     ours = train(embedded_config_in(tmp_path / "ours", *overrides), POOL, roles("ActorRollout", "Critic", "RefPolicy"))
@@ -198,6 +202,64 @@ def test_a_loop_that_asks_for_rewards_itself_resumes_where_it_was(embedded_confi
     assert rest[1]["actor/pg_loss"] == pytest.approx(whole[1]["actor/pg_loss"], rel=1e-5)
     assert first[0]["critic/score/mean"] == whole[0]["critic/score/mean"]
     assert whole[0]["critic/score/min"] < 0  # nothing but the penalty is negative
+
+
+def entropy_score(data_source, solution_str, ground_truth, extra_info=None, sandbox_fusion_url=None, concurrent_semaphore=None):
+    """A recipe's own reward, with the arguments of verl's."""
+    return {"score": float(solution_str[:1] == str(ground_truth)[:1]), "acc": solution_str == ground_truth}
+
+
+class Entropy(Moved):
+    """The recipe `entropy`: rewards from a manager and a function of its own, batches filled up with prompts whose samples differ."""
+
+    def fit(self):
+        self.logger = Tracking("p", "e", [], OmegaConf.to_container(self.config, resolve=True))
+        self.asks_rewards, self.global_steps, kept, self.generated = True, 1, None, 0
+        for batch_dict in self.train_dataloader:
+            metrics, timing_raw = {}, defaultdict(float)
+            batch, self.generated = self._collect(DataProto.from_single_dict(batch_dict), metrics, timing_raw), self.generated + 1
+            scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
+            groups = defaultdict(list)
+            for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
+                groups[uid].append(score)
+            rows = [i for i, uid in enumerate(batch.non_tensor_batch["uid"]) if np.std(groups[uid]) > 0]
+            kept = batch[rows] if kept is None else DataProto.concat([kept, batch[rows]])
+            wanted = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+            if len(kept) < wanted:
+                continue
+            self.trained, kept = kept[:wanted], None
+            self._learn(self.trained, metrics, timing_raw)
+            metrics |= compute_data_metrics(batch=self.trained, use_critic=self.use_critic)
+            self.logger.log(data=metrics, step=self.global_steps)
+            return
+
+
+def test_the_recipe_entropy_moves_with_its_imports_renamed(embedded_config_in, tmp_path):
+    config = embedded_config_in(
+        tmp_path, *EVERYTHING, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+    )  # fmt: skip
+    manager = get_reward_manager_cls("dapo")
+    overlong = OmegaConf.create({"enable": False, "len": 0, "penalty_factor": 0.0, "log": False})
+    named = {
+        "tokenizer": hf_tokenizer(str(config.actor_rollout_ref.model.path)),
+        "reward_fn_key": "data_source",
+        "max_resp_len": 12,
+    }
+    judges = [
+        manager(num_examine=i, compute_score=entropy_score, overlong_buffer_cfg=overlong, num_workers=1, **named) for i in (0, 1)
+    ]
+    train = RLHFDataset(data_files=config.data.train_files, tokenizer=named["tokenizer"], processor=None, config=config.data)
+    trainer = make(
+        Entropy, config, reward_fn=judges[0], val_reward_fn=judges[1], train_dataset=train, collate_fn=collate_fn,
+        train_sampler=create_rl_sampler(config.data, train),
+    )  # fmt: skip
+    (row,) = fit(trainer)
+    scores = trainer.trained.batch["token_level_scores"].sum(-1).view(4, 4)
+    assert trainer.generated > 1
+    assert (scores.std(dim=1) > 0).all()
+    assert row["critic/score/mean"] == pytest.approx(scores.mean().item())
+    assert row["actor/grad_norm"] > 0
 
 
 class Runner(TaskRunner):

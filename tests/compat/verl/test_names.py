@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.algorithms.kl import FixedKLController
-from lockstep.compat.verl import functions, numbers, small
+from lockstep.compat.verl import functions, numbers
 from lockstep.compat.verl.names import table
 from lockstep.config import as_config
 from lockstep.protocol import DataProto, Ragged
@@ -79,7 +79,7 @@ def test_an_import_line_of_a_recipe_works(line):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from lockstep.tools.base_tool import BaseTool", "no multi-turn rollouts"),
+        ("from lockstep.tools.base_tool import BaseTool", "agent.tools"),
         ("from lockstep.workers.actor.dp_actor import DataParallelPPOActor", "lockstep.workers.engine"),
         ("from lockstep.protocol import serialize_tensordict", "its own serialiser"),
         ("from lockstep.utils.metric.utils import MetricValue", "lockstep.observability.metrics"),
@@ -92,20 +92,20 @@ def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
 
 def test_tensors_and_profilers():
     ids = torch.tensor([[5, 2, 7], [5, 6, 7]])
-    assert small.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert small.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
-    assert small.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
-    assert small.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
+    assert functions.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert functions.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert functions.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
+    assert functions.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
     logits = torch.randn(2, 3, 8, dtype=torch.float64)
     expected = logits.softmax(-1).log().gather(-1, ids[..., None])[..., 0]
-    torch.testing.assert_close(small.logprobs_from_logits(logits, ids), expected)
+    torch.testing.assert_close(functions.logprobs_from_logits(logits, ids), expected)
     assert functions.log_seqlen_unbalance([1, 2, 3, 4], [[0, 3], [1, 2]], "x") == {
         "x/min": 3, "x/max": 7, "x/minmax_diff": 4, "x/balanced_min": 5, "x/balanced_max": 5, "x/mean": 5.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match="different values"):
-        small.union_two_dict({"a": 1}, {"a": 2})
+        functions.union_two_dict({"a": 1}, {"a": 2})
 
-    @small.NoProfiler.annotate(color="red")
+    @functions.NoProfiler.annotate(color="red")
     def decorated():
         return 3
 

@@ -16,6 +16,9 @@ pytest.importorskip("math_verify")
         (r"without the word: \boxed{42}", "42"),
         ("Answer: x = 42", "x = 42"),
         ("Answer: 84/2", "84/2"),
+        ("Answer: $42$<|im_end|>", "42"),
+        ("Answer: the number is $42$, as we saw.", "42"),
+        (r"Answer: \( 42 \)", "42"),
     ],
 )
 @pytest.mark.parametrize("source", ["math_dapo", "math_dapo_reasoning", "aime2024", "math"])
@@ -23,7 +26,10 @@ def test_the_last_answer_counts_in_any_equal_form(source, response, pred):
     assert default_compute_score(source, response, "42") == {"score": 1.0, "acc": True, "pred": pred}
 
 
-@pytest.mark.parametrize(("response", "pred"), [("Answer: 41", "41"), ("nothing", ""), (r"\boxed{42} Answer: 41", "41")])
+@pytest.mark.parametrize(
+    ("response", "pred"),
+    [("Answer: 41", "41"), ("nothing", ""), (r"\boxed{42} Answer: 41", "41"), ("Answer: $42$ or $43$", "$42$ or $43$")],
+)
 def test_a_wrong_or_missing_answer_is_minus_one(response, pred):
     assert default_compute_score("math_dapo", response, "42") == {"score": -1.0, "acc": False, "pred": pred}
 
@@ -44,3 +50,10 @@ def test_geometry_has_a_part_for_the_format():
 @pytest.mark.parametrize("source", ["numina_olympiads", "deepscaler", "MATH-500", "HuggingFaceH4/MATH-500"])
 def test_sources_of_boxed_answers(source):
     assert default_compute_score(source, r"\boxed{\frac12}", "0.5") == 1.0
+
+
+def test_numina_takes_an_answer_without_a_box_where_there_is_no_box():
+    for response in ("The answer is 42.", "Answer: $42$", "so the answers are: 42", r"the answer is 41, no, \boxed{42}"):
+        assert default_compute_score("numina_olympiads", response, "42") == 1.0, response
+    for response in ("42", "it is 42", r"\boxed{41}. The answer is 42.", "The answer is 41 or 42"):
+        assert default_compute_score("numina_olympiads", response, "42") == 0.0, response

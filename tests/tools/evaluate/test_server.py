@@ -11,7 +11,7 @@ from lockstep.tools.evaluate.server import Server
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Says what it was asked. A prompt "busy" is refused once, "bad" always."""
+    """Says what it was asked. A prompt "busy" is refused once, "bad" always; to "torn" half an answer comes, to "nothing" none."""
 
     def do_GET(self):
         self._send(200, {"data": [{"id": name} for name in self.server.models]})
@@ -22,6 +22,8 @@ class Answers(BaseHTTPRequestHandler):
         asked = body.get("prompt") or body["messages"][-1]["content"]
         if asked == "bad" or (asked == "busy" and len(self.server.bodies) == 1):
             return self._send(400 if asked == "bad" else 503, {"error": "no"})
+        if asked in ("torn", "nothing"):
+            return self.wfile.write(b'HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{"choices": [' if asked == "torn" else b"")
         if body.get("echo"):
             # One token per character; the generated one comes last.
             numbers = [None, *(-float(ord(c)) for c in asked[1:]), -1000.0]
@@ -85,6 +87,14 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_a_failure_of_one_sample(h
     bad, good = ask(http_server, [question("bad", is_plain=True), question("good", is_plain=True)])
     assert (bad.finish_reason, good.text) == ("error", "good?")
     assert "status 400" in bad.failure
+
+
+def test_an_answer_that_breaks_off_is_a_failure_of_one_sample(http_server):
+    torn, nothing, good = ask(http_server, [question(prompt, is_plain=True) for prompt in ("torn", "nothing", "good")])
+    assert (torn.finish_reason, nothing.finish_reason, good.text) == ("error", "error", "good?")
+    assert "IncompleteRead" in torn.failure
+    with pytest.raises(ResourceError, match="gave no likelihood"):
+        Server(http_server.url, None, 1, 60.0).log_likelihoods([question("to", True, ("rn",))])
 
 
 def test_the_likelihood_of_a_choice_is_that_of_the_tokens_that_begin_in_it(http_server):

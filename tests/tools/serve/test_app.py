@@ -102,6 +102,27 @@ def test_without_tokens_to_generate_echo_scores_the_prompt_alone(client):
     assert client.complete(prompt="abc", max_tokens=0, echo=True)["choices"][0]["text"] == "abc"
 
 
+def test_offsets_are_places_in_the_text_whatever_its_tokens_are(client, tokenizer, monkeypatch):
+    """Who scores a continuation takes the tokens that begin in it. Each byte is a token here."""
+    text = "a\u00e9 \U0001f600b"
+    asked = {"prompt": text, "max_tokens": 0, "logprobs": 0, "echo": True}
+    assert client.complete(**asked)["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 2, 3, 3, 3, 3, 4]
+    encode = client.server._reader.encode
+    monkeypatch.setattr(client.server._reader, "encode", lambda text, special: [257] * special + encode(text, special))
+    found = client.complete(**asked)["choices"][0]["logprobs"]
+    assert found["tokens"][0] == "<turn>", "a tokenizer that begins every text so"
+    assert found["text_offset"] == [0, 0, 1, 1, 2, 3, 3, 3, 3, 4]
+    ids = [257, *encode("ab", False)]
+    assert client.complete(**asked | {"prompt": ids})["choices"][0]["logprobs"]["text_offset"] == [0, 6, 7]
+
+
+def test_a_seed_gives_each_of_several_answers_its_own_tokens_and_the_same_again(client):
+    body = {"prompt": ["ab", [5, 6]], "max_tokens": 12, "temperature": 1.5, "n": 8, "seed": 7, "ignore_eos": True, "logprobs": 5}
+    first, second = (client.complete(**body)["choices"] for _ in range(2))
+    assert [choice["logprobs"]["tokens"] for choice in first] == [choice["logprobs"]["tokens"] for choice in second]
+    assert len({tuple(choice["logprobs"]["tokens"]) for choice in first}) == 16
+
+
 def test_a_stream_is_the_whole_answer_in_pieces(client):
     body = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "logprobs": 1}
     whole = client.complete(**body)

@@ -186,6 +186,19 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(serve):
         assert client.get("/v1/models", Authorization=right)[0] == 200
 
 
+def test_who_still_waits_when_the_server_ends_is_told(serve, script, monkeypatch):
+    monkeypatch.setattr("lockstep.tools.serve.GRACE_S", 0.05)
+    with serve() as client:
+        whole = in_thread(client.post, "/v1/completions", ASK)
+        streamed = in_thread(lambda: client.open("POST", "/v1/completions", ASK | {"stream": True}).read())
+        indices = {script.added.get(timeout=HANG_S)[0] for _ in range(2)}
+    status, body = whole.result(HANG_S)
+    assert (status, body["error"]["code"]) == (503, "shutting_down")
+    last = streamed.result(HANG_S).decode().split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert {script.aborted.get(timeout=HANG_S) for _ in range(2)} == indices
+
+
 def test_threads_of_a_server_end_with_it(serve):
     before = threading.active_count()
     with serve() as client:

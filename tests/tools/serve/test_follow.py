@@ -72,6 +72,24 @@ def test_a_checkpoint_that_cannot_be_read_changes_nothing(tmp_path, capsys):
         assert client.get("/health")[0] == 200
 
 
+def test_a_reader_that_breaks_down_is_said_and_the_next_checkpoint_is_served(tmp_path, capsys):
+    """Whatever it raises: a library's own exceptions are many."""
+    write_checkpoint(tmp_path, 1, seed=2)
+    tries = []
+
+    def newer(loaded):
+        tries.append(loaded.source.step)
+        if len(tries) == 1:
+            raise KeyError("a tensor")
+        return newer_weights(str(tmp_path), loaded)
+
+    with serving(load_served(str(tmp_path)), newer=newer, follow_s=0.01) as client:
+        write_checkpoint(tmp_path, 2, seed=3)
+        for _ in iter(lambda: client.get("/v1/models/tiny")[1]["step"], 2):
+            threading.Event().wait(0.02)
+    assert "could not be loaded, the one before goes on: KeyError('a tensor')" in capsys.readouterr().out
+
+
 def test_only_a_run_can_be_followed(tmp_path, capsys):
     folder = save_served_model(tmp_path)
     assert main([folder, "--follow", "--port", "0", "--device", "cpu"]) == 1

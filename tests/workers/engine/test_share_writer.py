@@ -1,6 +1,8 @@
 """What one rank writes of a checkpoint: the same bytes now or later, while the tensors go on changing."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ SPECS = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.i
 
 
 def save(folder: Path, in_background: bool, writer: ShareWriter | None = None) -> tuple[ShareWriter, Path]:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     writer = writer or ShareWriter(torch.device("cpu"))
     tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
     writer.begin(in_background)
@@ -39,14 +41,23 @@ def test_a_background_save_writes_the_same_bytes(tmp_path: Path, monkeypatch: py
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in load_file(file).items())
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_is_reported_after_all_tensors_were_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
-) -> None:
-    """/dev/full is a disk without space. Another rank gathers the same tensors, so none may be left."""
-    write, taken = share_writer.write_weights, []
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full is a disk without space."""
+    write, opens = share_writer.write_weights, os.open
     monkeypatch.setattr(share_writer, "write_weights", lambda file, specs, tensors: write(Path("/dev/full"), specs, tensors))
     monkeypatch.setattr(share_writer, "sync", lambda file: None)
+    monkeypatch.setattr(share_writer.os, "open", lambda file, *how: opens("/dev/full" if "model" in str(file) else file, *how))
+
+
+@pytest.mark.parametrize("python", [sys.executable, "/no/python"], ids=["in a process", "no process to be had"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_reported_after_all_tensors_were_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: None, in_background: bool, python: str
+) -> None:
+    """Another rank gathers the same tensors, so none may be left."""
+    taken = []
+    monkeypatch.setattr(sys, "executable", python)
     writer = ShareWriter(torch.device("cpu"))
     writer.begin(in_background)
 
@@ -59,9 +70,51 @@ def test_a_full_disk_is_reported_after_all_tensors_were_taken(
     writer.finish(tmp_path / "rank_0.written")
     assert writer.wait() is not None
     assert taken == ["a", "b"]
-    assert "no space left for " in json.loads((tmp_path / "rank_0.written").read_text())["error"]
+    report = json.loads((tmp_path / "rank_0.written").read_text())
+    assert f"no space left for {tmp_path / 'model.safetensors'}" in report["error"]
+    assert report["files"] == {}
     monkeypatch.undo()
     assert save(tmp_path / "next", in_background, writer)[0].wait() is None
+
+
+@pytest.mark.parametrize("python", ["/no/python", "/bin/false"], ids=["none to be had", "somebody ended it"])
+def test_a_save_whose_process_is_lost_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    save(tmp_path / "now", in_background=False)
+    monkeypatch.setattr(sys, "executable", python)
+    writer, report = save(tmp_path / "later", in_background=True)
+    assert writer.wait() is None
+    file = tmp_path / "later" / "model.safetensors"
+    assert json.loads(report.read_text()) == {"files": {str(file): entry_of(file)}, "error": None}
+    assert file.read_bytes() == (tmp_path / "now" / "model.safetensors").read_bytes()
+
+
+def test_a_second_save_uses_the_memory_of_the_first_and_has_nothing_of_it(tmp_path: Path) -> None:
+    writer, _ = save(tmp_path / "first/actor", in_background=True)
+    first = dict(writer._memory)
+    save(tmp_path / "second/actor", in_background=True, writer=writer)[0].wait()
+    assert writer._memory == first
+    other = {"a": torch.ones(3), "flag": torch.tensor(True)}  # of another layout
+    writer.begin(in_background=True)
+    third = tmp_path / "third/actor"
+    third.mkdir(parents=True)
+    writer(third / "model.safetensors", {name: (t.dtype, tuple(t.shape)) for name, t in other.items()}, other.items())
+    writer.finish(third / "rank_0.written")
+    assert writer.wait() is None
+    assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(third / "model.safetensors").items())
+    assert writer._memory.keys() == first.keys()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_tensor_that_was_not_announced_is_an_error(tmp_path: Path, in_background: bool) -> None:
+    writer = ShareWriter(torch.device("cpu"))
+    for tensors, message in (
+        ({"a": torch.zeros(2), "b": torch.zeros(2)}, "b was not expected"),
+        ({"a": torch.zeros(3)}, r"a is torch.float32 of \(3,\), not torch.float32 of \(2,\)"),
+        ({}, "1 tensors of .* never came"),
+    ):
+        writer.begin(in_background)
+        with pytest.raises(ValueError, match=message):
+            writer(tmp_path / "model.safetensors", {"a": (torch.float32, (2,))}, tensors.items())
 
 
 def test_a_report_that_cannot_be_written_is_told_by_who_waits(tmp_path: Path) -> None:

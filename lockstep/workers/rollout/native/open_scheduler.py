@@ -75,11 +75,12 @@ class OpenScheduler(Scheduler):
 
     def _start_of(self, sample: Sample) -> tuple[list[int], int]:
         pages, num_kept = super()._start_of(sample)
-        if self.cache is None or sample.most_reused <= num_kept:
+        size = self.pool.page_size
+        if self.cache is None or sample.most_reused // size * size <= num_kept:  # it could not have more
             return pages, num_kept
         # Whole pages, and not the one of the last token: nothing of the cache is ever written.
         found = self.cache.match(sample.slice(0, sample.most_reused))
-        num_found = len(found) * self.pool.page_size
+        num_found = len(found) * size
         return (found, num_found) if num_found > num_kept else (pages, num_kept)
 
     def _num_idle(self, page: int) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.checked_open import CheckedOpen
 from helpers.fake_backend import FakeBackend
-from helpers.fake_gpu import fake_gpu
+from helpers.fake_gpu import fake_gpu, short_prefill
 from helpers.fake_model import VOCABULARY, FakeModel
 from helpers.fake_streams import fake_engine
 from helpers.rollouts import sampling
@@ -215,4 +215,5 @@ def test_intervals_that_are_read_late_give_every_request_what_it_gets_alone(
         gpu = fake_gpu(patch, script.model, lookahead, batch_invariant, random.Random(seed).choice([1, 64]))
         scheduler = CheckedOpen(script.model, script.seats, script.budget, lookahead, False, cached=cached and not batch_invariant)
         scheduler.longest = CONTEXT
+        patch.setattr(short_prefill, "_MOST_KEYS", random.Random(seed).choice([0, 150, 1 << 19]))  # never, sometimes, always
         script.run(gpu, scheduler)

@@ -106,8 +106,15 @@ def paged_attention(
         SHARED=shared is not None, num_stages=3, **options,
     )  # fmt: skip
     if splits > 1:
-        _join_splits[(rows, heads)](part, part_max, part_sum, out, rows, HEADS=heads, D=dim, DP=padded, SPLITS=splits, num_warps=1)
+        join_splits(part, part_max, part_sum, out)
     return out
+
+
+def join_splits(part: Tensor, part_max: Tensor, part_sum: Tensor, out: Tensor) -> None:
+    """Add up what splits have left: weighted values [splits, rows, H, D], maxima and sums [splits, rows, H], into `out` [rows, H, D]."""
+    splits, rows, heads, dim = part.shape
+    padded = max(16, triton.next_power_of_2(dim))
+    _join_splits[(rows, heads)](part, part_max, part_sum, out, rows, HEADS=heads, D=dim, DP=padded, SPLITS=splits, num_warps=1)
 
 
 def store_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:

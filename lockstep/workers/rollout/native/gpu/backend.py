@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -61,6 +61,10 @@ class GPUBackend(Backend):
         self._device = module.device
         self._cache: KVCache | None = None
         self._seated: _Seated | None = None
+        # A list, made once: walking over the modules takes longer than a short request.
+        self._parameters: list[tuple[Any, str]] = [
+            (part._parameters, name) for part in module.modules() for name, own in part._parameters.items() if own is not None
+        ]
         self._addresses: list[int] = []
         self._warm: WarmSteps = set()
 
@@ -84,11 +88,13 @@ class GPUBackend(Backend):
         assert self._cache is not None, "the backend is closed"
         longest = scheduler.longest or max(sample.most_cached + 1 for sample in scheduler.waiting)
         width = -(-longest // self.page_size) + 1
+        has_moved = self._find_addresses() != self._addresses
+        if has_moved and self._own_weights and self._fused:
+            fuse_projections(self._module)
         rows, decoder, runner = self._seat(self._cache, scheduler.max_num_seqs, width, sampling.penalises)
-        addresses = [parameter.data_ptr() for parameter in self._module.parameters()]
-        if addresses != self._addresses:
+        if has_moved:
             runner.forget()
-            self._addresses = addresses
+            self._addresses = self._find_addresses()
         if self.in_one_shape:
             scheduler.in_one_shape = True
             # A prompt must not be cut where others leave off; each is a pass of its own anyway.
@@ -103,8 +109,6 @@ class GPUBackend(Backend):
 
     def _seat(self, cache: KVCache, max_num_seqs: int, width: int, seen: bool) -> _Seated:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""
-        if self._own_weights and self._fused:
-            fuse_projections(self._module)
         seated, capacity = self._seated, bucket(max_num_seqs)
         if seated is None or seated.rows.capacity < capacity or seated.rows.page_table.shape[1] < width:
             self._leave()
@@ -121,6 +125,10 @@ class GPUBackend(Backend):
             seated.runner.forget_filtered()
             seated.rows.track_seen(seen)
         return seated
+
+    def _find_addresses(self) -> list[int]:
+        """Where the parameters are."""
+        return [holder[name].data_ptr() for holder, name in self._parameters]
 
     def _leave(self) -> None:
         if self._seated is not None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
+from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
@@ -72,6 +73,8 @@ class FusedDecoder:
         self._eps: float = config.rms_norm_eps
         self.num_heads: int = config.num_attention_heads
         self._kv_heads, self._dim = cache.shape.num_kv_heads, cache.shape.head_dim
+        self.block = block_size(self.num_heads, self._kv_heads)
+        """Tokens of a block in `hidden`."""
         positions = torch.arange(max_positions, device=cache.pool.device)[None]
         like = torch.empty(0, dtype=cache.shape.dtype, device=cache.pool.device)
         cos, sin = self._model.rotary_emb(like, positions)
@@ -88,12 +91,26 @@ class FusedDecoder:
         shared: SharedPrefixes | None,
     ) -> Tensor:
         """[rows, vocabulary] float32 after one new token for each row."""
+        return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None = None,
+    ) -> Tensor:
+        """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
 
         def attend(number: int, attention: Any, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
             pages, window = self._cache.layer(number), sliding_window(self._module, attention)
+            if len(page_table) < len(query):
+                return block_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window)
             return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, shared=shared)
 
-        return self._logits(self._layers(tokens, positions, slots, attend))
+        return self._layers(tokens, positions, slots, attend)
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor:
         """[rows, vocabulary] float32 after whole sequences that lie end to end."""
@@ -102,7 +119,7 @@ class FusedDecoder:
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
             return packed_prompt_attention(query, key, value, *self._cache.layer(number), rows, variant)
 
-        return self._logits(self._layers(tokens, positions, slots, attend)[rows.last])
+        return self.logits(self._layers(tokens, positions, slots, attend)[rows.wanted])
 
     def release(self) -> None:
         """The module was not changed."""
@@ -124,7 +141,8 @@ class FusedDecoder:
             update = _add_linear(hidden, _gated(x, mlp, few), mlp.down_proj, few)
         return self._add_norm(hidden, update, self._model.norm.weight)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] float32."""
         weight: Tensor = self._module.lm_head.weight
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again

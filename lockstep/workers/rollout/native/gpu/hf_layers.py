@@ -116,7 +116,7 @@ class HFDecoder:
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor:
         """[rows, vocabulary] float32 after whole sequences that lie end to end."""
-        return self._logits(tokens, positions, slots=slots, packed=rows, logits_to_keep=rows.last)
+        return self._logits(tokens, positions, slots=slots, packed=rows, logits_to_keep=rows.wanted)
 
     def _logits(self, tokens: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
         out = self._module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **kwargs)

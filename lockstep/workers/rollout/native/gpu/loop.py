@@ -28,7 +28,7 @@ from lockstep.observability.spans import running
 from lockstep.workers.rollout.native.backend import Event, TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
 from lockstep.workers.rollout.native.gpu.draw import keep_by_row, make_filter
-from lockstep.workers.rollout.native.gpu.prefill import PromptRows
+from lockstep.workers.rollout.native.gpu.prefill import PromptRows, upload
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
 from lockstep.workers.rollout.native.pages import KVCache
@@ -133,6 +133,7 @@ class GenerationLoop:
             targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
             copy_pages(self._cache.pool, sources, targets)
         seats = {id(seat.sample): seat for seat in self._seats if seat.goes_on}
+        leave = 1
         if planned.rows and all(id(row.sample) in seats for row in planned.rows):
             self._decode([seats[id(row.sample)] for row in planned.rows])
         elif planned.rows:
@@ -142,10 +143,11 @@ class GenerationLoop:
                 planned.rows = [row for row in planned.rows if row.sample.pages]
             for rows in [[row] for row in planned.rows] if self._batch_invariant else [planned.rows]:
                 self._prefill(rows)
+            leave = 2  # decoding goes on before the host waits for what was decoded before
         waits = waits or scheduler.is_idle
         if waits:
             self._move([])
-        yield from self._read(leave=0 if waits else 1)
+        yield from self._read(leave=0 if waits else leave)
 
     def _abort(self, indices: Set[int]) -> Iterator[Event]:
         """End these samples with the tokens that they have; those that turn out to have ended already are reported as such."""
@@ -182,14 +184,23 @@ class GenerationLoop:
             np.concatenate([np.arange(start, end) for _, start, end in spans]),
             np.concatenate([places[start:] for places, (_, start, _) in zip(all_slots, spans, strict=True)]),
         ]
-        contexts = [start for _, start, _ in spans]
-        key_slots = self._upload(np.concatenate(all_slots)) if any(contexts) else None
-        layout = PromptRows([row.count for row in rows], contexts, key_slots, self._device)
-        tokens, positions, slots = self._upload(np.stack(packed))
+        contexts, lengths = [start for _, start, _ in spans], [row.count for row in rows]
         scored = scored_rows(rows) if any(row.sample.scores for row in rows) else []
-        if scored:
-            layout.last = torch.cat([layout.last, self._upload(np.array(places_of(scored)))])
-        logits = self._decoder.prefill(tokens, positions, slots, layout)
+        wanted = np.array([*(np.cumsum(lengths) - 1), *places_of(scored)])
+        short = self._runner.short
+        # Only in a stream: a list of requests has the tokens that it always had, to the last bit.
+        if (
+            short is not None
+            and self._scheduler.longest is not None
+            and not self._batch_invariant
+            and short.takes(lengths, contexts)
+        ):
+            logits = short.logits(np.stack(packed), lengths, [sample.pages for sample, _, _ in spans], wanted)
+        else:
+            key_slots = self._upload(np.concatenate(all_slots)) if any(contexts) else None
+            layout = PromptRows(lengths, contexts, self._upload(wanted), key_slots)
+            tokens, positions, slots = self._upload(np.stack(packed))
+            logits = self._decoder.prefill(tokens, positions, slots, layout)
         if scored:
             temperatures = [(row.sample.params or self._sampling).temperature for row in scored]
             take_scores(scored, logits[len(rows) :], temperatures)
@@ -347,8 +358,7 @@ class GenerationLoop:
         self._in_flight.append(_Interval(list(self._seats), outputs, ready))
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        return upload(torch.from_numpy(np.ascontiguousarray(array)), self._device)
 
     # -- read --------------------------------------------------------------------------------------------------------------
 

@@ -17,22 +17,29 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # a build of torch without it pads instead
     varlen_attn = None  # type: ignore[assignment]
+_HAS_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether it must be told that key heads are fewer than query heads."""
 
 
 class PromptRows:
     """Where the prompts of a packed sequence lie. Row i has `lengths[i]` new tokens after `contexts[i]` that are in the cache.
 
-    `key_slots` [all tokens of all rows, cached and new] int64 says where their keys are; it is needed where a context is not 0.
+    `wanted` [any] int64 are the new tokens whose logits are wanted. `key_slots` [all tokens of all rows, cached and new] int64 says where
+    their keys are; it is needed where a context is not 0.
     """
 
-    def __init__(self, lengths: Sequence[int], contexts: Sequence[int], key_slots: Tensor | None, device: torch.device) -> None:
-        self.lengths, self.contexts, self.key_slots = list(lengths), list(contexts), key_slots
+    def __init__(self, lengths: Sequence[int], contexts: Sequence[int], wanted: Tensor, key_slots: Tensor | None) -> None:
+        self.lengths, self.wanted, self.key_slots = list(lengths), wanted, key_slots
         self.ends = [c + n for c, n in zip(contexts, lengths, strict=True)]
-        bounds = torch.tensor([[0, *lengths], [0, *self.ends]], dtype=torch.int64).cumsum(1)
-        self.bounds, self.key_bounds = bounds.to(device, torch.int32)
+        bounds = torch.tensor([[0, *lengths], [0, *self.ends]]).cumsum(1).int()
+        # From pinned memory: a copy from other memory waits for all that the device has to do.
+        self.bounds, self.key_bounds = upload(bounds, wanted.device)
         """[rows + 1] int32 each: where row i's new tokens, and all its tokens, begin."""
-        self.last = (bounds[0, 1:] - 1).to(device)
-        """[rows] int64: each row's last token."""
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor of the host, enqueued behind what the device has to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def packed_prompt_attention(
@@ -52,7 +59,7 @@ def packed_prompt_attention(
         key, value = (pages.flatten(0, 1)[rows.key_slots] for pages in (k_pages, v_pages))
     if varlen_attn is not None and query.is_cuda and query.dtype in FLASH_TYPES and variant.is_plain:
         options: dict[str, Any] = {"window_size": ((variant.sliding_window or 0) - 1, 0), "scale": variant.scaling}
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _HAS_GQA:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         longest = max(rows.lengths), max(rows.ends)
         return varlen_attn(query, key, value, rows.bounds, rows.key_bounds, *longest, **options)  # type: ignore[return-value]

@@ -18,6 +18,7 @@ from lockstep.workers.rollout.native.gpu.draw import Filter, draw, keep_top
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
+from lockstep.workers.rollout.native.gpu.short_prefill import ShortPrefill
 
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Batch sizes that are captured; above the last, multiples of 256."""
@@ -44,6 +45,10 @@ class DecodeRunner:
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._warm = warm
+        self.short: ShortPrefill | None = None
+        """For prefills of few tokens; None where the decoder has no such step."""
+        if not isinstance(decoder, HFDecoder):
+            self.short = ShortPrefill(decoder, rows.page_table.shape[1], decoder.block, rows.token.device)
 
     def steps(self, size: int, count: int, keep: Filter | None, shared: bool, top: bool = False) -> None:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
@@ -69,6 +74,8 @@ class DecodeRunner:
         """Drop the graphs and the memory they hold."""
         self._graphs.clear()
         self._pool = None
+        if self.short is not None:
+            self.short.forget()
 
     def forget_filtered(self) -> None:
         """Drop the graphs that use RowState.seen."""

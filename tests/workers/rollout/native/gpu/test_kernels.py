@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from lockstep.workers.rollout.counted import request_keys, uniforms
 from lockstep.workers.rollout.native.gpu.attention import paged_attention
+from lockstep.workers.rollout.native.gpu.block_attention import block_attention
 from lockstep.workers.rollout.native.gpu.draw import draw, num_chunks
 from lockstep.workers.rollout.native.gpu.rows import RUNNING, RowState
 from lockstep.workers.rollout.sampling import sample
@@ -33,6 +34,19 @@ def test_paged_attention_equals_plain_torch(splits):
         score = torch.einsum("hd,nhd->hn", query[row], keys) * 0.2
         score[:, : max(n - 20, 0)] = -torch.inf
         torch.testing.assert_close(out[row], torch.einsum("hn,nhd->hd", score.softmax(-1), values), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 20])
+def test_blocks_of_tokens_see_what_each_of_them_sees_alone(splits, window):
+    torch.manual_seed(0)
+    query = torch.randn(12, 6, 24)
+    k, v = torch.randn(2, 9, 16, 2, 24)
+    table = torch.tensor([[3, 1, 5], [2, 6, 4], [7, 8, 0]], dtype=torch.int32)
+    context = torch.tensor([30, 31, 32, 33, 0, 1, 2, 2, 15, 16, 17, 17], dtype=torch.int32)
+    out = block_attention(query, k, v, table, context, scale=0.2, window=window, splits=splits)
+    alone = paged_attention(query, k, v, table.repeat_interleave(4, 0), context, scale=0.2, window=window, splits=1)
+    torch.testing.assert_close(out, alone, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -1,0 +1,63 @@
+"""Writes memory that another process filled to files which that process opened: what a background save does beside the training.
+
+    python -I -S write_child.py MEMORY:FILE:BYTES ...
+
+MEMORY and FILE are descriptors. Prints a line of JSON for each file when it is on the disk: its manifest entry, or {"errno": n}, which is
+the last. A process of its own, so that writing and hashing never hold the interpreter that launches the kernels of an update; it
+has no names of files, so one whose run was killed cannot touch what the next run writes. It imports nothing of ours and no package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+Job = tuple[int, int, int]
+"""Descriptor of the memory, descriptor of the file, bytes."""
+_CHUNK = 1 << 24
+_NICE = 10
+
+
+def write(memory: int, file: int, size: int) -> dict[str, Any]:
+    """Write `size` bytes of `memory` to `file`, both descriptors; returns the manifest entry. Raises OSError."""
+    digest = hashlib.sha256()
+    with mmap.mmap(memory, size, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+        done = 0
+        while done < size:
+            with data[done : done + _CHUNK] as chunk:
+                written = os.pwrite(file, chunk, done)
+                with chunk[:written] as part:
+                    digest.update(part)
+            done += written
+    os.fsync(file)
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def answers(jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:
+    """Do the jobs in order; yields the manifest entry of each, or {"errno": n} for one that fails, which is the last."""
+    for job in jobs:
+        try:
+            yield write(*job)
+        except OSError as error:
+            yield {"errno": error.errno}
+            return
+
+
+def main(arguments: list[str]) -> None:
+    """Do the jobs that the arguments are, and print the answers."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the run, which saves and then ends
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICE)
+    jobs = [tuple(map(int, argument.split(":"))) for argument in arguments]
+    for answer in answers((memory, file, size) for memory, file, size in jobs):
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

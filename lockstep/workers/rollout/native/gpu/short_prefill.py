@@ -1,0 +1,102 @@
+"""ShortPrefill: few new tokens, computed as a captured decode step in which every token is a row of its own.
+
+A prefill launches its kernels one by one. With few tokens that takes the host far longer than the device, and a stream meets it whenever
+one request arrives or a conversation goes on. Long rows are cut into blocks of tokens that read their pages together (block_attention.py);
+their last block is filled up with tokens that write to the scratch page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.workers.rollout.native.gpu.prefill import upload
+
+SIZES = (16, 32, 64, 128, 256, 512, 1024)
+"""Numbers of tokens that are captured."""
+_MOST_KEYS = 1 << 20
+"""Keys that all tokens see together: beyond them, flash attention of a prefill that is not captured is as fast."""
+
+
+class Decoder(Protocol):
+    """What FusedDecoder has."""
+
+    def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor:
+        """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] float32."""
+        ...
+
+
+class ShortPrefill:
+    """Over rows of `width` pages, in blocks of `block` tokens. On a device without CUDA graphs each step is simply computed."""
+
+    def __init__(self, decoder: Decoder, width: int, block: int, device: torch.device) -> None:
+        self._decoder, self._width, self._block, self._device = decoder, width, block, device
+        self._numbers = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
+        """Token, position and slot of each."""
+        self._tables = torch.zeros(SIZES[-1], width, dtype=torch.int32, device=device)
+        self._graphs: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+        """(tokens, tokens of a block) -> the graph and where it writes."""
+
+    def takes(self, lengths: Sequence[int], contexts: Sequence[int]) -> bool:
+        """Whether it pays for rows of so many new tokens after so many that are in the cache."""
+        keys = sum(length * (context + length) for length, context in zip(lengths, contexts, strict=True))
+        return sum(self._padded(lengths)) <= SIZES[-1] and keys <= _MOST_KEYS
+
+    def logits(self, packed: np.ndarray, lengths: Sequence[int], pages: Sequence[Sequence[int]], wanted: np.ndarray) -> Tensor:
+        """[wanted, vocabulary] float32 at the tokens `wanted` of `packed` [token, position, slot; N], which are `lengths` of each row.
+        Row i has `pages[i]`."""
+        block, padded = self._block_of(lengths), np.array(self._padded(lengths))
+        size = next(size for size in SIZES if size >= padded.sum())
+        # Token i of the packed ones is computed at place[i]; what is between and behind them writes to the scratch page.
+        place = np.arange(packed.shape[1]) + np.repeat(np.cumsum(padded) - padded - (np.cumsum(lengths) - lengths), lengths)
+        numbers = np.zeros((3, size), dtype=np.int64)
+        ends = np.cumsum(lengths) - 1
+        numbers[:2, : padded.sum()] = np.repeat(packed[:2, ends], padded, axis=1)
+        numbers[:, place] = packed
+        tables = np.zeros((size // block, self._width), dtype=np.int32)
+        owners = np.repeat(np.arange(len(lengths)), padded // block)
+        for table, owner in zip(tables, owners.tolist(), strict=False):
+            table[: len(pages[owner])] = pages[owner]
+        self._numbers[:, :size] = upload(torch.from_numpy(numbers), self._device)
+        self._tables[: size // block] = upload(torch.from_numpy(tables), self._device)
+        at = upload(torch.from_numpy(place[wanted]), self._device)
+        return self._decoder.logits(self._computed(size, block)[at])
+
+    def forget(self) -> None:
+        """Drop the graphs and the memory they hold."""
+        self._graphs.clear()
+
+    def _block_of(self, lengths: Sequence[int]) -> int:
+        """Blocks of one token where most of a block would be filled up."""
+        padded = sum(-(-length // self._block) for length in lengths) * self._block
+        return self._block if padded <= 2 * sum(lengths) else 1
+
+    def _padded(self, lengths: Sequence[int]) -> list[int]:
+        block = self._block_of(lengths)
+        return [-(-length // block) * block for length in lengths]
+
+    def _computed(self, size: int, block: int) -> Tensor:
+        """Hidden states of the first `size` tokens."""
+        if (size, block) in self._graphs:
+            graph, hidden = self._graphs[size, block]
+            graph.replay()
+            return hidden
+        hidden = self._step(size, block)  # compiles what is not compiled yet, which must not happen inside a capture
+        if self._device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = self._step(size, block)
+            self._graphs[size, block] = graph, captured
+        return hidden
+
+    def _step(self, size: int, block: int) -> Tensor:
+        tokens, positions, slots = self._numbers[:, :size]
+        return self._decoder.hidden(tokens, positions, slots, self._tables[: size // block], positions.int())

@@ -1,0 +1,148 @@
+"""Clients that misbehave below HTTP, or use parts of it that few do. The model is real and tiny."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from helpers.serving import HANG_S, load_served, save_served_model, serving
+
+from lockstep.tools.serve import wire
+
+ASK = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with serving(load_served(save_served_model(tmp_path_factory.mktemp("model")))) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected(client):
+    return client.complete(**ASK)["choices"][0]["text"]
+
+
+def head(body: bytes, *lines: str, version: str = "1.1") -> bytes:
+    given = [f"POST /v1/completions HTTP/{version}", "Content-Type: application/json", *lines]
+    return "\r\n".join([*given, "", ""]).encode() + body
+
+
+def whole(*lines: str, version: str = "1.1", **more: object) -> bytes:
+    body = json.dumps(ASK | more).encode()
+    return head(body, "Host: x", f"Content-Length: {len(body)}", *lines, version=version)
+
+
+def exchange(client, *pieces: bytes, half_close: bool = False) -> bytes:
+    """All that comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", client.port), HANG_S) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+        return rest(connection)
+
+
+def rest(connection: socket.socket) -> bytes:
+    found = b""
+    try:
+        while piece := connection.recv(65536):
+            found += piece
+    except ConnectionResetError:  # it was closed with something unread
+        pass
+    return found
+
+
+def texts(answer: bytes) -> list[str]:
+    """The answers in a string of responses."""
+    decoder, found, text = json.JSONDecoder(), [], answer.decode()
+    while (start := text.find('{"id"')) >= 0:
+        body, end = decoder.raw_decode(text[start:])
+        found.append(body["choices"][0]["text"])
+        text = text[start + end :]
+    return found
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: "])
+def test_a_head_that_does_not_come_to_its_end_closes_the_connection(client, monkeypatch, sent):
+    monkeypatch.setattr(wire, "HEAD_S", 0.05)
+    assert exchange(client, sent) == wire._LATE
+
+
+def test_so_does_the_head_of_a_second_request(client, monkeypatch):
+    with socket.create_connection(("127.0.0.1", client.port), HANG_S) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        found = b""
+        while not found.endswith(b'{"status":"ok"}'):
+            found += connection.recv(65536)
+        monkeypatch.setattr(wire, "HEAD_S", 0.05)
+        connection.sendall(b"GET /v1/mod")
+        assert rest(connection) == wire._LATE
+
+
+def test_a_request_may_take_longer_than_its_head(client, monkeypatch, expected):
+    monkeypatch.setattr(wire, "HEAD_S", 0.05)
+    with socket.create_connection(("127.0.0.1", client.port), HANG_S) as slow:
+        slow.sendall(head(b"{", "Host: x", "Content-Length: 90", "Connection: close"))
+        assert exchange(client, b"").endswith(wire._LATE), "so much time has passed"
+        slow.sendall(json.dumps(ASK).encode()[1:].ljust(89))
+        assert texts(rest(slow)) == [expected]
+
+
+def test_requests_one_behind_the_other_are_answered_in_order(client, expected):
+    short = client.complete(**ASK | {"max_tokens": 2})["choices"][0]["text"]
+    assert texts(exchange(client, whole() + whole(max_tokens=2) + whole("Connection: close"))) == [expected, short, expected]
+
+
+def test_an_old_client_is_answered_and_its_stream_ends_with_the_connection(client, expected):
+    assert texts(exchange(client, whole(version="1.0"))) == [expected]
+    events = exchange(client, whole(version="1.0", stream=True)).partition(b"\r\n\r\n")[2]
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert "".join(texts(events)) == expected
+
+
+def test_a_body_in_chunks_of_any_size_is_one_body(client, expected):
+    data = json.dumps(ASK).encode()
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (data[:1], data[1:4], data[4:])) + b"0\r\n\r\n"
+    start = ("Host: x", "Transfer-Encoding: chunked", "Connection: close")
+    assert texts(exchange(client, head(b"", *start), *(chunks[i : i + 1] for i in range(len(chunks))))) == [expected]
+    assert exchange(client, head(b"zz\r\n", *start)).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        whole("X: " + "a" * 700_000),
+        b"GET /" + b"a" * 700_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        head(b"{}", "Content-Length: 2"),
+        whole("Content-Length: 3"),
+        head(b"{}", "Host: x", "Content-Length: -1"),
+    ],
+    ids=["long header", "long path", "TLS", "no host", "two lengths", "negative length"],
+)
+def test_what_is_no_http_is_refused_and_ends_nothing_else(client, sent, expected):
+    assert exchange(client, sent).startswith(b"HTTP/1.1 400")
+    assert client.complete(**ASK)["choices"][0]["text"] == expected
+
+
+def test_who_closes_its_side_has_gone(client):
+    """As with every server of this kind: whether the other side is still read cannot be told."""
+    asked = whole(max_tokens=190, ignore_eos=True, stream=True)
+    assert b"[DONE]" not in exchange(client, asked, half_close=True)
+    while client.gauge("requests_open"):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""])
+def test_another_content_type_is_refused(client, kind):
+    status, body = client.post("/v1/completions", ASK, Content_Type=kind)
+    assert (status, body["error"]["type"]) == (415, "invalid_request_error")
+
+
+def test_the_length_may_be_longer_than_what_is_sent_and_the_method_another(client):
+    assert exchange(client, head(b"{", "Host: x", "Content-Length: 9"), half_close=True) == b""
+    assert client.get("/v1/completions")[0] == 405
+    assert client.open("HEAD", "/health").status == 200
+    assert client.post("/health", {})[0] == 405
