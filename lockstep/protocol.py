@@ -29,6 +29,8 @@ response_mask        R     T      generate        1 where the policy wrote the t
 rollout_log_probs    R     T      generate        log-prob of the token under the sampler; NaN where the policy did not write it
 finish_reason        O     -      generate        "stop", "length", "abort", or "error": a request without a response (0 tokens)
 turn                 R     T      play_rows       of an episode: the policy's turn that a token belongs to, from 1
+restarts             R     T      play_rows       of an episode (agent.history=template): 1 where a token begins a new context, all
+                                                  that the policy sees from there on
 turn_rewards         R     T      play_rows       of an episode: what its environment said of a turn, on the turn's last sampled token
 last_turn            R     -      play_rows       of an episode: the tokens of the policy's last turn, which a reward function judges
 episode              O     -      play_rows       of an episode: turns, calls, faults, messages, info, error

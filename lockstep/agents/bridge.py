@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from lockstep.agents.environment import Message, ToolCall
+from lockstep.agents.environment import Action, Message, ToolCall
 from lockstep.data.conversations import ChatTemplate
 from lockstep.errors import ConfigError, DataError
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SENTINEL = "Sentinel7c1f"
-_NEXT = "Next9e2d"
-_CONTENTS = (_NEXT, f" {_NEXT}  with spaces \n", f'{{"{_NEXT}": [1, "é"]}}')
+NEXT = "Next9e2d"
+_CONTENTS = (NEXT, f" {NEXT}  with spaces \n", f'{{"{NEXT}": [1, "é"]}}')
+_WAY_OUT = "; agent.history=template renders the whole conversation before each turn instead"
 _TOOLS_TEXT = """You may call these functions, each described by a JSON schema:
 {schemas}
 To call one, write its name and arguments as JSON between tags, and end your turn:
@@ -63,7 +64,13 @@ class Bridge:
         self.has_tools = self._tools is not None and self._takes_tools()
         self._ends: dict[bool, str] = {}
         """Whether calls came before -> the token that ends such a turn."""
-        calls, self.has_several_calls = (ToolCall("first", {"a": 1}), ToolCall("second", {})), True
+        self.has_several_calls = True
+        self._prepare()
+        self.end_ids = frozenset(special[end] for end in self._ends.values())
+
+    def _prepare(self) -> None:
+        """Find the tokens that end turns. Raises ConfigError where the bridge cannot serve the template."""
+        calls = (ToolCall("first", {"a": 1}), ToolCall("second", {}))
         for number in range(3 if self.has_tools else 1):
             try:
                 self._prove(calls[:number])
@@ -71,17 +78,32 @@ class Bridge:
                 if number < 2:
                     raise ConfigError(f"the chat template of this model cannot carry on a conversation: {error}") from error
                 self.has_several_calls = False
-        self.end_ids = frozenset(special[end] for end in self._ends.values())
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """The tokens up to the policy's first turn. Raises DataError when the template refuses the messages."""
+        return self._encode(self._render(messages))
+
+    def next_tokens(self, said: Sequence[Message | Action], row: Sequence[int]) -> tuple[list[int], bool]:
+        """The tokens before the policy's next turn, and whether they are a context of their own instead of going on after `row`, the tokens
+        of the present one. `said` is the conversation; its last Action is what ended the row.
+
+        Raises DataError when the template refuses the messages.
+        """
+        last = max(i for i, part in enumerate(said) if isinstance(part, Action))
+        action = said[last]
+        assert isinstance(action, Action)
+        new = self.following([part for part in said[last + 1 :] if not isinstance(part, Action)], action.calls)
+        return [*([self.end_of_turn(action.calls)] if action.is_cut else []), *new], False
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        """A whole conversation, up to a turn of the policy."""
         shown = self._shown(messages)
         if self._tools is not None and not self.has_tools:
             text = _TOOLS_TEXT.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in self._tools))
             if shown and shown[0]["role"] == "system":
                 text, shown = f"{shown[0]['content']}\n\n{text}", shown[1:]
             shown = [{"role": "system", "content": text}, *shown]
-        return self._encode(self._template.render(shown, self._tools if self.has_tools else None, add_generation_prompt=True))
+        return self._template.render(shown, self._tools if self.has_tools else None, add_generation_prompt=True)
 
     def end_of_turn(self, calls: Sequence[ToolCall] = ()) -> int:
         """The token that ends a turn: for one that its limit has cut."""
@@ -108,12 +130,9 @@ class Bridge:
         return ids[1:]
 
     def _after_sentinel(self, history: Sequence[Message], messages: Sequence[Message], calls: Sequence[ToolCall]) -> str:
-        answer: Message = {"role": "assistant", "content": "" if calls else _SENTINEL}
+        answer: Message = {"role": "assistant", "content": _SENTINEL}
         if calls:
-            answer["tool_calls"] = [
-                {"id": _call_id(i), "type": "function", "function": {"name": call.name, "arguments": {"a": _SENTINEL}}}
-                for i, call in enumerate(calls)
-            ]
+            answer = call_message([ToolCall(call.name, {"a": _SENTINEL}) for call in calls])
         tools = self._tools if self.has_tools else None
         text = self._template.render([*history, answer, *self._shown(messages)], tools, add_generation_prompt=True)
         place = text.rfind(_SENTINEL)
@@ -149,8 +168,8 @@ class Bridge:
         try:
             if self._template.render(asks, self._tools) == self._template.render(asks):
                 return False
-            results = [{"role": "tool", "name": "first", "content": _NEXT}]
-            return _NEXT in self._after_sentinel(asks, results, [ToolCall("first", {"a": 1})])
+            results = [{"role": "tool", "name": "first", "content": NEXT}]
+            return NEXT in self._after_sentinel(asks, results, [ToolCall("first", {"a": 1})])
         except DataError:
             return False
         finally:
@@ -167,7 +186,12 @@ class Bridge:
             for history in _histories():
                 try:
                     if bool(calls) not in self._ends:
-                        self._ends[bool(calls)] = self._find_end(self._after_sentinel(history, messages, calls), what)
+                        end = self._first_end(self._after_sentinel(history, messages, calls))
+                        if end is None:
+                            raise ConfigError(
+                                f"the chat template of this model has no special token between an answer and {what}{_WAY_OUT}"
+                            )
+                        self._ends[bool(calls)] = end
                     tails.append(self._tail(history, messages, calls))
                 except DataError as error:  # no system message, or no empty history: others are left
                     refusal = error
@@ -176,16 +200,14 @@ class Bridge:
             if any(tail != tails[0] for tail in tails):
                 raise ConfigError(
                     f"what the chat template of this model writes for {what} depends on the turns before, so it cannot be put after "
-                    "sampled tokens; agent.history=template renders each turn anew instead"
+                    f"sampled tokens{_WAY_OUT}"
                 )
 
-    def _find_end(self, after: str, what: str) -> str:
+    def _first_end(self, after: str) -> str | None:
         """The token that ends the sentinel's turn: the first that the model stops with, or else the first special one."""
-        tokens = self._pattern.findall(after.partition(_NEXT)[0])
+        tokens = self._pattern.findall(after.partition(NEXT)[0])
         stops = [token for token in tokens if self._special[token] in self._stop_ids]
-        if not tokens:
-            raise ConfigError(f"the chat template of this model has no special token between an answer and {what}")
-        return str((stops or tokens)[0])
+        return next(iter(stops or tokens), None)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -201,6 +223,15 @@ def _histories() -> list[list[Message]]:
         [asks, says, {"role": "user", "content": "And now?\n"}],
         [asks, thinks, {"role": "user", "content": "More"}],
     ]
+
+
+def call_message(calls: Sequence[ToolCall], content: str = "") -> Message:
+    """An answer with calls, as chat templates take it."""
+    told = [
+        {"id": _call_id(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for i, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": told}
 
 
 def _call_id(number: int) -> str:

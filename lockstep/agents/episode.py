@@ -28,9 +28,14 @@ class Episode:
     log_probs: list[float] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)
     """The policy's turn that a token belongs to, from 1; the environment's tokens belong to the turn before them."""
+    restarts: list[int] = field(default_factory=list)
+    """1 for a token that begins a new context: what comes before it is not seen any more."""
     rewards: list[float] = field(default_factory=list)
     """What the environment said of a turn, at its last sampled token; 0 elsewhere."""
+    context: list[int] = field(default_factory=list)
+    """The tokens that the policy sees now, the prompt's included."""
     turns: int = 0
+    contexts: int = 1
     last_turn: list[int] = field(default_factory=list)
     """The tokens of the policy's last turn: what a reward function judges."""
     finish_reason: str = ""
@@ -49,6 +54,9 @@ class Episode:
     """How long the engine, in the call that this episode is of, had nothing to do because all episodes were in their environments."""
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        self.context = list(self.prompt_ids)
+
     def add_turn(self, turn: Turn) -> None:
         """What the environment said."""
         self.messages += turn.messages
@@ -63,9 +71,13 @@ class Episode:
         self.last_turn = completion.ids.tolist()
         self._add(self.last_turn, completion.log_probs.tolist(), 1)
 
-    def add_environment(self, ids: Sequence[int]) -> None:
-        """Tokens that were put between two turns."""
+    def add_environment(self, ids: Sequence[int], is_new_context: bool = False) -> None:
+        """Tokens that were put between two turns, or all that the policy sees from now on."""
+        if is_new_context:
+            self.contexts, self.context = self.contexts + 1, []
         self._add(ids, [float("nan")] * len(ids), 0)
+        if is_new_context:
+            self.restarts[-len(ids)] = 1
 
     def add_reward(self, reward: float) -> None:
         """A reward of the policy's last turn."""
@@ -75,6 +87,8 @@ class Episode:
 
     def _add(self, ids: Sequence[int], log_probs: Sequence[float], own: int) -> None:
         self.ids += ids
+        self.context += ids
+        self.restarts += [0] * len(ids)
         self.log_probs += log_probs
         self.mask += [own] * len(ids)
         self.turn += [self.turns] * len(ids)
@@ -82,7 +96,20 @@ class Episode:
 
     def told(self) -> dict[str, Any]:
         """What is recorded of it beside its tokens."""
-        names = ("turns", "calls", "faults", "retries", "environment_s", "wait_s", "seed", "messages", "heard", "info", "error")
+        names = (
+            "turns",
+            "contexts",
+            "calls",
+            "faults",
+            "retries",
+            "environment_s",
+            "wait_s",
+            "seed",
+            "messages",
+            "heard",
+            "info",
+            "error",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -92,8 +119,9 @@ def missing(prompt_ids: Sequence[int], error: str, retries: int, environment_s: 
     return Episode(prompt, finish_reason=MISSING, error=error, retries=retries, environment_s=environment_s, seed=seed)
 
 
-def episode_columns(episodes: Sequence[Episode]) -> DataProto:
-    """The columns prompts, responses, response_mask, rollout_log_probs, turn, turn_rewards, last_turn, finish_reason, episode."""
+def episode_columns(episodes: Sequence[Episode], has_contexts: bool = False) -> DataProto:
+    """The columns prompts, responses, response_mask, rollout_log_probs, turn, turn_rewards, last_turn, finish_reason, episode; and, where
+    episodes may have several contexts, restarts."""
 
     def ragged(name: str, dtype: torch.dtype) -> Ragged:
         rows: list[Tensor] = [torch.tensor(getattr(episode, name), dtype=dtype) for episode in episodes]
@@ -108,6 +136,8 @@ def episode_columns(episodes: Sequence[Episode]) -> DataProto:
         "turn_rewards": ("rewards", torch.float32),
         "last_turn": ("last_turn", torch.int64),
     }
+    if has_contexts:
+        kinds["restarts"] = ("restarts", torch.int64)
     columns = {column: ragged(name, dtype) for column, (name, dtype) in kinds.items()}
     objects = {"finish_reason": [e.finish_reason for e in episodes], "episode": [e.told() for e in episodes]}
     return DataProto.from_dict(columns, objects)

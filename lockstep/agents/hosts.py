@@ -12,11 +12,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import math
+import numbers
+import reprlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from lockstep.agents.environment import Action, Environment, Turn
@@ -63,8 +67,7 @@ class Host(ABC):
             turn = self._call(call)
         finally:
             self.seconds += time.monotonic() - started
-        if not isinstance(turn, Turn):
-            raise EnvironmentFailed(f"an environment must return a Turn, not {turn!r}"[:500])
+        _check(turn)
         return turn
 
     @abstractmethod
@@ -83,11 +86,17 @@ class ProcessHost(Host):
         super().__init__(timeout_s)
         self._worker = KillableWorker()
 
+    def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
+        """See Host. Files of the user are imported there first: their names mean nothing to another process."""
+        tools = [getattr(each, "function", None) for value in kwargs.values() if isinstance(value, list) for each in value]
+        with _failures():
+            for needed in (make, *(tool for tool in tools if tool is not None and is_portable(tool))):
+                self._worker.load(needed)
+        return super().begin(make, kwargs, row, seed)
+
     def _call(self, call: Call) -> Any:
-        try:
+        with _failures():
             return self._worker.call(_in_child, self._timeout_s, call=call)
-        except RewardError as error:
-            raise EnvironmentFailed(str(error)) from error
 
     def close(self) -> None:
         self._worker.close()
@@ -133,6 +142,17 @@ class LoopHost(ThreadHost):
         return self._wait(asyncio.run_coroutine_threadsafe(_awaited(call, self._held), _loop()))
 
 
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Whatever goes wrong with another process is the environment's failure."""
+    try:
+        yield
+    except RewardError as error:
+        raise EnvironmentFailed(str(error)) from error
+    except Exception as error:  # this process cannot read what the other has sent
+        raise EnvironmentFailed(f"what the environment returned cannot be read here: {type(error).__name__}: {error}") from error
+
+
 def make_host(make: Make, timeout_s: float) -> Host:
     """The host that suits a class of environments."""
     methods = (getattr(make, name, None) for name in ("reset", "step", "close"))
@@ -140,6 +160,30 @@ def make_host(make: Make, timeout_s: float) -> Host:
         return LoopHost(timeout_s)
     is_quick = getattr(make, "is_quick", False)
     return ProcessHost(timeout_s) if is_portable(make) and not is_quick else ThreadHost(timeout_s)
+
+
+def _check(turn: Any) -> None:
+    """Raises EnvironmentFailed, saying what is expected, for what is not a whole Turn."""
+    if not isinstance(turn, Turn):
+        raise EnvironmentFailed(f"an environment must return a Turn, not {_short(turn)}")
+    reward = turn.reward
+    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+        raise EnvironmentFailed(f"the reward of a Turn must be a finite number or None, not {_short(reward)}")
+    if not isinstance(turn.info, dict):
+        raise EnvironmentFailed(f"the info of a Turn must be a dict, not {_short(turn.info)}")
+    for message in turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise EnvironmentFailed(f"the messages of a Turn must be a list of dicts with role and content, not {_short(message)}")
+        content = message.get("content")
+        if not isinstance(content, str | list):
+            raise EnvironmentFailed(f"the content of a message must be text, not {_short(content)}")
+        if isinstance(content, str) and any("\ud800" <= character <= "\udfff" for character in content):
+            raise EnvironmentFailed("the content of a message is not valid Unicode: it has halves of characters (surrogates)")
+
+
+def _short(value: Any) -> str:
+    """A value as text, however large it is."""
+    return reprlib.repr(value)[:200]
 
 
 # -- the calls, made where the environment lives -----------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from lockstep.agents.episode import Episode, missing
 from lockstep.agents.hosts import EnvironmentFailed, Host, Make, make_host
 from lockstep.agents.parsers import Parse
 from lockstep.config.sampling import SamplingParams
+from lockstep.errors import DataError
 from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
 from lockstep.workers.rollout.stream import Stream
 
@@ -67,6 +68,8 @@ class Limits:
     """Of one episode, in its environment."""
     retries: int
     """How often an episode whose environment failed is begun anew."""
+    max_prompt_tokens: int | None = None
+    """Of the first messages."""
 
 
 class Player:
@@ -79,9 +82,13 @@ class Player:
         parse: Parse,
         sampling: SamplingParams,
         limits: Limits,
+        inner_ids: Set[int] = frozenset(),
     ) -> None:
-        """`sampling.max_tokens` is what an episode may have after its prompt, the environment's tokens included."""
+        """`sampling.max_tokens` is what an episode may have after its prompt, the environment's tokens included. `inner_ids` end no turn,
+        whatever the template writes at a turn's end."""
+        self._inner_ids = inner_ids
         self._engine, self._tokenizer, self._parse, self._sampling, self._limits = engine, tokenizer, parse, sampling, limits
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     def play(self, tasks: Sequence[Task], on_finished: Callable[[int, Episode], None] | None = None) -> list[Episode]:
         """All of them, in order. `on_finished` hears of each (its number, the episode) when it ends, on another thread."""
@@ -143,18 +150,24 @@ class Player:
 
     def _attempt(self, task: Task, host: Host, asked: _Asked) -> Episode:
         limits, bridge = self._limits, task.bridge
-        turn = self._shortened(host.begin(task.make, task.kwargs, task.row, task.seed))
-        new, previous = bridge.start(turn.messages), None
-        context = self._engine.context
-        budget = self._sampling.max_tokens if context is None else min(self._sampling.max_tokens, context - len(new))
+        turn = host.begin(task.make, task.kwargs, task.row, task.seed)
+        self._shorten(turn, limits.max_prompt_tokens or self._engine.context)
+        with _refusals():
+            new, previous = bridge.start(turn.messages), None
+        if limits.max_prompt_tokens is not None and len(new) > limits.max_prompt_tokens:
+            raise EnvironmentFailed(
+                f"the first messages have {len(new)} tokens or more, tools included; data.max_prompt_length={limits.max_prompt_tokens}"
+            )
         episode = Episode(list(new), seed=task.seed)
         episode.add_turn(turn)
-        stops = tuple({*self._sampling.stop_token_ids, *bridge.end_ids})
+        said: list[Message | Action] = list(turn.messages)
+        stops = tuple({*self._sampling.stop_token_ids, *(bridge.end_ids - self._inner_ids)})
         try:
             while not episode.finish_reason:
-                left = budget - len(episode.ids)
+                left = self._left(episode, len(episode.context))
                 most = left if limits.max_turn_tokens is None else min(left, limits.max_turn_tokens)
-                request = Request(torch.tensor(new), task.key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous)
+                key = (*task.key[:2], task.key[2] + ((episode.contexts - 1) << 32))
+                request = Request(torch.tensor(new), key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous)
                 index, completion = asked.ask(request)
                 if previous is not None:
                     asked.stream.release(previous)
@@ -162,39 +175,53 @@ class Player:
                 if completion.finish_reason == "error":
                     raise EnvironmentFailed(f"the policy could not answer: {completion.error}")
                 episode.add_policy(completion)
-                new = self._go_on(task, host, episode, completion, budget, stops)
+                new, is_new_context = self._go_on(task, host, episode, completion, said, stops)
+                if is_new_context:
+                    asked.stream.release(previous)
+                    previous = None
         finally:
             if previous is not None:
                 asked.stream.release(previous)
         episode.environment_s = host.seconds
         return episode
 
+    def _left(self, episode: Episode, used: int) -> int:
+        """How many tokens the episode may still have: of its budget, and of the model's context, `used` of which are taken."""
+        left = self._sampling.max_tokens - len(episode.ids)
+        return left if self._engine.context is None else min(left, self._engine.context - used)
+
     def _go_on(
-        self, task: Task, host: Host, episode: Episode, completion: Completion, budget: int, stops: Sequence[int]
-    ) -> list[int]:
-        """Let the environment answer the policy's turn; returns the tokens before the next one. Sets `finish_reason` at the end."""
-        is_cut = completion.finish_reason == "length"
+        self, task: Task, host: Host, episode: Episode, completion: Completion, said: list[Message | Action], stops: Sequence[int]
+    ) -> tuple[list[int], bool]:
+        """Let the environment answer the policy's turn; returns the tokens before the next one, and whether they are a new context. Sets
+        `finish_reason` at the end."""
         action = self._read(task, completion, stops)
+        said.append(action)
         episode.messages.append(_shown(action))
         episode.calls += len(action.calls)
         episode.faults += len(action.faults)
-        if is_cut and len(episode.ids) >= budget:
+        if action.is_cut and self._left(episode, len(episode.context)) <= 0:
             episode.finish_reason = "length"
-            return []
-        turn = self._shortened(host.step(replace(action, is_cut=is_cut)))
+            return [], False
+        turn = host.step(action)
+        self._shorten(turn, self._sampling.max_tokens)
         if host.seconds > self._limits.episode_timeout_s:
             raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
         episode.add_turn(turn)
+        said += turn.messages
         if turn.done:
             episode.finish_reason = "stop"
-            return []
-        new = [task.bridge.end_of_turn(action.calls)] if is_cut else []
-        new += task.bridge.following(turn.messages, action.calls)
-        if episode.turns >= self._limits.max_turns or len(episode.ids) + len(new) >= budget:
+            return [], False
+        if episode.turns >= self._limits.max_turns:
             episode.finish_reason = "length"
-            return []
-        episode.add_environment(new)
-        return new
+            return [], False
+        with _refusals():
+            new, is_new_context = task.bridge.next_tokens(said, episode.context)
+        if len(new) >= self._left(episode, 0 if is_new_context else len(episode.context)):
+            episode.finish_reason = "length"
+            return [], False
+        episode.add_environment(new, is_new_context)
+        return new, is_new_context
 
     def _read(self, task: Task, completion: Completion, stops: Sequence[int]) -> Action:
         """What the policy said and wants called."""
@@ -207,23 +234,24 @@ class Player:
         if len(calls) > 1 and not task.bridge.has_several_calls:
             faults = (*faults, Fault("only one tool may be called in a turn; the others were not called"))
             calls = calls[:1]
-        return Action(text, parsed.content, calls, faults)
+        return Action(text, parsed.content, calls, faults, is_cut=completion.finish_reason == "length")
 
-    def _shortened(self, turn: Turn) -> Turn:
-        """The turn, with what its messages have over the limit cut off."""
-        most = self._limits.max_observation_tokens
+    def _shorten(self, turn: Turn, room: int | None) -> None:
+        """Cut off what the turn's messages have over the limit; or, where there is none, over `room`, in which they cannot fit in any case:
+        gigabytes are not tokenised."""
+        most = self._limits.max_observation_tokens or room
         if most is not None:
             turn.messages = [self._cut(message, most) for message in turn.messages]
-        return turn
 
     def _cut(self, message: Message, most: int) -> Message:
-        content = message.get("content")
-        if not isinstance(content, str):
+        content, possible = message["content"], (most + 1) * self._longest_token
+        if not isinstance(content, str) or (self._limits.max_observation_tokens is None and len(content) <= possible):
             return message
-        ids = self._tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) <= most:
+        ids = self._tokenizer(content[:possible], add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) <= most and len(content) <= possible:
             return message
-        return message | {"content": f"{self._tokenizer.decode(ids[:most])}... ({len(ids) - most} more tokens were cut off)"}
+        kept = str(self._tokenizer.decode(ids[:most]))
+        return message | {"content": f"{kept}... ({len(content) - len(kept)} more characters were cut off)"}
 
 
 class _Asked:
@@ -288,6 +316,15 @@ class _Asked:
         except BaseException as error:
             self.give_up(error)
             raise
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Messages that the chat template refuses are the environment's failure."""
+    try:
+        yield
+    except DataError as error:
+        raise EnvironmentFailed(f"the environment's messages cannot be shown to the policy: {error}"[:1000]) from error
 
 
 def _shown(action: Action) -> Message:

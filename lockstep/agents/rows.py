@@ -16,6 +16,7 @@ from lockstep.agents.named_tools import default_environment, load_named, named_t
 from lockstep.agents.parsers import PARSERS, Parse, Parser, detect_parser
 from lockstep.agents.play import Limits, Player, Task
 from lockstep.agents.recorded import recorded_class
+from lockstep.agents.rendered import TemplateBridge
 from lockstep.agents.tools import Tool, ToolEnvironment, tools_of
 from lockstep.config.agent import AgentConfig
 from lockstep.config.sampling import SamplingParams
@@ -39,14 +40,23 @@ class Agent:
     """Whose tokenizer and chat template."""
     trust_remote_code: bool
     template_kwargs: dict[str, Any]
+    max_prompt_length: int | None = None
+    """Of the first messages, in tokens."""
+
+    @property
+    def renders_anew(self) -> bool:
+        """Whether the whole conversation is rendered before each turn."""
+        return self.config.history == "template"
 
     @property
     def limits(self) -> Limits:
         """What an episode may use."""
         config = self.config
+        # What was recorded was cut then.
+        most = config.max_observation_tokens if config.recorded is None else None
         return Limits(
-            config.max_turns, config.max_turn_tokens, config.max_observation_tokens, config.max_environments, config.step_timeout_s,
-            config.episode_timeout_s, config.retries,
+            config.max_turns, config.max_turn_tokens, most, config.max_environments, config.step_timeout_s,
+            config.episode_timeout_s, config.retries, self.max_prompt_length,
         )  # fmt: skip
 
     @property
@@ -96,14 +106,17 @@ def play_rows(
     """
     parser = _parser(agent)
     tasks = [_task(agent, row, sampling.seed, step) for row in _rows(prompts)]
-    ends = {i for name in parser.stop_tokens if (i := _token_id(agent, name)) is not None}
+    ends, inner = (
+        {i for name in names if (i := _token_id(agent, name)) is not None} for names in (parser.stop_tokens, parser.inner_tokens)
+    )
     sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends - {*sampling.stop_token_ids})))
 
     def tell(number: int, episode: Episode) -> None:
         if on_finished is not None and episode.error is None:
             on_finished((int(prompts.non_tensor_batch["row"][number]), torch.tensor(episode.last_turn)))
 
-    return episode_columns(Player(engine, _tokenizer(agent), parser.parse, sampling, agent.limits).play(tasks, tell))
+    episodes = Player(engine, _tokenizer(agent), parser.parse, sampling, agent.limits, inner).play(tasks, tell)
+    return episode_columns(episodes, has_contexts=agent.renders_anew)
 
 
 def environment_class(name: str) -> type[Environment]:
@@ -153,11 +166,12 @@ def _bridge(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment
     """One for each set of tools."""
     make = make or agent.environment_class()
     tools = _tools(agent, wanted, make)
-    key = (agent.model, repr(agent.template_kwargs), tuple(tool.name for tool in tools), make)
+    key = (agent.model, repr(agent.template_kwargs), agent.renders_anew, tuple(tool.name for tool in tools), make)
     if key not in _bridges:
         tokenizer = _tokenizer(agent)
         stops = frozenset({tokenizer.eos_token_id} - {None})
-        _bridges[key] = Bridge(tokenizer, agent.template_kwargs, [tool.schema for tool in tools], stops)
+        kind = TemplateBridge if agent.renders_anew else Bridge
+        _bridges[key] = kind(tokenizer, agent.template_kwargs, [tool.schema for tool in tools], stops)
     return _bridges[key]
 
 
@@ -194,8 +208,10 @@ def episode_metrics(episodes: Sequence[dict[str, Any]]) -> dict[str, float]:
     metrics["agent/wait_s"] = max(episode["wait_s"] for episode in episodes)
     if not played:
         return metrics
-    for name in ("turns", "calls", "faults", "environment_s", "retries"):
+    for name in ("turns", "contexts", "calls", "faults", "environment_s", "retries"):
         metrics[f"agent/{name}"] = sum(episode[name] for episode in played) / len(played)
+    goes_on = sum(episode["turns"] - 1 for episode in played)
+    metrics["agent/broken_prefix_ratio"] = sum(episode["contexts"] - 1 for episode in played) / goes_on if goes_on else 0.0
     calls, faults = (sum(episode[name] for episode in played) for name in ("calls", "faults"))
     metrics["agent/bad_call_ratio"] = faults / (calls + faults) if calls + faults else 0.0
     infos = [episode["info"] for episode in played]

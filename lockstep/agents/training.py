@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def agent_of(config: PPOConfig) -> Agent:
     """What the config says of episodes."""
     model = config.actor_rollout_ref.model
-    return Agent(config.agent, str(model.path), model.trust_remote_code, dict(config.data.apply_chat_template_kwargs))
+    kwargs = dict(config.data.apply_chat_template_kwargs)
+    return Agent(config.agent, str(model.path), model.trust_remote_code, kwargs, config.data.max_prompt_length)
 
 
 class EpisodeRollout:
@@ -70,7 +71,7 @@ class EpisodeRewards:
             Failure("environment", episode["error"]) if episode["error"] is not None else failure
             for episode, failure in zip(told, result["failures"], strict=True)
         ]
-        extra = _numbers(told) | result["reward_extra_info"] | {"episode": list(told)}
+        extra = _numbers(list(told)) | result["reward_extra_info"] | {"episode": list(told)}
         return result | {"reward_tensor": rewards, "failures": failures, "reward_extra_info": extra}
 
     def close(self) -> None:

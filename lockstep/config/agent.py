@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from lockstep.config.check import at_least
+from lockstep.config.check import at_least, one_of
 from lockstep.errors import ConfigError
+
+HISTORIES = ("sampled", "template")
 
 
 @dataclass
@@ -25,6 +27,10 @@ class AgentConfig:
     parser: str = "auto"
     """How the model writes calls: auto (by its chat template), hermes, qwen_xml, llama_json, pythonic, mistral, harmony, or "file.py:name"
     for a function of your own."""
+    history: str = "sampled"
+    """What the policy sees of earlier turns: sampled (the tokens themselves, and between them what the chat template writes for new
+    messages, which must not depend on the turns before), or template (the whole conversation is rendered before each turn: for templates
+    that drop thinking or move messages; where the tokens so far are not its beginning, the episode goes on in a new context)."""
     max_turns: int = 8
     """Most turns of the policy in an episode."""
     max_turn_tokens: int | None = None
@@ -47,6 +53,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         at_least(self, "agent", 1, "max_turns", "max_environments", "search_results")
         at_least(self, "agent", 0, "retries")
+        one_of("agent.history", self.history, HISTORIES)
         for name in ("max_turn_tokens", "max_observation_tokens"):
             if getattr(self, name) is not None:
                 at_least(self, "agent", 1, name)

@@ -136,14 +136,17 @@ def _check_fits(unit: Sequence[int], tokens: int, budget: Budget) -> None:
 
 
 def shared_prompt_tokens(data: DataProto) -> list[int]:
-    """[rows]: the length of the row's prompt where it is that of the row before and worth sharing, else 0."""
+    """[rows]: the length of the row's prompt where it is that of the row before and worth sharing, else 0. Rows with several contexts
+    (`restarts`) share nothing."""
     lengths = data.ragged("prompts").lengths.tolist()
+    if "restarts" in data:
+        return [0] * len(data)
     return [n if again and n >= MIN_SHARED else 0 for n, again in zip(lengths, data.repeats_prompt(), strict=True)]
 
 
 def pack_rows(data: DataProto, device: torch.device, scored: bool = False) -> PackedRows:
     """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses. Rows that are `scored`
-    are read at their last token, which their responses have one of.
+    are read at their last token, which their responses have one of. Where the column `restarts` has a 1, a token begins a new context.
 
     Without rows it is one prompt token and one response token: what a rank computes so that every rank joins every collective.
     Copies to the device do not wait for it: rows are packed while it works on those before.
@@ -153,7 +156,8 @@ def pack_rows(data: DataProto, device: torch.device, scored: bool = False) -> Pa
         return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device, scored), is_placeholder=True)
     repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
     prompts, responses = data.ragged("prompts"), data.ragged("responses")
-    laid = _lay_shared(prompts, responses, repeated, device) if any(repeated) else _lay_whole(prompts, responses, device)
+    restarts = data.ragged("restarts").values.bool() if "restarts" in data else responses.values < 0
+    laid = _lay_shared(prompts, responses, repeated, device) if any(repeated) else _lay_whole(prompts, responses, restarts, device)
     ids, positions, predict_at, layout, last = laid
     at, targets = (last, responses.values[:0]) if scored else (predict_at, responses.values)
     return _packed(ids, positions, at, layout, targets, token_rows(data, device), device)
@@ -191,13 +195,15 @@ _Laid = tuple[Tensor, Tensor, Tensor, PackedLayout, Tensor]
 """Token ids [N], positions [N], where the response tokens are predicted [M], where the rows lie, and the last token of each [rows]."""
 
 
-def _lay_whole(prompts: Ragged, responses: Ragged, device: torch.device) -> _Laid:
-    """Prompt and response of every row as one segment."""
+def _lay_whole(prompts: Ragged, responses: Ragged, restarts: Tensor, device: torch.device) -> _Laid:
+    """Prompt and response of every row as one segment, but for those that begin at `restarts` [M]."""
     lengths = prompts.lengths + responses.lengths
     starts = torch.cumsum(lengths, 0) - lengths
     ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
     predict_at = torch.repeat_interleave(starts + prompts.lengths - 1, responses.lengths) + _offsets(responses.lengths)
-    return ids, _offsets(lengths), predict_at, PackedLayout(lengths, device), starts + lengths - 1
+    firsts = torch.cat([starts, predict_at[restarts] + 1]).sort().values
+    segments = torch.diff(firsts, append=torch.tensor([len(ids)]))
+    return ids, _offsets(segments), predict_at, PackedLayout(segments, device), starts + lengths - 1
 
 
 def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], device: torch.device) -> _Laid:

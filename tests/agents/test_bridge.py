@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from helpers.chat_templates import SCHEMAS, TEMPLATES, tokenizer_of
 
 from lockstep.agents.bridge import Bridge
 from lockstep.agents.environment import ToolCall
-from lockstep.agents.tools import Tool
 from lockstep.data.conversations import ChatTemplate
 from lockstep.errors import ConfigError
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-SPECIAL = re.compile(r"<\|[A-Za-z_0-9]+\|>|\[/?[A-Z_]+\]|<(?:start|end)_of_(?:turn|utterance)>")
 REFUSED = {"falcon": "no special token", "glm4": "no special token", "mistral_v3": "depends on the turns before"}
 """Falcon has no token that ends a turn; Mistral moves the system message and the tools to the last question."""
-
-
-def add(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: One number.
-        b: Another.
-    """
-    return a + b
-
-
-SCHEMAS = [Tool.of(add).schema]
-
-
-def tokenizer_of(name):
-    template = (TEMPLATES / f"{name}.jinja").read_text()
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*SPECIAL.findall(template), "<|end|>"} - {"<s>", "</s>"})})
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))

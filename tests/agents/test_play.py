@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import threading
+from pathlib import Path
 
 import pytest
-import torch
 from helpers import environments
+from helpers.episodes import Case, Fed, assert_follows_the_policy, plain
 from transformers import AutoModelForCausalLM
 
 from lockstep.agents.bridge import Bridge
 from lockstep.agents.parsers import PARSERS
 from lockstep.agents.play import Limits, Player, Task
+from lockstep.agents.rendered import TemplateBridge
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.errors import DataError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.counted import request_keys, uniforms
+from lockstep.workers.rollout.hf.engine import HFRollout
 from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
 
 LIMITS = Limits(8, 12, None, 4, 30.0, 100.0, 1)
 
@@ -38,8 +40,57 @@ def engine(chat_model, tokenizer):
 
 
 @pytest.fixture(scope="module")
+def hf_engine(chat_model, tokenizer):
+    module = AutoModelForCausalLM.from_pretrained(chat_model, attn_implementation=HFRollout.attention).eval()
+    return HFRollout(module, RolloutConfig(), tokenizer.pad_token_id, tokenizer.decode)
+
+
+@pytest.fixture(scope="module")
 def bridge(tokenizer):
     return Bridge(tokenizer, {})
+
+
+@pytest.fixture(scope="module")
+def bridges(chat_model, bridge):
+    """Templates whose earlier turns stay, never stay (thinking that is dropped), and stay where the policy wrote no blanks around them."""
+
+    def anew(template, **kwargs):
+        tokenizer = hf_tokenizer(str(chat_model))
+        tokenizer.chat_template = template
+        return TemplateBridge(tokenizer, kwargs)
+
+    templates = Path(__file__).parents[1] / "data" / "templates"
+    chatml, qwen3 = ((templates / f"{name}.jinja").read_text() for name in ("chatml", "qwen3"))
+    return [
+        bridge,
+        anew(chatml),
+        anew(qwen3, enable_thinking=False),
+        anew(chatml.replace("m.content", "(m.content | trim if m.role == 'assistant' else m.content)")),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_episodes_at_random_are_what_forward_passes_say_whatever_the_timing_and_the_cache(
+    engine, tokenizer, bridges, tmp_path, monkeypatch, seed
+):
+    case, fed = Case(seed, tmp_path, bridges), Fed(engine)
+    episodes = case.play(fed, tokenizer, temperature=1.0, delay=0.01)
+    case.check(engine.plain, episodes, fed, temperature=1.0)
+    again = case.play(engine, tokenizer, temperature=1.0, delay=0.0, max_environments=1)
+    assert [plain(e) for e in again] == [plain(e) for e in episodes]
+    monkeypatch.setattr(OpenScheduler, "resume", lambda *arguments: None)
+    anew = case.play(engine, tokenizer, temperature=1.0, delay=0.01)
+    assert [plain(e) for e in anew] == [plain(e) for e in episodes]
+
+
+@pytest.mark.parametrize("seed", range(100, 103))
+def test_so_are_those_of_transformers(engine, hf_engine, tokenizer, bridges, tmp_path, seed):
+    """Greedily: what transformers draws depends on how requests are batched."""
+    case, fed = Case(seed, tmp_path, bridges), Fed(hf_engine)
+    episodes = case.play(fed, tokenizer, temperature=0.0, delay=0.01)
+    case.check(engine.plain, episodes, fed, temperature=0.0)
+    native = case.play(engine, tokenizer, temperature=0.0, delay=0.0)
+    assert [plain(e) for e in native] == [plain(e) for e in episodes]
 
 
 def sampling(tokenizer, **changes):
@@ -52,26 +103,6 @@ def play(engine, tokenizer, bridge, tasks, limits=LIMITS, on_finished=None):
 
 def task(bridge, number, make=environments.Counts, **kwargs):
     return Task({"prompt": "?"}, [1, 2], (3, number, 0), number * 7, make, kwargs, bridge, {})
-
-
-def assert_follows_the_policy(engine, tokenizer, episode, key):
-    """Every sampled token is what its key and position draw from the plain model's logits, with that log-prob."""
-    ids = torch.tensor(episode.prompt_ids + episode.ids)
-    with torch.no_grad():
-        logits = engine.plain(ids[None]).logits[0, len(episode.prompt_ids) - 1 : -1]
-    numbers = uniforms(request_keys(5, [key]).expand(len(episode.ids)), torch.arange(len(episode.ids)))
-    tokens, log_probs = sample(logits, numbers, 1.0, -1, 1.0, 0.0, 1.0)
-    for i, own in enumerate(episode.mask):
-        if own:
-            assert episode.ids[i] == tokens[i]
-            assert episode.log_probs[i] == pytest.approx(log_probs[i].item(), abs=5e-5)
-        else:
-            assert math.isnan(episode.log_probs[i])
-
-
-def plain(episode):
-    """What must not depend on timing."""
-    return (episode.prompt_ids, episode.ids, episode.mask, episode.turn, episode.rewards, episode.finish_reason, episode.messages)
 
 
 @pytest.mark.parametrize("make", [environments.Counts, environments.CountsInALoop, "local"], ids=["process", "loop", "thread"])
@@ -90,7 +121,7 @@ def test_episodes_are_what_a_forward_pass_over_each_says_however_they_are_timed(
     episodes = play(engine, tokenizer, bridge, tasks, on_finished=hear)
     assert heard == dict(enumerate(episodes))
     for number, episode in enumerate(episodes):
-        assert_follows_the_policy(engine, tokenizer, episode, (3, number, 0))
+        assert_follows_the_policy(engine.plain, episode, (3, number, 0))
         assert episode.turns == len(set(episode.turn)) == 1 + number % 4
         assert episode.finish_reason == "stop"
         said = [len(message["content"]) for message in episode.messages if message["role"] == "assistant"]
@@ -133,7 +164,7 @@ def test_budgets_end_an_episode_as_length(engine, tokenizer, bridge):
     assert (tokens.finish_reason, tokens.turns, tokens.mask[-1]) == ("length", 1, 1)
     (cut,) = play(engine, tokenizer, bridge, [huge], Limits(2, 12, 10, 4, 30.0, 100.0, 0))
     assert cut.turns == 2
-    assert "yyyyyyyyyy... (99990 more tokens were cut off)" in tokenizer.decode(cut.ids)
+    assert "yyyyyyyyyy... (99990 more characters were cut off)" in tokenizer.decode(cut.ids)
 
 
 def test_an_error_of_the_engine_ends_the_call_and_its_threads(engine, tokenizer, bridge, monkeypatch):
@@ -148,3 +179,29 @@ def test_an_error_of_the_engine_ends_the_call_and_its_threads(engine, tokenizer,
         if thread.name.startswith("episode-"):
             thread.join(60)
             assert not thread.is_alive()
+
+
+def test_a_token_that_ends_a_part_of_a_turn_does_not_end_the_turn(engine, tokenizer, bridge):
+    """As gpt-oss writes <|end|> after its thinking."""
+    end = tokenizer.eos_token_id
+    params = SamplingParams(temperature=1.0, max_tokens=150, stop_token_ids=(), seed=5)
+    tasks = [task(bridge, number, environments.AnythingQuick, turns=1) for number in range(4)]
+    for inner in (frozenset(), frozenset({end})):
+        episodes = Player(engine, tokenizer, PARSERS["hermes"].parse, params, LIMITS, inner).play(tasks)
+        assert any(end in episode.ids for episode in episodes)
+        assert any(end in episode.ids[:-1] for episode in episodes) == bool(inner)
+
+
+def test_first_messages_that_are_too_long_are_said_to_be(engine, tokenizer, bridge):
+    limits = Limits(8, 12, None, 4, 30.0, 100.0, 0, max_prompt_tokens=5)
+    (lost,) = play(engine, tokenizer, bridge, [task(bridge, 1, environments.AnythingQuick, turns=1)], limits)
+    assert "data.max_prompt_length=5" in lost.error
+
+
+def test_messages_that_the_template_refuses_are_the_environments_failure(engine, tokenizer, bridge, monkeypatch):
+    def refuses(*arguments, **options):
+        raise DataError("roles must alternate")
+
+    monkeypatch.setattr(bridge._template, "render", refuses)
+    (lost,) = play(engine, tokenizer, bridge, [task(bridge, 1, environments.AnythingQuick, turns=1)])
+    assert "roles must alternate" in lost.error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +17,7 @@ from lockstep.tools.compare.measure import compare
 from lockstep.tools.compare.named import read_algorithm
 from lockstep.trainer.ppo.recording import load_recording
 
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 ENVIRONMENT = "helpers.environments:Counts"
 
 
@@ -73,6 +76,31 @@ def test_episodes_are_generated_scored_recorded_and_learned_from(config_of, tmp_
         assert [m["role"] for m in said] == ["user", *["assistant", "user"] * (line["episode"]["turns"] - 1), "assistant"]
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_an_episode_in_several_contexts_is_trained_as_it_was_sampled_and_counts_once(config_of, chat_model, tmp_path, estimator):
+    """The trainer's log-probs are the sampler's in every context: it computes each from its own first token."""
+    folder = tmp_path / "drops_thinking"
+    shutil.copytree(chat_model, folder)
+    (folder / "chat_template.jinja").write_text((TEMPLATES / "qwen3.jinja").read_text())
+    config = config_of(
+        f"actor_rollout_ref.model.path={folder}",
+        "agent.history=template",
+        "data.apply_chat_template_kwargs={enable_thinking: false}",
+        "data.max_response_length=400",
+        f"algorithm.adv_estimator={estimator}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    )
+    names = ("ActorRolloutRef", *(["Critic"] if estimator == "gae" else []))
+    for row in train(config, {"p": [1]}, roles(*names, pool="p")):
+        assert row["agent/contexts"] == row["agent/turns"] > 1
+        assert row["agent/broken_prefix_ratio"] == 1
+        assert row["actor/grad_norm"] > 0
+        assert abs(row["actor/kl_loss"]) < 1e-3
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["training/rollout_log_probs_diff_max"] < 5e-5
+    assert len((tmp_path / "samples" / "1.jsonl").read_text().splitlines()) == 8  # an episode is a row
+
+
 def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_path):
     rows = [{"prompt": "row", "env_kwargs": {"how": "raise"}} for _ in range(8)]
     config = config_of("agent.environment=helpers.environments:Breaks", rows=rows)
@@ -97,7 +125,7 @@ def test_what_cannot_be_used_is_said_before_a_model_is_loaded(config_of, key, me
 
 
 def test_values_out_of_range_name_their_key(config_of):
-    for key in ("max_turns=0", "retries=-1", "step_timeout_s=0", "max_turn_tokens=0"):
+    for key in ("history=some", "max_turns=0", "retries=-1", "step_timeout_s=0", "max_turn_tokens=0"):
         with pytest.raises(ConfigError, match=f"agent.{key.partition('=')[0]}"):
             config_of(f"agent.{key}")
 

@@ -34,6 +34,55 @@ class CountsInALoop(Counts):
         return Counts.step(self, action)
 
 
+_TEXTS = ("", " ", "x" * 12, "\n\n", "two words ", "é ∑ 漢", '{"a": [1]}', "<think>\nHm.\n</think>\n\nso", "y" * 60)
+
+
+class Anything(Environment):
+    """Messages, rewards and the turn that fails by chance, all from the seed; delays from nowhere."""
+
+    def __init__(self, turns, delay=0.0, fails="never", marker=None):
+        self.turns, self.delay, self.fails, self.marker = turns, delay, fails, marker
+
+    def reset(self, row, seed):
+        self.chance, self.turn = random.Random(seed), 0
+        self.failing_turn = self.chance.randint(0, self.turns)
+        self.fail()
+        system = [{"role": "system", "content": "Be brief."}] if self.chance.random() < 0.3 else []
+        return Turn([*system, {"role": "user", "content": f"start {self.chance.choice(_TEXTS)}"}])
+
+    def fail(self):
+        if self.fails == "never" or self.turn != self.failing_turn:
+            return
+        if self.fails == "once":
+            try:
+                os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+        raise OSError("no disk")
+
+    def step(self, action: Action):
+        if self.delay:
+            time.sleep(random.SystemRandom().random() * self.delay)
+        return self.answer(action)
+
+    def answer(self, action: Action):
+        self.turn += 1
+        self.fail()
+        done, reward = self.turn >= self.turns, self.chance.choice([None, 0.5, -1, 0.01 * len(action.text)])
+        messages = [{"role": "user", "content": f"{len(action.text)} {self.chance.choice(_TEXTS)}"}]
+        return Turn([] if done else messages, reward=reward, done=done, info={"said": len(action.text), "done": done})
+
+
+class AnythingInALoop(Anything):
+    async def step(self, action: Action):
+        await asyncio.sleep(random.SystemRandom().random() * self.delay)
+        return self.answer(action)
+
+
+class AnythingQuick(Anything):
+    is_quick = True
+
+
 class Breaks(Counts):
     """Fails in its own way by the row, the first time or always."""
 

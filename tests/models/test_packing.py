@@ -168,3 +168,16 @@ def test_without_units_rows_are_cut_as_they_always_were(
         used += more
     for units in (None, [[row] for row in range(len(counts))]):
         assert cut_into_micro_batches(counts, Budget(max_tokens, max_rows), shared, units) == batches
+
+
+def test_a_token_that_restarts_sees_nothing_before_it_and_its_row_stays_one() -> None:
+    prompts, responses = ([1, 2], [3]), ([4, 5, 6, 7, 8], [9, 10])
+    restarts = ([0, 0, 1, 0, 1], [0, 0])
+    columns = {"prompts": prompts, "responses": responses, "restarts": restarts}
+    data = DataProto.from_dict({name: Ragged.from_rows(rows, dtype=torch.int64) for name, rows in columns.items()})
+    packed = pack_rows(data, torch.device("cpu"))
+    assert packed.layout.lengths.tolist() == [4, 2, 1, 3]
+    assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 0, 0, 1, 2]
+    assert packed.predict_at.tolist() == [1, 2, 3, 4, 5, 7, 8]
+    assert packed.tokens.rows.lengths.tolist() == [5, 2]
+    assert shared_prompt_tokens(data) == [0, 0]

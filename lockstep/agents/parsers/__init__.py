@@ -38,6 +38,8 @@ class Parser:
     parse: Parse
     stop_tokens: tuple[str, ...] = ()
     """Special tokens that end a turn beside the model's own, where its vocabulary has them."""
+    inner_tokens: tuple[str, ...] = ()
+    """Special tokens that end a part of a turn, though templates write them at its end too: a turn goes on after them."""
 
 
 PARSERS = {
@@ -46,7 +48,7 @@ PARSERS = {
     "llama_json": Parser(parse_llama_json, ("<|eom_id|>",)),
     "pythonic": Parser(parse_pythonic, ("<|eom_id|>",)),
     "mistral": Parser(parse_mistral),
-    "harmony": Parser(parse_harmony, ("<|call|>", "<|return|>")),
+    "harmony": Parser(parse_harmony, ("<|call|>", "<|return|>"), ("<|end|>",)),
 }
 
 _SIGNS = (

@@ -18,15 +18,13 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 def parse_harmony(text: str, schemas: Mapping[str, dict[str, Any]]) -> Parsed:
-    """See `lockstep.agents.parsers`. Calls in the analysis are thoughts, not calls."""
+    """See `lockstep.agents.parsers`. What the analysis says of calls is thought; a message with a recipient is a call in any channel."""
     content, found = [], list[ToolCall | Fault]()
     for match in _MESSAGE.finditer(text):
         header, body = match[1], match[2]
         recipient = _RECIPIENT.search(header)
-        if "analysis" in header:
-            continue
         if recipient is None:
-            content.append(body)
+            content += [] if "analysis" in header else [body]
             continue
         name = recipient[1].removeprefix("functions.")
         value = read_json(body or "{}", _FORM)

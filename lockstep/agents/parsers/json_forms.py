@@ -15,8 +15,10 @@ Schemas = Mapping[str, dict[str, Any]]
 _HERMES_FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _LLAMA_FORM = '{"name": "...", "parameters": {...}}'
+_TOOL_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
+_DECODER = json.JSONDecoder()
 _MISTRAL_FORM = '[TOOL_CALLS][{"name": "...", "arguments": {...}}]'
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]")
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\]|(?=\{))")
 
 
 def parse_hermes(text: str, schemas: Schemas) -> Parsed:
@@ -32,29 +34,56 @@ def parse_hermes(text: str, schemas: Schemas) -> Parsed:
 
 
 def parse_llama_json(text: str, schemas: Schemas) -> Parsed:
-    """A response that is an object with name and parameters, or several with `;` between them.
+    """Objects with a name and parameters (or arguments): the whole response, several with `;` between them, or somewhere in prose.
 
-    One that begins with another object is an answer in JSON, no call, unless `<|python_tag|>` says that it is one.
+    Another object is an answer in JSON, no call, unless `<|python_tag|>` or its first key says that it was meant as one.
     """
     before, tag, after = text.partition("<|python_tag|>")
     body = after if tag else text
     if not tag and not re.match(r'\s*\{\s*"(name|parameters|type)"', body):
-        return Parsed(text.strip())
+        return _calls_in_prose(text, schemas)
     found: list[ToolCall | Fault] = []
-    decoder, place = json.JSONDecoder(), 0
+    place = 0
     while place < len(body):
         if body[place] in " \n\t\r;":
             place += 1
             continue
         try:
-            value, place = decoder.raw_decode(body, place)
+            value, place = _DECODER.raw_decode(body, place)
         except (ValueError, RecursionError) as error:
             found.append(Fault(f"a tool call must be {_LLAMA_FORM}; this is no JSON ({error}): {body[place : place + 200]}"))
             break
-        found.append(read_call(value, _LLAMA_FORM, "parameters"))
+        found.append(_read_llama_call(value))
     if tag and not found:
         found.append(Fault(f"a tool call must be {_LLAMA_FORM}; nothing follows <|python_tag|>"))
     return Parsed.of(before if tag else "", found)
+
+
+def _calls_in_prose(text: str, schemas: Schemas) -> Parsed:
+    """Objects that are calls; one that names a tool and is none is a fault; the rest is content."""
+    content, found, place = "", list[ToolCall | Fault](), 0
+    while (start := text.find("{", place)) >= 0:
+        content += text[place:start]
+        named = _TOOL_NAME.match(text, start)
+        is_meant = named is not None and named[1] in schemas
+        try:
+            value, place = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
+            content, place = content + "{", start + 1
+            if is_meant:
+                found.append(Fault(f"a tool call must be {_LLAMA_FORM}; this is no JSON ({error}): {text[start : start + 200]}"))
+            continue
+        call = _read_llama_call(value) if is_meant or {"parameters", "arguments"} & value.keys() else None
+        if isinstance(call, ToolCall) or (is_meant and call is not None):
+            found.append(call)
+        else:
+            content += text[start:place]
+    return Parsed.of(content + text[place:], found)
+
+
+def _read_llama_call(value: Any) -> ToolCall | Fault:
+    key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
+    return read_call(value, _LLAMA_FORM, key)
 
 
 def parse_mistral(text: str, schemas: Schemas) -> Parsed:

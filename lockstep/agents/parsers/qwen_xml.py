@@ -11,15 +11,25 @@ from lockstep.agents.environment import Fault, ToolCall
 from lockstep.agents.parsers.parsed import Parsed
 
 _FORM = "<tool_call><function=name><parameter=argument>value</parameter></function></tool_call>"
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_CALL = re.compile(
+    r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)|(<function=.*?)(</function>|(?=<tool_call>|<function=)|\Z)", re.DOTALL
+)
+"""Between tags; or a function that stands alone, as Qwen3-Coder writes it now and then."""
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)(</parameter>|(?=<parameter=)|\Z)\s*", re.DOTALL)
 
 
 def parse_qwen_xml(text: str, schemas: Mapping[str, dict[str, Any]]) -> Parsed:
     """See `lockstep.agents.parsers`."""
-    found = [_read(match[1] if match[2] else None, schemas) for match in _CALL.finditer(text)]
+    found = [_read(_body(match), schemas) for match in _CALL.finditer(text)]
     return Parsed.of(_CALL.sub("", text), found)
+
+
+def _body(match: re.Match[str]) -> str | None:
+    """What stands between the tags of a call; None where the last is missing."""
+    if match[3] is not None:
+        return match[0] if match[4] else None
+    return match[1] if match[2] else None
 
 
 def _read(body: str | None, schemas: Mapping[str, dict[str, Any]]) -> ToolCall | Fault:
@@ -31,7 +41,7 @@ def _read(body: str | None, schemas: Mapping[str, dict[str, Any]]) -> ToolCall |
     arguments, place = {}, 0
     while place < len(function[2].rstrip()):
         parameter = _PARAMETER.match(function[2], place)
-        if parameter is None:
+        if parameter is None or not parameter[3]:
             return Fault(f"a tool call must be {_FORM}; not {function[2][place : place + 200].strip()}")
         value = _value(parameter[1], parameter[2], known.get(parameter[1], {}))
         if isinstance(value, Fault):

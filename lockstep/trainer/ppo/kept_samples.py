@@ -24,6 +24,7 @@ import numpy as np
 
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.stages import token_columns
 
 FOLDER = "samples"
 MAX_TOKENS = 32_768
@@ -52,7 +53,7 @@ class SampleKeeper:
         counts = _counts(batch, scored)
         batch, scored = batch.select_idxs(slice(count)), scored.select(range(count))
         if log_probs is not None:
-            after = log_probs(batch.select(["prompts", "responses"], []))
+            after = log_probs(batch.select(token_columns(batch), []))
             batch.set("new_log_probs", after.ragged("old_log_probs"))
         arrays = _token_columns(batch)
         ids = np.unique(arrays["tokens"]).tolist()

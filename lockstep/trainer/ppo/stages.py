@@ -30,8 +30,10 @@ from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 _OPTIONAL_INPUTS = ("values", "reward_baselines", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
 """Columns that estimators may read, where the run has them."""
 
-UPDATE_COLUMNS = ("prompts", "responses", "response_mask")
-"""What every update needs of a row beside the columns of its own loss."""
+
+def token_columns(batch: DataProto) -> list[str]:
+    """What a model reads of a row."""
+    return [name for name in ("prompts", "responses", "restarts") if name in batch]
 
 
 def make_prompts(dataset: Any, positions: Sequence[int], n: int, pad_token_id: int) -> DataProto:
@@ -78,7 +80,7 @@ def sync_weights(exchange: Any) -> None:
 
 def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
     """Reads prompts, responses. Writes old_log_probs, entropys; measures how far the sampler's log-probs, where it has any, are off."""
-    batch.union(actor.compute_log_prob(batch.select(["prompts", "responses"], [])))
+    batch.union(actor.compute_log_prob(batch.select(token_columns(batch), [])))
     _check_finite(batch, "old_log_probs")
     mask = batch.ragged("response_mask").values.bool()
     new, old = (batch.ragged(name).values[mask] for name in ("old_log_probs", "rollout_log_probs"))
@@ -107,13 +109,13 @@ def use_sampler_log_probs(batch: DataProto) -> None:
 
 def ref_log_prob(reference: Any, batch: DataProto) -> None:
     """Reads prompts, responses. Writes ref_log_prob."""
-    batch.union(reference.compute_ref_log_prob(batch.select(["prompts", "responses"], [])))
+    batch.union(reference.compute_ref_log_prob(batch.select(token_columns(batch), [])))
     _check_finite(batch, "ref_log_prob")
 
 
 def values(critic: Any, batch: DataProto) -> None:
     """Reads prompts, responses. Writes values."""
-    batch.union(critic.compute_values(batch.select(["prompts", "responses"], [])))
+    batch.union(critic.compute_values(batch.select(token_columns(batch), [])))
     _check_finite(batch, "values")
 
 
@@ -172,7 +174,7 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
 
 def update_critic(critic: Any, batch: DataProto, mini_batches: Sequence[Tensor]) -> dict[str, float]:
     """Reads values, returns. One optimizer step for each of `mini_batches` (row numbers)."""
-    data = batch.select([*UPDATE_COLUMNS, "values", "returns"], ["index"])
+    data = batch.select([*token_columns(batch), "response_mask", "values", "returns"], ["index"])
     updates: list[dict[str, Metric]] = []
     for rows in mini_batches:
         mini_batch = data.select_idxs(rows)
@@ -255,7 +257,7 @@ def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int
 def actor_mini_batch(batch: DataProto, rows: Tensor, update: PolicyUpdate) -> DataProto:
     """Those rows with the columns that an update of the actor reads, and those that the policy loss wants computed from all of them."""
     optional = [name for name in ("old_log_probs", "ref_log_prob", "rollout_is_weights") if name in batch]
-    data = batch.select([*UPDATE_COLUMNS, "advantages", *optional], ["index", "sample"])
+    data = batch.select([*token_columns(batch), "response_mask", "advantages", *optional], ["index", "sample"])
     mini_batch = data.select_idxs(rows)
     if update.prepare is None:
         return mini_batch

@@ -1,45 +1,15 @@
 """Every form: well-formed calls are read, malformed ones are faults, prose is content. Nothing is evaluated, nothing raises."""
 
-import json
 import random
 
 import pytest
+from helpers.tool_calls import ARGUMENTS, SCHEMAS, WRITE, mutated
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.agents.environment import ToolCall
 from lockstep.agents.parsers import PARSERS, detect_parser
 from lockstep.errors import ConfigError
-
-SCHEMAS = {
-    "f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "x": {"type": "object"}}},
-    "g": {"properties": {}},
-}
-ARGUMENTS = {"a": 3, "s": 'say "hi", <b> and é', "x": {"k": [1, None, True]}}
-
-
-def xml(name, arguments):
-    values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
-    inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
-    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
-
-
-def python(name, arguments):
-    inner = ", ".join(f"{k}={v!r}" for k, v in arguments.items())
-    return f"{name}({inner})"
-
-
-WRITE = {
-    "hermes": lambda calls: "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls),
-    "qwen_xml": lambda calls: "\n".join(xml(n, a) for n, a in calls),
-    "llama_json": lambda calls: "<|python_tag|>" + "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls),
-    "pythonic": lambda calls: f"[{', '.join(python(n, a) for n, a in calls)}]",
-    "mistral": lambda calls: "[TOOL_CALLS] " + json.dumps([{"name": n, "arguments": a, "id": "a" * 9} for n, a in calls]),
-    "harmony": lambda calls: "".join(
-        f"<|start|>assistant<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>"
-        for n, a in calls
-    ),
-}
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -71,6 +41,8 @@ MALFORMED = [
     ("qwen_xml", "<tool_call><function=f><parameter=a>three</parameter></function></tool_call>"),
     ("qwen_xml", "<tool_call><function=f><parameter=a>3</function></tool_call>"),
     ("qwen_xml", "<tool_call><function=f></function>"),
+    ("qwen_xml", "<tool_call><function=f><parameter=s>x</param\n<parameter=a>3</parameter></function></tool_call>"),
+    ("qwen_xml", "<function=f><parameter=a>3</parameter>"),
     ("llama_json", '<|python_tag|>print("hi")'),
     ("llama_json", '{"name": "f", "parameters": {"a": 3}'),
     ("llama_json", '{"name": "f", "parameters": [3]}'),
@@ -102,16 +74,42 @@ def test_what_was_meant_as_a_call_and_is_none_is_said(name, text):
 def test_no_text_makes_a_parser_raise_or_lose_a_call_in_silence(name, data):
     """A well-formed text with some characters taken out or put in: what has no call left and a sign of one has a fault."""
     text = WRITE[name]([("f", ARGUMENTS), ("g", {})])
-    chance = random.Random(data.draw(st.integers(0, 10**6)))
-    for _ in range(chance.randint(1, 4)):
-        place = chance.randrange(len(text))
-        text = (
-            text[:place] + chance.choice(["", "{", "}", '"', "<", "(", ")", "]", "\n", "é"]) + text[place + chance.randint(0, 2) :]
-        )
+    text = mutated(text, random.Random(data.draw(st.integers(0, 10**6))))
     parsed = PARSERS[name].parse(text, SCHEMAS)
     assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in parsed.calls)
     if name == "hermes" and "<tool_call>" in text:
         assert len(parsed.calls) + len(parsed.faults) == text.count("<tool_call>")
+
+
+def test_a_call_within_prose_is_one_and_other_objects_are_not():
+    call, other = '{"parameters": {"a": 3}, "name": "f"}', '{"name": "Ann"} and {x} and {"parameters": [1]}'
+    parsed = PARSERS["llama_json"].parse(f"Well, {other}. So {call}!", SCHEMAS)
+    assert parsed.calls == (ToolCall("f", {"a": 3}),)
+    assert parsed.content == f"Well, {other}. So !"
+    assert parsed.faults == ()
+
+
+def test_an_object_in_prose_that_names_a_tool_and_is_no_call_is_said():
+    for text in ('Well, {"name": "f", "parameters": {"a": 3}', 'Well, {"name": "f", "params": {}}'):
+        parsed = PARSERS["llama_json"].parse(text, SCHEMAS)
+        assert (len(parsed.calls), len(parsed.faults)) == (0, 1)
+
+
+def test_a_function_without_its_outer_tags_is_a_call():
+    parsed = PARSERS["qwen_xml"].parse("So:\n<function=f><parameter=a>3</parameter></function></tool_call>", SCHEMAS)
+    assert (parsed.calls, parsed.faults) == ((ToolCall("f", {"a": 3}),), ())
+
+
+def test_an_address_makes_a_message_a_call_in_any_channel():
+    text = '<|channel|>analysis to=functions.f<|message|>{"a": 3}<|call|>'
+    assert PARSERS["harmony"].parse(text, SCHEMAS).calls == (ToolCall("f", {"a": 3}),)
+
+
+def test_mistrals_names_may_stand_before_their_arguments():
+    for text in ('[TOOL_CALLS]f[ARGS]{"a": 3}[TOOL_CALLS]g{}', '[TOOL_CALLS]f{"a": 3}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}'):
+        parsed = PARSERS["mistral"].parse(text, SCHEMAS)
+        assert parsed.calls == (ToolCall("f", {"a": 3}), ToolCall("g", {}))
+        assert parsed.faults == ()
 
 
 def test_the_parser_of_a_template_is_found_by_its_own_marks():

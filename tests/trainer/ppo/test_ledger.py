@@ -80,7 +80,7 @@ def test_the_ledger_of_columns_says_who_adds_them(everything):
 
 
 def test_what_episodes_add_is_in_the_ledger():
-    columns = episode_columns([Episode([1], finish_reason="stop")])
+    columns = episode_columns([Episode([1], finish_reason="stop")], has_contexts=True)
     added = {*columns.columns, *columns.non_tensor_batch} - {
         name for name, by in ledger().items() if by in ("generate", "RLHFDataset")
     }

@@ -1,0 +1,69 @@
+"""Where environments live: what a process of its own needs to find them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.agents import Action, Tool, ToolCall, ToolEnvironment
+from lockstep.agents.hosts import EnvironmentFailed, ProcessHost, make_host
+from lockstep.utils.files import load_object
+
+GAME = """
+import os
+from lockstep.agents import Environment, Turn
+
+class Game(Environment):
+    def __init__(self, name="x"):
+        self.name = name
+    def reset(self, row, seed):
+        return Turn([{"role": "user", "content": f"{self.name} {seed}"}])
+    def step(self, action):
+        return Turn(reward=1.0, done=True, info={"pid": os.getpid()})
+"""
+TOOL = '''
+def double(x: int) -> int:
+    """Doubles.
+
+    Args:
+        x: A number.
+    """
+    return 2 * x
+'''
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    def write(name, text):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_an_environment_and_tools_in_files_of_the_user_are_found_by_their_process(file_of):
+    game, double = load_object(file_of("game.py", GAME), "Game"), load_object(file_of("tools.py", TOOL), "double")
+    host = make_host(game, 30.0)
+    assert isinstance(host, ProcessHost)
+    try:
+        assert host.begin(game, {"name": "chess"}, {}, 7).messages == [{"role": "user", "content": "chess 7"}]
+        first = host.step(Action("a", "a")).info["pid"]
+        host.close()  # a process that had to be killed is followed by another
+        host.begin(game, {}, {}, 7)
+        assert host.step(Action("a", "a")).info["pid"] != first
+        host.begin(ToolEnvironment, {"tools": [Tool.of(double)]}, {"prompt": "?"}, 0)
+        turn = host.step(Action("", "", (ToolCall("double", {"x": 4}),)))
+        assert turn.messages == [{"role": "tool", "name": "double", "content": "8"}]
+    finally:
+        host.close()
+
+
+def test_a_file_that_cannot_be_imported_there_is_a_failure(file_of):
+    path = file_of("game.py", GAME)
+    game = load_object(path, "Game")
+    file_of("game.py", "raise RuntimeError('not here')")
+    host = ProcessHost(30.0)
+    try:
+        with pytest.raises(EnvironmentFailed, match="not here"):
+            host.begin(game, {}, {}, 7)
+    finally:
+        host.close()
