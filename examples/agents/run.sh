@@ -19,7 +19,7 @@ lookup)
         data.train_batch_size=32"
     ;;
 frozen_lake)
-    warm_up_steps=90
+    warm_up_steps=45
     warm_up="data.max_length=400"
     play="agent.environment=lockstep.agents.gym_text:GymText agent.max_turns=12 agent.max_turn_tokens=4 data.max_prompt_length=32
         data.max_response_length=380 data.train_batch_size=16"

@@ -52,9 +52,10 @@ class Agent:
     def limits(self) -> Limits:
         """What an episode may use."""
         config = self.config
-        longest = config.max_observation_tokens if config.recorded is None else None  # what was recorded was cut
+        # What was recorded was cut then.
+        most = config.max_observation_tokens if config.recorded is None else None
         return Limits(
-            config.max_turns, config.max_turn_tokens, longest, config.max_environments, config.step_timeout_s,
+            config.max_turns, config.max_turn_tokens, most, config.max_environments, config.step_timeout_s,
             config.episode_timeout_s, config.retries, self.max_prompt_length,
         )  # fmt: skip
 

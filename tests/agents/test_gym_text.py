@@ -50,7 +50,7 @@ def player(tmp_path_factory):
     folder = tmp_path_factory.mktemp("player")
     task = SimpleNamespace(
         SPECIAL=["<pad>", "<eos>", "<user>", "<assistant>"],
-        WORDS=["left", "down", "right", "up", "stick", "hit", *"SFHGoxTC[]\n .,:0123456789abcdehilmnorstuvwyY"],
+        WORDS=["left", "down", "right", "up", "stick", "hit", *"SFHGPYTCx[]\n .,:0123456789abcdehilmnorstuvwy"],
         MARKS=(),
         TEMPLATE="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}",
@@ -70,8 +70,8 @@ def test_a_policy_is_trained_and_validated_on_every_game(player, tmp_path, game)
             f"data.train_files={tmp_path / 'rows.jsonl'}",
             f"data.val_files={tmp_path / 'rows.jsonl'}",
             "data.train_batch_size=4",
-            "data.max_prompt_length=128",
-            "data.max_response_length=380",
+            "data.max_prompt_length=160",
+            "data.max_response_length=350",
             f"actor_rollout_ref.model.path={player}",
             "actor_rollout_ref.rollout.n=4",
             "actor_rollout_ref.rollout.val_kwargs.temperature=1",

@@ -28,6 +28,8 @@ ALLOWED = {
     "planner/memory.py Model.optimizer_offload": "a frozen model has no moments",
     "agents/episode.py Episode.retries": "how often it was played again; agent.retries bounds it",
     "agents/episode.py Episode.environment_s": "time that was spent",
+    "agents/episode.py Episode.wait_s": "time that was spent",
+    "agents/episode.py Episode.seed": "told by the task that it is played for",
     # The value is the formula's own, or nobody sets it for a run.
     "algorithms/advantages/returns.py rewards_to_go.gamma": "a sum without discount",
     "workers/engine/base.py TrainEngine.forward.temperature": "a value model has none",
