@@ -200,7 +200,9 @@ CASES = {
 
 @contextmanager
 def ray_cluster() -> Iterator[str]:
-    """The address of a cluster of its own process: one that runs Ray cannot be forked."""
+    """The address of a cluster of its own process: one that runs Ray cannot be forked. It asks nobody for a token, which Ray makes for
+    the process that starts it."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     code = "import ray; c = ray.init(address='local', num_cpus=8, include_dashboard=False); "
     code += "print(c.address_info['gcs_address'], flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
