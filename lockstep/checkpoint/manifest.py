@@ -38,7 +38,7 @@ def check_manifest(folder: Path) -> None:
         expected = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in entries.items()}
     except FileNotFoundError as error:
         raise DataError(f"{folder} has no {MANIFEST}: expected a global_step_N folder that was written to its end") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{folder / MANIFEST} is damaged: {error!r}") from error
     for name, (size, _) in expected.items():
         if not (folder / name).is_file():

@@ -413,8 +413,7 @@ class Run(ABC):
         recipe = type(self.config).__name__
         if state.get("recipe") != recipe:
             raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
-        kinds = {"config": dict, "left_out": list}
-        if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+        if not {"config", "left_out"} <= state.keys():
             raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
         check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
         return folder, state

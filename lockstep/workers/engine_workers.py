@@ -41,7 +41,7 @@ from lockstep.workers.policy.reference import ReferencePart, reference_budget
 from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part
 from lockstep.workers.rollout.base import Completion, requests_of, response_columns
 from lockstep.workers.training_worker import TrainingWorker
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, checksum
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
@@ -116,14 +116,9 @@ class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
         elif parts.reference:
             self.ref = ReferencePart(self.actor.engine, reference_budget(config), self.actor.engine.adapter_off)
         if choice is not None:
+            actor = self.actor if parts.actor else None
             self.rollout = make_rollout_part(
-                choice,
-                config,
-                self.actor if parts.actor else None,
-                device=self.device,
-                dtype=self._dtype,
-                seed=self.seed,
-                pad_token_id=self.pad_token_id,
+                choice, config, actor, device=self.device, dtype=self._dtype, seed=self.seed, pad_token_id=self.pad_token_id
             )
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -193,6 +188,11 @@ class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
         """The actor's whole weights on the CPU, from rank 0 (None from the others): what a rollout of its own loads."""
         weights = [(name, tensor.cpu()) for name, tensor in self.actor.engine.export_weights()]
         return weights if self.rank == 0 else None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> list[tuple[str, int]]:
+        """Name and checksum of the actor's weights."""
+        return [(name, checksum(tensor)) for name, tensor in self.actor.engine.export_weights()]
 
     @register(Dispatch.ONE_TO_ALL)
     def machine(self) -> str:

@@ -154,3 +154,27 @@ def test_state_is_json_that_a_person_can_read(tmp_path):
     state = {"global_steps": 3, "kl_control": {"value": 0.1}, "sampler_drift": None}
     write_state(tmp_path, state)
     assert json.loads((tmp_path / STATE).read_text()) == state == read_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"global_steps": True}, {"global_steps": -1}, {"global_steps": 10**30}, {"left_out": ["a"]}, {"left_out": [1.5]},
+        {"left_out": [-5]}, {"config": []}, {"num_prompt_batches": "x"}, {"num_prompt_batches": None}, {"num_prompt_batches": float("inf")},
+        {"num_train_rows": "x"}, {"kl_control": []}, {"kl_control": {"value": float("nan")}}, {"sampler_drift": "x"},
+        {"validation_before": [1]}, {"metrics": {"a": "x"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_state_with_a_value_that_no_run_writes_is_refused_with_its_name(tmp_path, wrong):
+    write_state(tmp_path, {"global_steps": 2} | wrong)
+    (name,) = wrong
+    with pytest.raises(DataError, match=f"trainer_state.json cannot be read \\({name} is "):
+        read_state(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000 + "]" * 100_000, "\0"], ids=["list", "null", "deep", "nul"])
+def test_a_state_that_is_no_state_is_refused(tmp_path, text):
+    (tmp_path / STATE).write_text(text)
+    with pytest.raises(DataError, match="trainer_state.json cannot be read"):
+        read_state(tmp_path)

@@ -191,6 +191,7 @@ def small_runs(task: Any, *more: str, ray_address: str | None = None) -> Start:
 CASES = {
     "PPO, fsdp2": ("algorithm.use_kl_in_reward=false", "trainer.critic_warmup=2"),
     "GRPO, fsdp2": ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+    "PPO, fsdp2, with a journal": ("algorithm.use_kl_in_reward=false", "trainer.max_restarts=1"),
     "GRPO, torchtitan": (
         "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.strategy=torchtitan",
     ),
@@ -199,7 +200,9 @@ CASES = {
 
 @contextmanager
 def ray_cluster() -> Iterator[str]:
-    """The address of a cluster of its own process: one that runs Ray cannot be forked."""
+    """The address of a cluster of its own process: one that runs Ray cannot be forked. It asks nobody for a token, which Ray makes for
+    the process that starts it."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     code = "import ray; c = ray.init(address='local', num_cpus=8, include_dashboard=False); "
     code += "print(c.address_info['gcs_address'], flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -228,6 +231,9 @@ def main() -> int:
 
     torch.set_num_threads(1)
     with suppress(ImportError):  # what a fork has, it need not import
+        from lockstep.workers.engine.torchtitan.compat import prepare_import
+
+        prepare_import(torch.device("cpu"))
         import lockstep.workers.engine.torchtitan.engine  # noqa: F401
     results: dict[str, dict[str, Any]] = {}
     if arguments.go_on and arguments.out.exists():

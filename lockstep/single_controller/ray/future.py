@@ -11,14 +11,15 @@ from lockstep.single_controller.base.worker_group import Future
 from lockstep.single_controller.ray.cluster import import_ray
 
 _ROOT_CAUSE_GRACE_S = 2.0
+_ASK_S = 1.0
 
 
 class RayFuture(Future):
     """The answers of ranks 0..n-1 to one call.
 
     `labels` names the ranks in errors and `task` the call. `fail` is told of the first failure and returns the error to
-    raise, which is an earlier one if the group is broken already. While a wait lasts, a line on stderr every
-    `heartbeat_s` says who is still out.
+    raise, which is an earlier one if the group is broken already. While a wait lasts, `lost` is asked every second for the
+    error of a rank that cannot answer any more, and a line on stderr every `heartbeat_s` says who is still out.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class RayFuture(Future):
         heartbeat_s: float,
         collect: Collect,
         fail: Callable[[WorkerError], WorkerError],
+        lost: Callable[[str], WorkerError | None] = lambda task: None,
     ) -> None:
         self._ray = import_ray()
         self._pending = {ref: rank for rank, ref in enumerate(refs)}
         self._answers: list[Any] = [None] * len(refs)
-        self._labels, self._task, self._collect, self._fail = labels, task, collect, fail
+        self._labels, self._task, self._collect, self._fail, self._lost = labels, task, collect, fail, lost
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
         self._heartbeat_s, self._next_heartbeat = heartbeat_s, self._started + heartbeat_s
@@ -45,7 +47,9 @@ class RayFuture(Future):
         """See `Future.get`."""
         deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
         while self._is_out():
-            self._take(min(deadline, self._next_heartbeat))
+            self._take(min(deadline, self._next_heartbeat, time.monotonic() + _ASK_S))
+            if self._is_out() and (lost := self._lost(self._task)) is not None:
+                self._error = self._fail(lost)
             if self._is_out() and time.monotonic() >= deadline:
                 self._error = self._fail(self._late())
             self._beat()

@@ -23,9 +23,11 @@ from lockstep.single_controller.base.worker import WorkerEnvironment
 from lockstep.single_controller.base.worker_group import WorkerGroup
 from lockstep.single_controller.ray.cluster import import_ray
 from lockstep.single_controller.ray.future import RayFuture
+from lockstep.single_controller.ray.node_watch import NodeWatch, connect_all
 
 _PLACEMENT_PATIENCE_S = 5.0
 _GOODBYE_S = 5.0
+_PROBE_S = 2.0
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -37,6 +39,8 @@ class RayWorkerGroup(WorkerGroup):
 
     heartbeat_s = 60.0
     """How often a long wait says on stderr which ranks it waits for."""
+    unreachable_s = 15.0
+    """A node that cannot be reached for so long is lost."""
 
     def _prepare(self) -> None:
         self._ray = import_ray()
@@ -44,6 +48,8 @@ class RayWorkerGroup(WorkerGroup):
             raise ConfigError(f"device {self.device!r} needs GPUs, but pool {self.resource_pool.name!r} has use_gpu=False")
         self._actors: list[Any] = []
         self._labels: list[str] = []
+        self._watch: NodeWatch | None = None
+        self._placed: list[str] = []
 
     @classmethod
     def nodes(cls) -> list[NodeResources]:
@@ -64,6 +70,7 @@ class RayWorkerGroup(WorkerGroup):
             raise ResourceError(f"placement names nodes that are not alive in this cluster: {unknown}; alive: {sorted(nodes)}")
         threads = [max(1, int(nodes[node]["Resources"].get("CPU", 1)) // placement.count(node)) for node in placement]
         self._is_on_one_machine = set(placement) == {self._ray.get_runtime_context().get_node_id()}
+        self._watch_nodes(placement, nodes)
         role = "+".join(self._classes)
         self._labels = [f"{role} rank {rank} (node {node})" for rank, node in enumerate(placement)]
         self._actors = [self._actor(node, count) for node, count in zip(placement, threads, strict=True)]
@@ -78,6 +85,22 @@ class RayWorkerGroup(WorkerGroup):
             left = _lead(max(0.0, deadline - time.monotonic()))
             built = [actor.create.remote(name, shared, left) for actor in self._actors]
             self._wait(built, f"{name}'s constructor", deadline)
+
+    def _watch_nodes(self, placement: list[str], nodes: dict[str, dict[str, Any]]) -> None:
+        """From now on, know when one of the group's other machines cannot be reached."""
+        here, self._placed = self._ray.get_runtime_context().get_node_id(), placement
+        away = {node: (nodes[node]["NodeManagerAddress"], nodes[node]["NodeManagerPort"]) for node in placement if node != here}
+        if away:
+            self._watch = NodeWatch(away)
+            self._watch.start()
+
+    def _lost(self, task: str) -> WorkerDied | None:
+        """The error of the ranks on a node that cannot be reached."""
+        for node, why in (self._watch.unreachable(self.unreachable_s) if self._watch is not None else {}).items():
+            _unreachable.add(node)
+            ranks = ", ".join(label for label, place in zip(self._labels, self._placed, strict=True) if place == node)
+            return WorkerDied(ranks, f"during {task}: its node {why}")
+        return None
 
     def _join(self, environments: list[WorkerEnvironment], threads: list[int], address: str, deadline: float) -> None:
         """Let the actors meet at rank 0 (`address` is its node) and form one torch.distributed world."""
@@ -148,7 +171,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._future(refs, task, max(0.0, deadline - time.monotonic()), list).get()
 
     def _future(self, refs: Sequence[Any], task: str, timeout_s: float, collect: Collect) -> RayFuture:
-        return RayFuture(refs, self._labels, task, timeout_s, self.heartbeat_s, collect, self._fail)
+        return RayFuture(refs, self._labels, task, timeout_s, self.heartbeat_s, collect, self._fail, self._lost)
 
     def _fail(self, error: WorkerError) -> WorkerError:
         """Break the group: remember the first error and end every process, as others may wait for the failed one
@@ -170,6 +193,8 @@ class RayWorkerGroup(WorkerGroup):
     def _kill(self) -> None:
         """Kill the actors and wait, within bounds, until Ray knows that they are dead."""
         actors, self._actors = self._actors, []
+        if self._watch is not None:
+            self._watch.stop()
         for actor in actors:
             self._ray.kill(actor, no_restart=True)
         if actors:
@@ -183,9 +208,16 @@ def _running_ray() -> Any:
     return ray
 
 
+_unreachable: set[str] = set()
+"""Nodes that could not be reached when a group was lost."""
+
+
 def _alive_nodes() -> dict[str, dict[str, Any]]:
-    """Ray's description of each alive node, by node id."""
-    return {node["NodeID"]: node for node in import_ray().nodes() if node["Alive"]}
+    """Ray's description of each alive node, by node id. Of those that were lost, which Ray may not know yet, only who can be reached."""
+    nodes = {node["NodeID"]: node for node in import_ray().nodes() if node["Alive"]}
+    lost = {name: (nodes[name]["NodeManagerAddress"], nodes[name]["NodeManagerPort"]) for name in _unreachable & nodes.keys()}
+    _unreachable.difference_update(connect_all(lost, _PROBE_S))
+    return {name: node for name, node in nodes.items() if name not in _unreachable}
 
 
 def _node(name: str, resources: dict[str, float]) -> NodeResources:

@@ -135,12 +135,15 @@ class RayPPOTrainer(Run):
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
         self.rm_wg: Any = workers.find("RewardModel")
         self.weight_exchange, self.num_gpus = weight_exchange(workers, self.config), self.resource_pool_manager.get_n_gpus()
-        if (
-            self.config.actor_rollout_ref.model.lora_adapter_path is not None
-        ):  # a rollout of its own has loaded the model without it
+        if self.config.actor_rollout_ref.model.lora_adapter_path is not None:  # a rollout of its own has loaded no adapter
             stages.sync_weights(self.weight_exchange)
-        self.scorer = Scorer.of(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
-        self.greedy_baseline = partial(greedy_baseline, rollout=self.rollout_wg, sampling=self.sampling, scorer=self.scorer)
+        self.generator, self.scorer = self.rollout_wg, Scorer.of(self.reward_fn, self.rm_wg, self.tokenizer, self.config)
+        if self.config.trainer.max_restarts:
+            from lockstep.trainer.ppo.journal import Journal, journaled
+
+            self.journal = Journal(self.config, lambda: self.actor_wg.weights_checksum(), self.display.message)
+            self.generator, self.scorer = journaled(self.generator, self.scorer, self.journal)
+        self.greedy_baseline = partial(greedy_baseline, rollout=self.generator, sampling=self.sampling, scorer=self.scorer)
 
     def close(self) -> None:
         """End the worker processes, and those of the rewards, and let other runs have the folder."""
@@ -155,14 +158,13 @@ class RayPPOTrainer(Run):
     def _step(self) -> dict[str, float]:
         """One batch of prompts, from generation to the updates."""
         step, config, timer = self.global_steps + 1, self.config, self.timer
-        actor = config.actor_rollout_ref.actor
         with timer.stage("step"):
             groups = self.new_groups()
             while not groups.are_complete:  # once, unless algorithm.filter_groups drops some
                 batch, number = self.prompts.next()
                 scoring = self.scorer.begin(batch)
                 with timer.stage("gen"):
-                    stages.generate(self.rollout_wg, batch, self.sampling, number, getattr(scoring, "add", None))
+                    stages.generate(self.generator, batch, self.sampling, number, getattr(scoring, "add", None))
                 with timer.stage("reward"):
                     scored, found = self.scorer.score(batch, number, scoring)
                 if self.needs_baseline:
@@ -171,7 +173,7 @@ class RayPPOTrainer(Run):
                 groups.add(batch, scored, found)
             batch, scored, metrics = groups.join(self.display.message)
 
-            updates = self._mini_batches(step, batch, self.actor_prompts, actor.ppo_epochs)
+            updates = self._mini_batches(step, batch, self.actor_prompts, config.actor_rollout_ref.actor.ppo_epochs)
             is_recorded = self._is_recorded(step)
             source = self.drift.source(step, len(updates), is_recorded)
             if source is Source.SAMPLER:
@@ -188,7 +190,7 @@ class RayPPOTrainer(Run):
                     stages.values(self.critic_wg, batch)
             if is_recorded:
                 with timer.stage("record_batch"):
-                    self._record_batch(step, batch, scored)
+                    recording.record_step(self, step, batch, scored)
             metrics |= stages.correct(batch, self.correction)
             with timer.stage("adv"):
                 metrics |= stages.advantage(batch, self.estimation, self.kl_control)
@@ -238,14 +240,6 @@ class RayPPOTrainer(Run):
     def _is_recorded(self, step: int) -> bool:
         trainer = self.config.trainer
         return trainer.record_batch_dir is not None and self.is_due(trainer.record_batch_freq, step)
-
-    def _record_batch(self, step: int, batch: DataProto, scored: Scored) -> None:
-        """Save the batch for `lockstep compare`. The run's own stays as it is."""
-        recorded = batch.select()
-        if "reward_baselines" not in recorded:
-            self.greedy_baseline(recorded, self.prompts.number)
-        folder = recording.record(recorded, scored, self.config, step, self.kl_control.value, self.actor_wg, self.tokenizer)
-        self.display.message(f"the batch of step {step} is in {folder}")
 
     # -- what the run asks for ---------------------------------------------------------------------------------------------
 
@@ -303,6 +297,11 @@ class RayPPOTrainer(Run):
     def _restore(self, state: dict[str, Any]) -> None:
         self.prompts.num_taken, self.drift.largest = state["num_prompt_batches"], state["sampler_drift"]
         self.kl_control.load_state_dict(state["kl_control"])
+
+    def _after_step(self, metrics: dict[str, float], *around: Any) -> None:
+        super()._after_step(metrics, *around)
+        if self.config.trainer.max_restarts:
+            self.journal.clear(self.prompts.number)
 
     def _restart(self) -> None:
         self.workers.close()

@@ -70,6 +70,16 @@ def record(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_co
     return folder
 
 
+def record_step(trainer: Any, step: int, batch: DataProto, scored: Scored) -> None:
+    """Save the batch of a step of a `RayPPOTrainer` for `lockstep compare`. The run's own stays as it is."""
+    recorded = batch.select()
+    if "reward_baselines" not in recorded:
+        trainer.greedy_baseline(recorded, trainer.prompts.number)
+    kl_coef = trainer.kl_control.value
+    folder = record(recorded, scored, trainer.config, step, kl_coef, trainer.actor_wg, trainer.tokenizer)
+    trainer.display.message(f"the batch of step {step} is in {folder}")
+
+
 def load_recording(folder: Path) -> Recording:
     """Read a recording: the folder of one step, or a folder with only one such folder in it. The batch is unpickled.
 

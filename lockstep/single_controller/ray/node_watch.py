@@ -1,0 +1,95 @@
+"""NodeWatch: whether the machines of a group can still be reached. Ray itself takes up to a minute to say that a network is cut.
+
+Every few seconds each node's Ray daemon is asked for a connection. The system of that machine grants it, however busy the daemon is, so
+only a machine that is gone, cut off, or behind a network that no longer carries anything fails to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+Address = tuple[str, int]
+
+_EVERY_S = 3.0
+_SLOW_S = 1.0
+"""A connection that takes longer is worth a line."""
+_SAY_AGAIN_S = 60.0
+
+
+class NodeWatch:
+    """Asks the nodes (name -> address) from a thread of its own, from `start` to `stop`. A node that was never reached from here is not
+    judged: it may be behind something that lets Ray through alone."""
+
+    def __init__(self, nodes: Mapping[str, Address], clock: Callable[[], float] = time.monotonic) -> None:
+        self._nodes, self._clock = dict(nodes), clock
+        self._seen: dict[str, float] = {}
+        """When each node was last reached."""
+        self._said: dict[str, float] = {}
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._watch, name="node watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End. May be called again."""
+        self._stopped.set()
+
+    def unreachable(self, for_s: float) -> dict[str, str]:
+        """Node -> what is wrong, of those that were not reached for so long."""
+        now = self._clock()
+        late = {node: now - seen for node, seen in self._seen.items() if now - seen >= for_s}
+        return {
+            node: f"{':'.join(map(str, self._nodes[node]))} could not be reached for {age:.0f} s: the machine is down, its Ray daemon "
+            "has ended, or the network between it and this one is cut or too slow"
+            for node, age in late.items()
+        }
+
+    def ask(self, timeout_s: float = _EVERY_S) -> dict[str, float]:
+        """Ask every node once; returns the seconds that those who answered took."""
+        took = connect_all(self._nodes, timeout_s)
+        now = self._clock()
+        self._seen |= dict.fromkeys(took, now)
+        for node, seconds in took.items():
+            if seconds >= _SLOW_S and now - self._said.get(node, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
+                self._said[node] = now
+                where = ":".join(map(str, self._nodes[node]))
+                print(f"lockstep: warning: node {where} is slow: a connection took {seconds:.1f} s", file=sys.stderr, flush=True)
+        return took
+
+    def _watch(self) -> None:
+        while not self._stopped.is_set():
+            self.ask()
+            self._stopped.wait(_EVERY_S)
+
+
+def connect_all(nodes: Mapping[str, Address], timeout_s: float) -> dict[str, float]:
+    """Connect to all addresses at once, and hang up; returns the seconds that each took, of those that were there in time."""
+    started, took = time.monotonic(), dict[str, float]()
+    with contextlib.ExitStack() as stack:
+        poll, waiting = select.poll(), dict[int, tuple[str, socket.socket]]()
+        for node, (host, port) in nodes.items():
+            try:
+                family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+                connection = stack.enter_context(socket.socket(family, kind, protocol))
+                connection.setblocking(False)
+                if connection.connect_ex(address) not in (0, errno.EINPROGRESS):
+                    continue
+            except OSError:
+                continue
+            waiting[connection.fileno()] = node, connection
+            poll.register(connection, select.POLLOUT)
+        while waiting and (left := started + timeout_s - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(left * 1000):
+                node, connection = waiting.pop(descriptor)
+                poll.unregister(descriptor)
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    took[node] = time.monotonic() - started
+    return took
