@@ -1,7 +1,5 @@
 """`lockstep <command>`: thin. A command's module is imported when it is called, so that help costs nothing."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What an episode's other side is: the interface that users write."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Games of gymnasium whose states and moves are a few words: FrozenLake, CliffWalking, Blackjack."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ A user's function that does not name `rows` is written for padded blocks [B, T],
 on blocks, which nothing else is.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

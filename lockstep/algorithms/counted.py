@@ -1,7 +1,5 @@
 """Random order without a state: a number that depends on a row's key and a position, and on nothing else."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lockstep.algorithms.rows import Rows

@@ -5,8 +5,6 @@ estimates of KL(policy || reference); k2 is biased, but its gradient is an unbia
 Source: http://joschu.net/blog/kl-approx.html
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

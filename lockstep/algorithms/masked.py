@@ -5,8 +5,6 @@ gradient. Masks may be bool, integer or float; anything but zero selects. Result
 better.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -18,8 +18,6 @@ the denominators, the estimators' sums and the groups' statistics alike.
 Columns per token are flat, [M], and `rows` says how they divide into rows.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What the registries of this package share: a helpful miss, no silent overwriting, and the names of arguments."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable

@@ -1,7 +1,5 @@
 """The loss of a reward model on pairs (Bradley and Terry, 1952; the centring term is Eisenstein et al., 2023)."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

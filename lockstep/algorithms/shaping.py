@@ -1,7 +1,5 @@
 """What DAPO does to scores and groups before advantages are computed (Yu et al., arXiv 2503.14476)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The critic's loss per token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

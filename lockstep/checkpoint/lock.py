@@ -1,7 +1,5 @@
 """One run per folder: `run.lock` is locked by the process that writes there, and says who that is."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

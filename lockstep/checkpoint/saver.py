@@ -5,8 +5,6 @@ begin -> the recipe writes, or lets its workers begin to -> publish -> (a thread
 ```
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

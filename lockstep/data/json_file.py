@@ -1,7 +1,5 @@
 """Rows of a JSON file: one list of objects, or one object a line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is read of every row before training: a column of the chosen rows, and which prompts cannot be used or are too long."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

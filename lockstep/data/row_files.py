@@ -7,8 +7,6 @@ through in batches of Arrow values, which holds a small part of it at a time. JS
 whole: keep large data in parquet.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """PromptSchedule: which prompts a step takes, as a function of the step number alone."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How much text each row of some files has: what tells the longest rows without tokenising."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

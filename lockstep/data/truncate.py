@@ -1,7 +1,5 @@
 """What is cut off a row that is too long."""
 
-from __future__ import annotations
-
 from lockstep.errors import ConfigError
 
 TRUNCATIONS = ("error", "left", "right", "middle")

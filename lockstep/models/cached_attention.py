@@ -1,8 +1,6 @@
 """Attention for decoding, as a function that plugs into transformers' attention interface (see attention.py): new tokens read and extend
 a key-value cache that the native rollout engine owns. Legend: H query heads, D head size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

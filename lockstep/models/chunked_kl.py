@@ -20,8 +20,6 @@ gradients of what is given. Where the vocabulary is divided among ranks (`Vocabu
 exchange a few numbers per token. Legend: M tokens, H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compile a model for training, one layer at a time."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 

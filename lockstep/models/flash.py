@@ -8,8 +8,6 @@ and since a flash backward pass needs of the softmax only o and l, each set's gr
 Legend: N tokens, P tokens of shared segments, H query heads, K key-value heads, D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

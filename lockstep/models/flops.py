@@ -4,8 +4,6 @@ Norms, rotary embeddings, softmax and the embedding lookup are left out, as is w
 the model asks for, not what an implementation does. Causal attention counts the pairs of tokens that see each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

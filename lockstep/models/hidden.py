@@ -1,7 +1,5 @@
 """Make a causal language model hand out its last hidden states (chunked_head.py), where that gives the same as its logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """Load a Hugging Face model with the head that a role needs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from enum import Enum

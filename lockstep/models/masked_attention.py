@@ -1,7 +1,5 @@
 """Attention under any mask, in plain PyTorch: for windows, soft caps and sinks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A model without weights in memory, and its weights in files: each rank of a sharded model reads its own part and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

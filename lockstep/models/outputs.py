@@ -1,7 +1,5 @@
 """What is read off a forward pass: log-probs and entropy of given tokens from logits, scores of whole rows. All in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ full       only what enters each layer is kept: least memory, about a third more
 ```
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import psutil

@@ -10,8 +10,6 @@ away its tokens of most heads and gets all tokens of a few heads; after attentio
 Every rank of the group has to call these together. Legend: W ranks, N tokens, H heads, D head size.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

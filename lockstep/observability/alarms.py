@@ -4,8 +4,6 @@ A check is a pure function of the metrics of the steps so far, oldest first. It 
 turn, or None. `Alarms` asks all of them after each step, and each sounds once.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

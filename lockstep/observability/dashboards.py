@@ -1,7 +1,5 @@
 """The dashboards of others, each as a Tracker. A package is imported when its dashboard is started."""
 
-from __future__ import annotations
-
 import html
 import importlib
 import json

@@ -1,7 +1,5 @@
 """How long the rest of a run will take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta

@@ -3,8 +3,6 @@
 On a terminal it is one line that is redrawn, until a display has an area of its own; elsewhere a line every ten seconds at most.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Models without weights, for counting: built from their configs on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -4,8 +4,6 @@ A step of B rows reads all weights and the keys and values of B sequences. The c
 (docs/plan.md); `ENGINES` says how much longer others took there.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

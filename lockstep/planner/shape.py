@@ -1,7 +1,5 @@
 """A model as the prediction of its time sees it: counts, read from a model on the meta device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lockstep.config.engine import ModelConfig

@@ -8,8 +8,6 @@ an update  three passes' work, what is recomputed, gradients added up per micro-
 Rates are shares of what the GPU's data sheet promises, so that they carry over to another GPU of the kind.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lockstep.planner.hardware import NODE_LINK, Device

@@ -1,7 +1,5 @@
 """Some responses with their scores, to be read while a run goes on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ The first of these that says something holds:
 4. the rule of the data_source; without one, the reward model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

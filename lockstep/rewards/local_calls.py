@@ -1,7 +1,5 @@
 """Calls of reward functions that stay in this process: in threads, and in an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

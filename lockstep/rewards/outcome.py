@@ -1,7 +1,5 @@
 """What became of the question for a reward: a score, or the reason why there is none."""
 
-from __future__ import annotations
-
 import traceback
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ loop     an async function: many calls in one event loop, cancelled at their dea
 A call that is stuck delays nothing but itself.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import queue

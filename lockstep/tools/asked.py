@@ -1,7 +1,5 @@
 """A configuration as the tools are asked for it: `[COMMAND] [--config FILE] key=value ...`, as a training command takes it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

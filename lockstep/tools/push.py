@@ -1,7 +1,5 @@
 """`lockstep push RUN|CHECKPOINT|FOLDER OWNER/NAME`: a model to the Hugging Face hub. See docs/export.md."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """ResourcePoolManager: which role runs on which processes, checked against what the machine or cluster has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

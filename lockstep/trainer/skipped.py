@@ -1,7 +1,5 @@
 """Updates that were left out because they were not finite (trainer.on_nonfinite=skip): said, and too many of them in a row are an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from lockstep.errors import NumericalError

@@ -1,7 +1,5 @@
 """The last lines of a run: what it came to, where things are, what to try next."""
 
-from __future__ import annotations
-
 import shlex
 
 from lockstep.observability.alarms import FILE

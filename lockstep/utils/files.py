@@ -1,7 +1,5 @@
 """Objects from a user's own Python files."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

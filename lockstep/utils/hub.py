@@ -1,7 +1,5 @@
 """Whether the Hugging Face hub can be asked: its client tries again and again for half a minute before it says that it cannot."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from urllib.parse import urlparse

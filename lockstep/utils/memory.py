@@ -1,7 +1,5 @@
 """How much memory is free."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

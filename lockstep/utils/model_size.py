@@ -1,7 +1,5 @@
 """How large a model is, read from the headers of its files."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """Text that a model wrote, for a terminal or a log."""
 
-from __future__ import annotations
-
 import unicodedata
 
 _KEPT = "\n\t"

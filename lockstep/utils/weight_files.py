@@ -1,7 +1,5 @@
 """Are the files of a model's weights whole? Known from their headers, before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DistillWorker: a student with its rollout, and its teacher as the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

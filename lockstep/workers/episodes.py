@@ -1,7 +1,5 @@
 """The part of a rollout worker that plays episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

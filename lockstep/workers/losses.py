@@ -1,7 +1,5 @@
 """Losses as the engines call them: an algorithm with the config's values, bound once; each mini-batch has denominators of its own."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Protocol
 

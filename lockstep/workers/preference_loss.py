@@ -5,8 +5,6 @@ rows are in one chunk. Nothing else is needed for a loss that couples rows, and 
 more tokens than may have logits at once takes the way of any such row: log-probs first, and their logits once more in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

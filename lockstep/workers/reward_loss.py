@@ -1,7 +1,5 @@
 """The loss of a reward model as the engines call it, and what is measured of its scores."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The critic's loss, as the engines call it."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators, agg_loss

@@ -48,8 +48,6 @@ def reinforce(*, token_level_rewards, response_mask, rows):
 ```
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learn from a teacher: the reference is another model, and what it thinks of each token is all that counts."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lockstep.algorithms.masked import zero_outside

@@ -1,7 +1,5 @@
 """The estimator that a critic makes possible."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

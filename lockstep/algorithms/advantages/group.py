@@ -1,7 +1,5 @@
 """GRPO: a response against the other responses to its prompt. Its special cases are those of `group_others`."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lockstep.algorithms.advantages.scores import group_scores

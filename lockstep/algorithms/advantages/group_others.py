@@ -21,8 +21,6 @@ same everywhere:
 All raise ValueError when `group` is not one number per row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

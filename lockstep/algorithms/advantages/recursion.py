@@ -1,7 +1,5 @@
 """Sums that run along each row, from its last token to its first, with all rows at once."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

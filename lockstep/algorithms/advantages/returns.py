@@ -10,8 +10,6 @@ remax                         the rewards to come against the greedy answer's sc
 Whitening is over the selected tokens of the batch, as in `masked.masked_whiten`; returns are never whitened.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

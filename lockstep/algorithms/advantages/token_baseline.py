@@ -1,7 +1,5 @@
 """The estimator whose baseline differs from token to token: the optimal token baseline (arXiv 2602.07078)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

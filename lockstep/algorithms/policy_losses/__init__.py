@@ -52,8 +52,6 @@ def mine(*, old_log_prob, log_prob, advantages, response_mask, clip_ratio_high):
 ```
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

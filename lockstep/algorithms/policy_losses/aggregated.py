@@ -4,8 +4,6 @@ An aggregated loss depends on the micro-batch. While such a function is asked, `
 stand-in; what the function then does with the stand-ins (sums, weights) is linear, and its derivative weighs the losses per token.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar

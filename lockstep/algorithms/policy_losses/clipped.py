@@ -1,7 +1,5 @@
 """PPO's own loss. What it takes and returns: see the package."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ Which tokens are chosen depends on all of them, so it is decided once for a mini
 log-probs: `choose_clip_cov` and `choose_kl_cov` are the `prepare` of these losses and write the column `cov_selected`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

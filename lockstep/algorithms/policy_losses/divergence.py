@@ -12,8 +12,6 @@ loss  = -A sg(min(rho, c)) log_prob          where the token is inside the regio
 progress, only its gradient means something.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

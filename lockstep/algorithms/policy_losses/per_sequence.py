@@ -3,8 +3,6 @@
 The papers average over rows, which is `loss_agg_mode` seq-mean-token-mean.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Losses beside PPO's in which each token has a ratio, or a weight, of its own. What they take and return: see the package."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What the policy losses share: the log-ratio, PPO's clip, the check of its range, and the metrics."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -31,8 +31,6 @@ unpaired        kto
 ```
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

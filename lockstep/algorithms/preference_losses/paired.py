@@ -4,8 +4,6 @@ Legend: h = log_prob - ref_log_prob of a response y, |y| its length, D = h(chose
 e = label_smoothing, s the sigmoid.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 

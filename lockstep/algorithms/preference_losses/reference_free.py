@@ -3,8 +3,6 @@
 Legend: L the log-prob of a response y, l = L / |y| its mean over tokens, b = beta, s the sigmoid.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid

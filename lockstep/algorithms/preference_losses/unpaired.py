@@ -1,7 +1,5 @@
 """Losses of responses alone, each with a label. What they take and return: see the package."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """`lockstep verl-keys SCRIPT`, and `lockstep ppo --from-verl`: a verl command line, shell script or YAML file as Lockstep's arguments."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

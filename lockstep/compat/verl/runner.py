@@ -1,7 +1,5 @@
 """How verl's programs begin: the configuration `ppo_trainer` for Hydra, `run_ppo`, and the `TaskRunner` that recipes derive from."""
 
-from __future__ import annotations
-
 from enum import Enum
 from pathlib import Path
 from typing import Any

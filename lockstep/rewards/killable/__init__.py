@@ -9,8 +9,6 @@ deadline passed -> the child's guard kills it and all that it started; the next 
 ```
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

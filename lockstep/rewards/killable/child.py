@@ -1,7 +1,5 @@
 """The program of a child of `lockstep.rewards.killable`: read a function and its arguments, call it, answer."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -3,8 +3,6 @@
 It is the "subreaper" of all that comes after it: a process whose parent ended is given to it, so nothing leaves its tree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 `make_sandbox` is the constructor that configuration goes to; `default_sandbox` is what code rewards use when none is given.
 """
 
-from __future__ import annotations
-
 from lockstep.rewards.sandbox.base import Limits, Result, Sandbox, Status
 from lockstep.rewards.sandbox.local import LocalSandbox
 from lockstep.rewards.sandbox.make import default_sandbox, make_sandbox

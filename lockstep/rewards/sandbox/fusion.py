@@ -11,8 +11,6 @@ How well programs are isolated is the server's affair. A request is repeated whe
 reports a SandboxError or answers with something that is not the above; after the last attempt that is an exception.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import random

@@ -9,8 +9,6 @@ namespace, and root has no limit on processes. So root becomes `nobody` first. A
 say) is bound where it can before that, in a mount namespace of its own.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -1,7 +1,5 @@
 """Run programs on this machine, each in a process tree of its own that bubblewrap isolates (see isolation.py)."""
 
-from __future__ import annotations
-
 import marshal
 import os
 import platform

@@ -1,7 +1,5 @@
 """From configuration values to a sandbox."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -8,8 +8,6 @@ of the kernel that no program under test needs.
 The filter is classic BPF over `struct seccomp_data` {int nr; u32 arch; u64 instruction_pointer; u64 args[6]}.
 """
 
-from __future__ import annotations
-
 import errno
 import struct
 

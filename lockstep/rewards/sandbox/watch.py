@@ -1,7 +1,5 @@
 """What a running program's process tree uses, and how to end all of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

@@ -1,7 +1,5 @@
 """Small batches for the properties, drawn and shrunk by hypothesis: the smallest one that breaks a property is what is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What holds for every preference loss. A case is a mini-batch of P pairs: its rows are pairs, its two tokens chosen and rejected."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

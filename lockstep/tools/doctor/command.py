@@ -1,7 +1,5 @@
 """The command line of `lockstep doctor`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

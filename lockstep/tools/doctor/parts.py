@@ -1,7 +1,5 @@
 """What is installed: the packages that are needed, the optional ones with their commands, and the machine. Nothing heavy is imported."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

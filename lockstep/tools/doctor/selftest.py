@@ -3,8 +3,6 @@
 `python -m lockstep.tools.doctor.selftest` prints a JSON line for each finding.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

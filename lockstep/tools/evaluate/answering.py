@@ -1,7 +1,5 @@
 """Who answers: an interface, and the model that is loaded here. `server.py` has the other."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

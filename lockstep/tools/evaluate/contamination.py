@@ -4,8 +4,6 @@ A question of fewer words is looked for as a whole; one of fewer than five canno
 with (an instruction) do not count.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import defaultdict

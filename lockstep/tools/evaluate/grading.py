@@ -4,8 +4,6 @@ Each function returns `score` (strict), `flexible`, `formatted` (1 where the for
 read. They run in the reward's worker processes, so this file imports little.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is asked, and what was answered."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What samples come to: numbers with intervals, by source; the same as JSON and as a table; and beside those of an earlier result file."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import defaultdict

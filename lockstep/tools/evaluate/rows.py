@@ -1,7 +1,5 @@
 """Files of prompts as questions: the rows that PPO would validate on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers are judged as validation in training judges them: by a RewardManager, while others are still being written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

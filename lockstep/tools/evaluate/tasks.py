@@ -4,8 +4,6 @@ A row is asked in one of two forms. `chat` is the prompt of `lockstep preprocess
 as turns of a conversation. `plain` is a text to continue, as base models are measured, examples before it.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """PPO and its relatives in words: which stages a step has and why, and which model lives where."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from lockstep.config.critic import CriticConfig

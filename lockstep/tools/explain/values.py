@@ -1,7 +1,5 @@
 """Each value of a configuration, and where it comes from."""
 
-from __future__ import annotations
-
 import functools
 import textwrap
 from collections.abc import Iterator

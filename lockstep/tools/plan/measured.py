@@ -1,7 +1,5 @@
 """A run that was made beside the prediction for it: peaks of memory and seconds of each stage."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

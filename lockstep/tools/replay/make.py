@@ -1,7 +1,5 @@
 """`lockstep capsule RUN --step N`: one file from which that step can be done again (trainer/capsule.py)."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`lockstep report RUN [RUN2 ...]`: one HTML file about a run, or several side by side, that opens without a network."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -5,8 +5,6 @@ On top of that the Content-Security-Policy allows the page's own script and styl
 own server.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Iterator, Sequence

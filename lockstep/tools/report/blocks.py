@@ -7,8 +7,6 @@ payload  JSON, or packed columns: uint32 length of the header, the header as JSO
 ```
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -5,8 +5,6 @@ files of trainer.rollout_data_dir and trainer.validation_data_dir, which have th
 what the first does not have of a step is taken from the second.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Iterator

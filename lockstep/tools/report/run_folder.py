@@ -1,7 +1,5 @@
 """RunFolder: what is new in the folder of one run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's configuration beside the defaults."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

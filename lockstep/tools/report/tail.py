@@ -1,7 +1,5 @@
 """A file of JSON lines that grows while it is read."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

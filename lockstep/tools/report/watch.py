@@ -1,7 +1,5 @@
 """`lockstep watch RUN [RUN2 ...]`: the report of runs that go on, served on this machine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Read the fields of a request's JSON body by type and range. A field that nobody read is an error: no setting is ignored silently."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

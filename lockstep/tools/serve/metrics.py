@@ -1,7 +1,5 @@
 """Counts and times of a server, in Prometheus' text format."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Beside OpenAI's fields: top_k, min_p, repetition_penalty, stop_token_ids, ignore
 chat_template_kwargs, with the meaning that vLLM's server gives them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

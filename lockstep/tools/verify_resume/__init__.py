@@ -4,8 +4,6 @@ A short run is done once to its end, and once with `kill -9` at random moments, 
 of the last checkpoints and every metric are compared. Nothing of the user's own run is touched: both are in a folder of their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Two runs side by side: the files of their last checkpoints and the lines of their metrics, to the bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

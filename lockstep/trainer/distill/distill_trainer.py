@@ -5,8 +5,6 @@ rows of the files -> for a share of them, the student's own answers -> update (-
 ```
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

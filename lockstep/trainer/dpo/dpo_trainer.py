@@ -1,7 +1,5 @@
 """DPOTrainer: learning from preferences. A step is a batch of pairs, or of labelled answers, and one update."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from enum import Enum

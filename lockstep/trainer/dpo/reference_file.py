@@ -4,8 +4,6 @@ The file's name has a fingerprint of all that decides the numbers: the bytes of 
 make tokens of rows, the type of the computation. It holds a log-prob and a number of trained tokens per row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

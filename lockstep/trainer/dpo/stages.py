@@ -6,8 +6,6 @@ ref_response_log_prob  D  log-prob of the row's response under the reference: th
 ```
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

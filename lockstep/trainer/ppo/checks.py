@@ -1,7 +1,5 @@
 """What can be checked before any process is started or any model loaded."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from enum import Enum

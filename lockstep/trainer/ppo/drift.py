@@ -1,7 +1,5 @@
 """Drift: how far the sampler's log-probs are from the trainer's, and so where a step's old log-probs come from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 

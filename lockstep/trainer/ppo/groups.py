@@ -1,7 +1,5 @@
 """Groups: the scored responses that one step learns from, a group per prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from lockstep.config.algorithm import FilterGroupsConfig

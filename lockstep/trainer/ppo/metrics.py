@@ -1,7 +1,5 @@
 """Numbers about one batch and one step, under the names that users of other systems know."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What becomes of a batch in which rewards are missing."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From files to the prompts of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

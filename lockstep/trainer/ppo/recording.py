@@ -8,8 +8,6 @@ step_12/
 ```
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import shutil

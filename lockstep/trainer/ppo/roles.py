@@ -1,7 +1,5 @@
 """What the workers of PPO's roles are, from its configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum

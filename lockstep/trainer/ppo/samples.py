@@ -1,7 +1,5 @@
 """What the model wrote, as text on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Validation: generate on held-out prompts, score with the function reward, summarise by data source."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

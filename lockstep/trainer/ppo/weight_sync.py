@@ -7,8 +7,6 @@ then: every receiver's manifest equals the sender's, or the run ends
 ```
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import RolloutConfig

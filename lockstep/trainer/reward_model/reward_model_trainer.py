@@ -1,7 +1,5 @@
 """RewardModelTrainer: a model whose score of a response says how much people prefer it, from pairs of a chosen and a rejected one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """SFTTrainer: supervised fine-tuning. The loss is the mean negative log-likelihood of the trained tokens of a batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

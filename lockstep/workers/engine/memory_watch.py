@@ -1,7 +1,5 @@
 """The memory of a stage of a step on one device: its peak, and what to do when it was not enough."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

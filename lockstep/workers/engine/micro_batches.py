@@ -1,7 +1,5 @@
 """Which rows a rank computes, and when: it joins those of its model group, and packs the next micro-batch while the device works."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate

@@ -1,8 +1,6 @@
 """What torch's AdamW remembers of named parameters, for checkpoints. Reading it changes nothing: a parameter that had no update yet has no
 state, which counts as zeros."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

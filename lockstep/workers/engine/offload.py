@@ -4,8 +4,6 @@ What is moved is the memory behind the tensors, not the tensors: every parameter
 holds one (FSDP, the optimizer) notices. An idle weight has no memory and must not be touched; engines use theirs inside `in_use` only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Numbers that are still on the device. Reading one waits for all that was asked of the device before, so an update reads them together,
 after its last micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """SavedEngine: how every training engine is saved and loaded. Backends give whole tensors, and take their parts of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """One number for each row, from a model with a score head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

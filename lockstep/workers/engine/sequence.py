@@ -1,7 +1,5 @@
 """Sequence parallelism (Ulysses): how the tokens of a micro-batch are divided among the ranks of a group, and what that asks of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that are DTensors, of whatever engine: what this rank has of one, the whole of it, filling it, and the gradient's norm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

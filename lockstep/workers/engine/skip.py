@@ -1,7 +1,5 @@
 """An update that is left out where its loss or its gradient is not finite (trainer.on_nonfinite=skip)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

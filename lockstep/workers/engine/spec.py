@@ -1,7 +1,5 @@
 """EngineSpec: what is asked of a training engine, and what every backend makes of it in the same way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

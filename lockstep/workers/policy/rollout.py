@@ -7,8 +7,6 @@ in a process of its own (vllm, sglang)          SentWeights from the actor here,
 ```
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

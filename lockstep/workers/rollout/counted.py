@@ -3,8 +3,6 @@
 So the same logits give the same token in a batch of 1 or 1,000, in any order, on any number of workers, before or after a restart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The two kinds of engines: over a module of this process, or in a process of their own (process.py)."""
 
-from __future__ import annotations
-
 import os
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ the iterator), the generator is closed at its next value. What the parent sends 
 of messages, or None. A generator that has nothing to do until then yields IDLE.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -9,8 +9,6 @@ A manifest has name, shape, dtype and checksum of every tensor. The sender makes
 received (a module: from its parameters, after they were written); where they differ the sync has failed.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Self

@@ -5,8 +5,6 @@ nothing behind. Tensors are sent one by one while the trainer gathers them; each
 an end mark.
 """
 
-from __future__ import annotations
-
 import pickle
 import socket
 from collections.abc import Iterator

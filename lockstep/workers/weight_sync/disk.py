@@ -1,7 +1,5 @@
 """disk: through a safetensors file in a folder that both sides see. For engines that read files only, and where nothing else works."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import dataclass

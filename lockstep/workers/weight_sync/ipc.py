@@ -5,8 +5,6 @@ when the last process that has it ends. Between processes that use the same GPU,
 they are, and the sender keeps them until it is closed.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

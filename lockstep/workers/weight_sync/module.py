@@ -1,7 +1,5 @@
 """Weights into a module of its own, and the manifest of what is in it."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from lockstep.errors import WeightSyncError

@@ -3,8 +3,6 @@
 `make_sender` is the sender behind a method's name (lockstep.config.weight_sync chooses the name).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol

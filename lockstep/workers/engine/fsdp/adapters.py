@@ -1,7 +1,5 @@
 """The adapters of a sharded model (LoRA) in a checkpoint: a folder that peft loads beside the model that training started from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Layouts that cannot be, said before a model is loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lockstep.config.engine import EngineChoice

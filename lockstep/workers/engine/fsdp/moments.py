@@ -3,8 +3,6 @@
 FSDP1 has a run of a parameter's numbers on each rank, in the order of the ranks; on many ranks it has none of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

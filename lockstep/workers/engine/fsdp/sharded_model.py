@@ -5,8 +5,6 @@ segmentation fault (weights are gathered one unit at a time instead). FSDP2 hang
 about one that is a view, which a head with a bias returns (`own_logits` makes it a tensor of its own).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

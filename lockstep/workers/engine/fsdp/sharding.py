@@ -4,8 +4,6 @@ FSDP1 is FullyShardedDataParallel, for ranks that share a model; FSDP2 is fully_
 `sync_module_states` raises on a CPU with torch 2.13: every rank reads the same weights instead.)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ those back to the hidden size by columns (rowwise). Norms, value and score heads
 the embedding and in the output layer; log-probs are computed from its parts without gathering logits (models/chunked_head.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Whether a model can be laid out as the config asks, found out before anything is loaded and without importing megatron-core."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

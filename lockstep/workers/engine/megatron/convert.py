@@ -7,8 +7,6 @@ are padded until the ranks can divide them.
 Nothing here communicates: a `Piece` takes its part from a reader of rows, and puts parts together into whole tensors.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

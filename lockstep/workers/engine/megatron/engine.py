@@ -1,7 +1,5 @@
 """MegatronEngine: a Hugging Face model as megatron-core computes it, divided over tensor, pipeline and data-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

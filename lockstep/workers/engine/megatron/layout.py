@@ -1,7 +1,5 @@
 """How the ranks of this process group divide one model among them. megatron-core keeps this once for the whole process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

@@ -2,8 +2,6 @@
 # ruff: noqa: F401
 """All that is used of megatron-core, in one place, and how to keep from the user what it says about itself."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

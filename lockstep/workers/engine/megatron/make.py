@@ -1,7 +1,5 @@
 """A MegatronEngine from the configuration. megatron-core is imported here, when it has been chosen."""
 
-from __future__ import annotations
-
 from lockstep.config.engine import EngineChoice
 from lockstep.workers.engine.megatron.engine import MegatronEngine
 from lockstep.workers.engine.spec import EngineSpec

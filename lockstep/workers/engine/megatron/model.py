@@ -1,7 +1,5 @@
 """One stage of the model on one rank: embedding, layers, head, as far as the stage has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ In the distributed optimizer each data-parallel rank has a range of a parameter'
 range. Without it each has all of them. In bfloat16 the master weight is a float32 copy; in float32 it is the parameter itself.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The transformer that megatron-core is asked for: its config, and layers of plain torch modules that take packed rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole Hugging Face tensors from the parts of all ranks, and each rank's parts from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Layouts and models that the torchtitan engine cannot do, refused before a model is loaded. Imports nothing of torchtitan."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A TorchtitanEngine from the configuration. torchtitan is imported here, when it has been chosen."""
 
-from __future__ import annotations
-
 from lockstep.config.engine import EngineChoice
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.spec import EngineSpec

@@ -1,7 +1,5 @@
 """The names of weights: torchtitan's and Hugging Face's, one to one (q, k and v are not fused, and the rotary embedding is the same)."""
 
-from __future__ import annotations
-
 import re
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")

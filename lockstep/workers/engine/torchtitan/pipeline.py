@@ -7,8 +7,6 @@ consumes: hidden states of the stage before, gradients of the stage after. produ
 the timeout of the process group. A rank that raises leaves its neighbours waiting; the controller ends them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

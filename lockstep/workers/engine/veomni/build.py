@@ -6,8 +6,6 @@ single rank, so what it calls for FSDP2 is called; its fused kernels are the def
 the config that it is given.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

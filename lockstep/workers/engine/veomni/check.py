@@ -1,7 +1,5 @@
 """Whether a model and a number of ranks fit what the veomni section asks for; known before the model is loaded."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """VeOmniEngine: VeOmni's model classes, sharded by VeOmni with FSDP2."""
 
-from __future__ import annotations
-
 from torch import nn
 from transformers import PreTrainedModel
 

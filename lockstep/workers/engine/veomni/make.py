@@ -1,7 +1,5 @@
 """A VeOmniEngine from the configuration."""
 
-from __future__ import annotations
-
 from lockstep.config.engine import EngineChoice
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.veomni.engine import VeOmniEngine

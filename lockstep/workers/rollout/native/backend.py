@@ -1,7 +1,5 @@
 """Backend: what the native engine asks of a device. CPU and GPU implement it; the scheduler, the pages and the requests are common."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The families of models whose decoder layer cpu/fused.py and gpu/fused.py compute by hand."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -6,8 +6,6 @@
 - When pages are short, the cache gives up first, then prompts and turns, the oldest first, then those that run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from lockstep.workers.rollout.native.pages import PagePool

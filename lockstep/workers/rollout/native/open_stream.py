@@ -1,7 +1,5 @@
 """OpenStream: a NativeStream whose requests may be continued, are told of their tokens, or want more log-probs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

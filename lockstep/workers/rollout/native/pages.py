@@ -5,8 +5,6 @@ with more than one holder is never written (see `writable`). Page 0 belongs to n
 stored in the sequence's page number p // page_size, at place p % page_size of it; its `slot` is page * page_size + place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

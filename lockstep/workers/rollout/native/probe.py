@@ -4,8 +4,6 @@ transformers' families differ in what they give to an attention function. A fami
 own, would be computed wrongly and without a word, so the engine compares before it generates.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """Prompt: what samples that start with the same tokens have in common. A record, no code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -1,7 +1,5 @@
 """SGLang's server as a process of ours: start it, ask it, notice when it is gone."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

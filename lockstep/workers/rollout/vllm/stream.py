@@ -1,7 +1,5 @@
 """VLLMStream: the trainer's side of an exchange with vLLM's process (`child.VLLMChild.generate`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """TorchBackend: passes through the Hugging Face module, for every model that FusedBackend does not compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

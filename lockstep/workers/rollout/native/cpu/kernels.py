@@ -5,8 +5,6 @@ Legend: N tokens, H query heads, K key heads, D size of a head. `pages` are a la
 float32 or bfloat16.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass

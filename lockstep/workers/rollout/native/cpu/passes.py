@@ -1,7 +1,5 @@
 """PassBackend: compute a pass, wait for it, look, and plan the next. How a pass is computed is left to backend.py and fused.py."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
