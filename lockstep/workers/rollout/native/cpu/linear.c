@@ -2,11 +2,12 @@
 //
 // A panel holds 2 * LANES output columns: for each input the weights of all these columns, side by side. A tile of up to TILE_ROWS rows
 // keeps its sums in registers and walks down the panel once; meanwhile the next panel is fetched from memory, so that a product with many
-// rows computes at full speed and one with few reads at full speed. A number of the result is one sum over the inputs in their order,
-// whatever the other rows are: it has the same bits in any batch.
+// rows computes at full speed and one with few reads at full speed. A number of the result is a sum of sums over BLOCK inputs in their
+// order, whatever the other rows are: it has the same bits in any batch, and rounds less than one long sum would.
 #include "vectors.h"
 
 #define PANEL (2 * LANES)
+#define BLOCK 128
 #define CHUNK (8 * TILE_ROWS)  // rows that stay in the cache while the panels go by
 
 enum { STORE, ADD, GATED };  // out = y (+ bias); out += y (+ bias); out = silu(first half of each panel) * second half
@@ -22,29 +23,34 @@ INLINE float silu(float x) {
 INLINE void tile(const int rows, const float *x, int64_t x_stride, const char *panel, const int half, int depth, const char *next,
                  int64_t pace, float *out) {
     const int bytes = PANEL * (half ? 2 : 4);
-    lanes sums[2 * TILE_ROWS];
-#pragma GCC unroll 24
-    for (int i = 0; i < 2 * rows; i++) sums[i] = (lanes){0};
+    memset(out, 0, rows * PANEL * sizeof(float));
 #pragma GCC unroll 1
-    for (int k = 0; k < depth; k++) {
-        lanes low, high;
-        if (half) {  // one 32-bit word holds a column of the first half of the panel and one of the second
-            const words both = *(const unaligned_words *)panel;
-            low = (lanes)(both << 16), high = (lanes)(both & 0xffff0000u);
-        } else {
-            low = load((const float *)panel), high = load((const float *)panel + LANES);
-        }
-        __builtin_prefetch(next, 0, 2);
-        __builtin_prefetch(next + 64, 0, 2);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            const float a = x[r * x_stride + k];
-            sums[2 * r] += a * low, sums[2 * r + 1] += a * high;
-        }
-        panel += bytes, next += pace;
-    }
+    for (int start = 0; start < depth; start += BLOCK) {
+        const int end = depth - start < BLOCK ? depth : start + BLOCK;
+        lanes sums[2 * TILE_ROWS];
 #pragma GCC unroll 24
-    for (int i = 0; i < 2 * rows; i++) store(out + i * LANES, sums[i]);
+        for (int i = 0; i < 2 * rows; i++) sums[i] = (lanes){0};
+#pragma GCC unroll 1
+        for (int k = start; k < end; k++) {
+            lanes low, high;
+            if (half) {  // one 32-bit word holds a column of the first half of the panel and one of the second
+                const words both = *(const unaligned_words *)panel;
+                low = (lanes)(both << 16), high = (lanes)(both & 0xffff0000u);
+            } else {
+                low = load((const float *)panel), high = load((const float *)panel + LANES);
+            }
+            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next + 64, 0, 2);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                const float a = x[r * x_stride + k];
+                sums[2 * r] += a * low, sums[2 * r + 1] += a * high;
+            }
+            panel += bytes, next += pace;
+        }
+#pragma GCC unroll 24
+        for (int i = 0; i < 2 * rows; i++) store(out + i * LANES, load(out + i * LANES) + sums[i]);
+    }
 }
 
 // What becomes of the sums y [rows, PANEL] of a tile.
