@@ -29,6 +29,8 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     dtype = compute_dtype(config.dtype, device)
     fast = device.type == "cuda" and dtype != torch.float32 and not config.use_torch_compile and install_fast_layers(module)
     lora = Lora(module, model, spec.head, spec.seed) if adapts else None
+    if lora is not None and decoder is not None:
+        lora.adapt(decoder)
     apply_recompute(module, spec.recompute(module, dtype, fast))
     if config.use_torch_compile:
         compile_layers(module)

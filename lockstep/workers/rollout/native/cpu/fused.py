@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
@@ -28,7 +29,7 @@ from lockstep.workers.rollout.native.cpu.kernels import (
     rotate,
     store,
 )
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.linears import PackedLinear, pack
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
 from lockstep.workers.rollout.native.family import is_fusable
@@ -47,8 +48,8 @@ def fused_library(module: PreTrainedModel) -> Library | None:
     elif module.dtype != torch.float32:
         return None
     parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in _linears(layer))]
-    # An adapter is a class of its own.
-    return library() if all(type(part) is nn.Linear for part in parts) else None
+    # Whatever changes how a layer computes is a class of its own.
+    return library() if all(type(part) in (nn.Linear, AdaptedLinear) for part in parts) else None
 
 
 def _linears(layer: Any) -> list[Any]:
@@ -66,11 +67,11 @@ class _Layer:
         attention = layer.self_attn
         q, k, v, o, gate, up, down = _linears(layer)
         self.input_norm, self.mlp_norm = _float(layer.input_layernorm), _float(layer.post_attention_layernorm)
-        self.qkv, self.out = PackedLinear(library, [q, k, v]), PackedLinear(library, [o])
+        self.qkv, self.out = pack(library, [q, k, v]), pack(library, [o])
         self.norms = _float(getattr(attention, "q_norm", None)), _float(getattr(attention, "k_norm", None))
         """Of queries and keys (Qwen3)."""
         self.variant = Variant(attention.scaling, sliding_window(module, attention))
-        self.gate_up, self.down = PackedLinear(library, [gate, up], gated=True), PackedLinear(library, [down])
+        self.gate_up, self.down = pack(library, [gate, up], gated=True), pack(library, [down])
 
 
 def _float(norm: Any) -> Any:

@@ -7,14 +7,23 @@ it is rearranged once; prepacked.py does it for models that the C functions do n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
 _STORE, _ADD, _GATED = range(3)
+
+
+class _Matrix(NamedTuple):
+    """A linear layer that is no module."""
+
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 class PackedLinear:
@@ -23,7 +32,7 @@ class PackedLinear:
     With `gated`, for two layers of the same size: x -> silu(first(x)) * second(x). A row's result has the same bits in any batch.
     """
 
-    def __init__(self, library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> None:
+    def __init__(self, library: Library, layers: Sequence[nn.Linear | _Matrix], gated: bool = False) -> None:
         weights = [layer.weight.detach() for layer in layers]
         assert all(weight.dtype == weights[0].dtype and weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
         self._library, self._gated, self._half = library, gated, weights[0].dtype == torch.bfloat16
@@ -56,6 +65,52 @@ class PackedLinear:
         sizes = (x.stride(0), out.stride(0), rows, depth, self.columns, int(self._half), mode)
         self._library.call("linear", x, self._panels, self._bias, out, *sizes)
         return out
+
+
+class AdaptedPacked:
+    """PackedLinear of layers of which some have adapters: x -> x (W + s B A)^T + bias, the adapters as they are beside the weights.
+
+    Adapters are packed in float32 whatever the weights are: they are small, and s is multiplied into B without rounding.
+    """
+
+    def __init__(self, library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> None:
+        self._base, self._gated = PackedLinear(library, layers), gated
+        adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear)]
+        self._down = PackedLinear(library, [_Matrix(layer.lora_A.detach().float()) for layer in adapted])
+        self._ups: list[tuple[slice, slice, PackedLinear]] = []
+        column = place = 0
+        for layer in layers:
+            if isinstance(layer, AdaptedLinear):
+                up = PackedLinear(library, [_Matrix(layer.lora_B.detach().float() * layer.scaling)])
+                rank = len(layer.lora_A)
+                self._ups.append((slice(column, column + layer.out_features), slice(place, place + rank), up))
+                place += rank
+            column += layer.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As PackedLinear."""
+        out = self._base(x)
+        self._add_adapters(out, x)
+        if self._gated:
+            first, second = out.chunk(2, dim=1)
+            out = F.silu(first) * second
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """As PackedLinear."""
+        self._base.add_to(out, x)
+        self._add_adapters(out, x)
+
+    def _add_adapters(self, out: Tensor, x: Tensor) -> None:
+        down = self._down(x)
+        for columns, part, up in self._ups:
+            up.add_to(out[:, columns], down[:, part])
+
+
+def pack(library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> PackedLinear | AdaptedPacked:
+    """The layers of one input, packed."""
+    kind = AdaptedPacked if any(isinstance(layer, AdaptedLinear) for layer in layers) else PackedLinear
+    return kind(library, layers, gated)
 
 
 def _halves(weights: Sequence[Tensor], lanes: int, gated: bool) -> Tensor:

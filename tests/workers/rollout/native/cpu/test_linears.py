@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.linears import PackedLinear, pack
 from lockstep.workers.rollout.native.cpu.prepacked import prepacked
 
 
@@ -93,3 +94,36 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_and_the_threads_are(com
         assert torch.equal(layer(x), expected)
     finally:
         torch.set_num_threads(1)
+
+
+def adapted(inputs: int, outputs: int, rank: int, bias: bool, dtype: torch.dtype) -> AdaptedLinear:
+    layer = AdaptedLinear(nn.Linear(inputs, outputs, bias=bias, dtype=dtype), rank, 1.25)
+    for name, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+        setattr(layer, name, nn.Parameter(0.2 * torch.randn(shape, dtype=dtype), requires_grad=False))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_adapters_are_added_as_they_are(compiled: Library, dtype: torch.dtype, gated: bool) -> None:
+    """Against float64; a layer without an adapter among them. A row has the same bits in any batch."""
+    torch.manual_seed(0)
+    layers: list[nn.Linear] = [adapted(96, 80, 3, not gated, dtype), adapted(96, 80, 16, False, dtype)]
+    if not gated:
+        layers.insert(1, nn.Linear(96, 40, dtype=dtype))
+    packed, x = pack(compiled, layers, gated), torch.randn(9, 96)
+
+    def plain(layer: nn.Linear) -> torch.Tensor:
+        out = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+        return out + layer.double().delta(x.double()) if isinstance(layer, AdaptedLinear) else out
+
+    want = [plain(layer) for layer in layers]
+    whole = F.silu(want[0]) * want[1] if gated else torch.cat(want, 1)
+    got = packed(x)
+    torch.testing.assert_close(got.double(), whole, atol=1e-4, rtol=1e-4)
+    assert torch.equal(packed(x[4:6]), got[4:6])
+    if not gated:
+        out = torch.ones_like(got)
+        packed.add_to(out, x)
+        torch.testing.assert_close(out.double(), 1 + whole, atol=1e-4, rtol=1e-4)
