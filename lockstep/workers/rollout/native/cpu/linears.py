@@ -7,7 +7,6 @@ it is rearranged once; prepacked.py does it for models that the C functions do n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,21 +18,19 @@ from lockstep.workers.rollout.native.cpu.kernels import Library
 _STORE, _ADD, _GATED = range(3)
 
 
-class _Matrix(NamedTuple):
-    """A linear layer that is no module."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
 class PackedLinear:
-    """x -> x W^T + bias, in float32, where W is the weights of `layers` one below the other; weights in float32 or bfloat16.
+    """x -> x W^T + bias, in float32, where W is the weights of `layers` one below the other; weights in float32 or bfloat16. Those in
+    float32 that bfloat16 holds exactly, as of a checkpoint that was written so, are packed in that: the result has the same bits.
+    Adapters beside the weights (LoRA) are packed with them, in float32.
 
     With `gated`, for two layers of the same size: x -> silu(first(x)) * second(x). A row's result has the same bits in any batch.
     """
 
-    def __init__(self, library: Library, layers: Sequence[nn.Linear | _Matrix], gated: bool = False) -> None:
-        weights = [layer.weight.detach() for layer in layers]
+    def __init__(self, library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> None:
+        whole = any(isinstance(layer, AdaptedLinear) for layer in layers)
+        weights = [_weight(layer, whole) for layer in layers]
+        if all(weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float()) for weight in weights):
+            weights = [weight.bfloat16() for weight in weights]  # the same numbers, and half of the memory to read
         assert all(weight.dtype == weights[0].dtype and weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
         self._library, self._gated, self._half = library, gated, weights[0].dtype == torch.bfloat16
         self.columns = len(weights[0]) if gated else sum(map(len, weights))
@@ -48,6 +45,16 @@ class PackedLinear:
                 for layer, w in zip(layers, weights, strict=True)
             ]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the panels, and of the bias or 0: for functions that read them while this object is there."""
+        return self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+
+    @property
+    def half(self) -> bool:
+        """Whether the weights are bfloat16."""
+        return self._half
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, inputs] float32 -> [N, columns]."""
@@ -67,50 +74,14 @@ class PackedLinear:
         return out
 
 
-class AdaptedPacked:
-    """PackedLinear of layers of which some have adapters: x -> x (W + s B A)^T + bias, the adapters as they are beside the weights.
-
-    Adapters are packed in float32 whatever the weights are: they are small, and s is multiplied into B without rounding.
-    """
-
-    def __init__(self, library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> None:
-        self._base, self._gated = PackedLinear(library, layers), gated
-        adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear)]
-        self._down = PackedLinear(library, [_Matrix(layer.lora_A.detach().float()) for layer in adapted])
-        self._ups: list[tuple[slice, slice, PackedLinear]] = []
-        column = place = 0
-        for layer in layers:
-            if isinstance(layer, AdaptedLinear):
-                up = PackedLinear(library, [_Matrix(layer.lora_B.detach().float() * layer.scaling)])
-                rank = len(layer.lora_A)
-                self._ups.append((slice(column, column + layer.out_features), slice(place, place + rank), up))
-                place += rank
-            column += layer.out_features
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """As PackedLinear."""
-        out = self._base(x)
-        self._add_adapters(out, x)
-        if self._gated:
-            first, second = out.chunk(2, dim=1)
-            out = F.silu(first) * second
-        return out
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """As PackedLinear."""
-        self._base.add_to(out, x)
-        self._add_adapters(out, x)
-
-    def _add_adapters(self, out: Tensor, x: Tensor) -> None:
-        down = self._down(x)
-        for columns, part, up in self._ups:
-            up.add_to(out[:, columns], down[:, part])
-
-
-def pack(library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> PackedLinear | AdaptedPacked:
-    """The layers of one input, packed."""
-    kind = AdaptedPacked if any(isinstance(layer, AdaptedLinear) for layer in layers) else PackedLinear
-    return kind(library, layers, gated)
+def _weight(layer: nn.Linear, whole: bool) -> Tensor:
+    """What is packed of a layer; `whole` in float32, with its adapter in it. That is no rounding that matters: the sums are float32 too."""
+    weight = layer.weight.detach()
+    if not whole:
+        return weight
+    if isinstance(layer, AdaptedLinear):
+        return torch.addmm(weight.float(), layer.lora_B.detach().float(), layer.lora_A.detach().float(), alpha=layer.scaling)
+    return weight.float()
 
 
 def _halves(weights: Sequence[Tensor], lanes: int, gated: bool) -> Tensor:

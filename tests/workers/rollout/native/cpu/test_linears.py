@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear, pack
+from lockstep.workers.rollout.native.cpu.linears import PackedLinear
 from lockstep.workers.rollout.native.cpu.prepacked import prepacked
 
 
@@ -96,6 +96,19 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_and_the_threads_are(com
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@torch.no_grad()
+def test_float32_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(compiled: Library, rows: int) -> None:
+    torch.manual_seed(0)
+    layer, other = nn.Linear(77, 50), nn.Linear(77, 50)
+    layer.weight.data = layer.weight.data.bfloat16().float()
+    x = torch.randn(rows, 77)
+    exact, whole = PackedLinear(compiled, [layer]), PackedLinear(compiled, [layer, other])
+    assert exact.half
+    assert not whole.half
+    assert torch.equal(exact(x), whole(x)[:, :50])
+
+
 def adapted(inputs: int, outputs: int, rank: int, bias: bool, dtype: torch.dtype) -> AdaptedLinear:
     layer = AdaptedLinear(nn.Linear(inputs, outputs, bias=bias, dtype=dtype), rank, 1.25)
     for name, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
@@ -106,13 +119,13 @@ def adapted(inputs: int, outputs: int, rank: int, bias: bool, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gated", [False, True])
 @torch.no_grad()
-def test_adapters_are_added_as_they_are(compiled: Library, dtype: torch.dtype, gated: bool) -> None:
+def test_adapters_are_packed_with_their_weights_in_float32(compiled: Library, dtype: torch.dtype, gated: bool) -> None:
     """Against float64; a layer without an adapter among them. A row has the same bits in any batch."""
     torch.manual_seed(0)
     layers: list[nn.Linear] = [adapted(96, 80, 3, not gated, dtype), adapted(96, 80, 16, False, dtype)]
     if not gated:
         layers.insert(1, nn.Linear(96, 40, dtype=dtype))
-    packed, x = pack(compiled, layers, gated), torch.randn(9, 96)
+    packed, x = PackedLinear(compiled, layers, gated), torch.randn(9, 96)
 
     def plain(layer: nn.Linear) -> torch.Tensor:
         out = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
