@@ -109,6 +109,7 @@ def test_a_draw_advances_live_rows_only_and_ends_at_limits_and_stops():
     rows.generated[:4] = torch.tensor([0, 4, 2, 2])
     rows.done[3] = STOPPED
     rows.stop[7] = 1
+    rows.stops[:4] = 1
     logits = torch.zeros(4, 100, device="cuda")
     logits[[0, 1, 2, 3], [5, 6, 7, 8]] = 1.0
     draw(logits, rows, 0)

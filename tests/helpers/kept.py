@@ -25,7 +25,8 @@ def kept_by_sort(row: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[T
     kept = among & ((above < top_p) | best | (top_p >= 1.0)) & (row >= ordered[0] + math.log(min_p or 1e-300))
     edge = ordered[0] + math.log(min_p or 1e-300)
     near = ((above - top_p).abs() < ROUNDING) & (top_p < 1.0) & ~best
-    return kept, near | ((row - edge).abs() < 1e-5)
+    # The sum of the largest logit and log(min_p) is rounded too.
+    return kept, near | ((row - edge).abs() < 1e-5 + 2**-22 * ordered[0].abs())
 
 
 def check_kept(kept: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) -> None:
