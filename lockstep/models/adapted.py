@@ -1,7 +1,7 @@
 """AdaptedLinear: a linear layer with its adapter beside it (LoRA), for a decoder that samples from what trains.
 
 Merged into half-precision weights, an adapter is rounded to their few bits, and the sampler differs from the trainer by far more than by
-the rounding of activations. Beside them it is what trains: W x + s B (A x).
+the rounding of activations. Beside them it is what trains: W x + s B (A x). (cpu/linears.py, whose copy is float32, puts the two together.)
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+BESIDE = ("cpu",)
+"""Devices on which a trainer's decoder has adapters beside its weights; on others they are merged into a copy of the weights."""
 
 
 class AdaptedLinear(nn.Linear):

@@ -68,8 +68,7 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
         not args and cos.shape[-1] == size and size & (size - 1) == 0 and cos.stride() == sin.stride()
         and hidden_states.shape[0] == 1 and hidden_states.shape[-1] <= _LARGEST_NORM
         and kwargs.get("past_key_values") is None and attention.config._attn_implementation == PACKED
-        and not any(isinstance(linear.weight, DTensor) for linear in linears) and _is_gated(layer.mlp)
-        and (linears[3].bias is None or not _plain(linears))
+        and _plain(linears) and linears[3].bias is None and _is_gated(layer.mlp)
     )  # fmt: skip
     weight = layer.input_layernorm.weight
     if not (usual and _fits(weight)):
@@ -78,10 +77,7 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
 
     norm, second = layer.input_layernorm, layer.post_attention_layernorm
     h, x = SplitNormalise.apply(hidden_states.squeeze(0).float(), norm.weight, norm.variance_epsilon)
-    if plain := _plain(linears):
-        projected = Project.apply(x, *(p for linear in linears[:3] for p in (linear.weight, linear.bias)))
-    else:  # adapters compute what they add
-        projected = [linear(x) for linear in linears[:3]]
+    projected = Project.apply(x, *(p for linear in linears[:3] for p in (linear.weight, linear.bias)))
     q, k, v = (y.view(1, len(x), -1, size) for y in projected)
     if isinstance(layer, Qwen3DecoderLayer):
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -92,8 +88,7 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
     out, _ = packed_attention(
         attention, q, k, v.transpose(1, 2), None, layout=kwargs["layout"], scaling=attention.scaling, sliding_window=window
     )
-    out = out.squeeze(0).flatten(1)
-    h = AddProduct.apply(h, out, linears[3].weight) if plain else h + linears[3](out)
+    h = AddProduct.apply(h, out.squeeze(0).flatten(1), linears[3].weight)
     h, x = SplitNormalise.apply(h, second.weight, second.variance_epsilon)
     return layer.mlp(x, residual=h)[None]
 
