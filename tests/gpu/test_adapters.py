@@ -69,7 +69,7 @@ def gap(path, model, save=None):
     """Mean difference of sampler and trainer in bfloat16, with adapters that do something; saves the model that they make."""
     spec = EngineSpec(
         model=ModelConfig(path=path, **model), head=Head.LANGUAGE_MODEL, optim=OptimConfig(), total_updates=1,
-        device=torch.device("cuda"), seed=7, decoder_attention=CACHED,
+        device=torch.device("cuda", 0), seed=7, decoder_attention=CACHED,
     )  # fmt: skip
     choice = EngineChoice("fsdp2")
     choice.fsdp_config.dtype = "bfloat16"
