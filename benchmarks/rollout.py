@@ -2,11 +2,13 @@
 
     python -m benchmarks.rollout --engine native --shape 1.5b --load fixed gsm8k_like long_tail
     python -m benchmarks.rollout --engine native hf --shape tiny --device cpu --load fixed --prompts 2
+    python -m benchmarks.rollout --load fixed --filter "" top_p=0.95 top_k=50,min_p=0.05 repetition_penalty=1.1
 
 Random weights of a real shape (--shape), or a model folder (--model). Response lengths are forced: nothing stops, each request has its own
 limit; log-probs are always returned. A rate is that of the fastest of --repeats runs after the first; the first one, which compiles and
 captures, is shown apart. --trainer-check N compares the sampler's log-probs of N responses of the first load with the training
-engine's. One table is printed, and benchmarks/results/rollout_*.json written.
+engine's. With --filter, every load is measured with each of these ways to sample; with --lora from adapters beside the weights.
+One table is printed, and benchmarks/results/rollout_*.json written.
 """
 
 from __future__ import annotations
@@ -20,17 +22,20 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from benchmarks.workload import LOADS, SHAPES, Load
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.models.adapted import AdaptedLinear, adapt
 from lockstep.models.attention import PACKED
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
@@ -46,6 +51,8 @@ RESULTS = Path(__file__).parent / "results"
 SEED = 0
 
 Generate = Callable[[Load], list[Completion]]
+Make = Callable[[dict[str, Any]], Generate]
+"""Generation with these sampling parameters."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,18 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, starts = [], {}
     for engine in options.engine:
         start = time.perf_counter()
-        generate = _vllm(model, options) if engine == "vllm" else _lockstep(engine, model, options)
-        generate(Load([[1, 2, 3]], [1]))
+        make = _vllm(model, options) if engine == "vllm" else _lockstep(engine, model, options)
+        make({})(Load([[1, 2, 3]], [1]))
         starts[engine] = round(time.perf_counter() - start, 2)
         print(f"{engine}: {starts[engine]} s from a loaded model to the first token", flush=True)
         for name in options.load:
             sizes = {"num_prompts": options.prompts, "n": options.n}
             load = LOADS[name](**{size: value for size, value in sizes.items() if value})
-            check = options.trainer_check if name == options.load[0] else 0
-            rows.append({"engine": engine, "load": name} | _measure(generate, load, options.repeats, model, check))
-            print(_line(rows[-1]), flush=True)
-            # After each: a run that is cut off has what it has measured.
-            file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
+            for filtered in options.filter:
+                check = options.trainer_check if not rows else 0
+                measured = _measure(make(_filter(filtered)), load, options.repeats, model, check)
+                rows.append({"engine": engine, "load": name, "filter": filtered} | measured)
+                print(_line(rows[-1]), flush=True)
+                # After each: a run that is cut off has what it has measured.
+                file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
     print("\n" + "\n".join([_line(None), *map(_line, rows)]))
 
 
@@ -93,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
         "--generic-layers", action="store_true", help="the native engine's way for all families, also where it has fused layers"
     )
     parser.add_argument("--batch-invariant", action="store_true", help="tokens and log-probs bitwise the same in any batch")
+    parser.add_argument("--filter", nargs="+", default=[""], help='sampling parameters, such as top_p=0.9,top_k=50; "" for none')
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="decode with adapters beside every linear layer but the head"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--name", help="middle part of the result file's name, instead of the shape")
     return parser
@@ -112,7 +125,7 @@ def _model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
     return model.eval()
 
 
-def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) -> Generate:
+def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) -> Make:
     config = RolloutConfig(
         name=name,
         max_num_seqs=options.max_num_seqs,
@@ -125,8 +138,23 @@ def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) ->
 
         backend.is_fusable = lambda module: False
     attention = {"native": "lockstep_cached", "hf": "sdpa"}[name]
-    engine = make_rollout(share_structure(model, attention), config, pad_token_id=0)
-    return lambda load: engine.generate(_requests(load), _sampling(load))
+    module = share_structure(model, attention)
+    if options.lora:
+        _adapt(module, options.lora)
+    engine = make_rollout(module, config, pad_token_id=0)
+    return lambda filtered: lambda load: engine.generate(_requests(load), _sampling(load, filtered))
+
+
+def _adapt(module: PreTrainedModel, rank: int) -> None:
+    """Random adapters, as training would leave them, beside every linear layer but the head."""
+    head = module.get_output_embeddings()
+    named = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head}
+    adapt(module, {name: SimpleNamespace(r={"default": rank}, scaling={"default": 1.0}) for name in named})
+    for part in module.modules():
+        if isinstance(part, AdaptedLinear):
+            like = {"dtype": part.weight.dtype, "device": part.weight.device}
+            part.lora_A = nn.Parameter(torch.randn(rank, part.in_features, **like) / part.in_features**0.5, requires_grad=False)
+            part.lora_B = nn.Parameter(0.01 * torch.randn(part.out_features, rank, **like), requires_grad=False)
 
 
 def _requests(load: Load) -> list[Request]:
@@ -138,11 +166,17 @@ def _requests(load: Load) -> list[Request]:
     return requests
 
 
-def _sampling(load: Load) -> SamplingParams:
-    return SamplingParams(temperature=1.0, max_tokens=max(load.lengths), stop_token_ids=(), seed=SEED)
+def _filter(text: str) -> dict[str, Any]:
+    """top_p=0.9,top_k=50 as arguments of SamplingParams, which names what is wrong with them."""
+    pairs = [part.split("=") for part in text.split(",") if part]
+    return {name: int(value) if name == "top_k" else float(value) for name, value in pairs}
 
 
-def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Generate:
+def _sampling(load: Load, filtered: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0} | filtered, max_tokens=max(load.lengths), stop_token_ids=(), seed=SEED)
+
+
+def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Make:
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
     config = RolloutConfig(
@@ -152,7 +186,7 @@ def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Generate:
         gpu_memory_utilization=options.memory,
     )
     engine = start_rollout(ModelConfig(path=folder), config, 0, model.device, model.dtype)
-    return lambda load: engine.generate(_requests(load), _sampling(load))
+    return lambda filtered: lambda load: engine.generate(_requests(load), _sampling(load, filtered))
 
 
 def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedModel, check: int) -> dict[str, Any]:
@@ -208,12 +242,12 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
 def _line(row: dict[str, Any] | None) -> str:
     if row is None:
         names = f"{'engine':8}{'load':12}{'requests':>9}{'tokens':>9}{'first run s':>13}{'best run s':>12}{'tokens/s':>10}"
-        return names + "  |sampler - trainer|"
+        return names + "  |sampler - trainer|, filter"
     check = row.get("trainer_log_prob_difference", {})
     told = f"mean {check['mean']:.4f}, max {check['max']:.3f}" if check else "-"
     return (
         f"{row['engine']:8}{row['load']:12}{row['requests']:9}{row['tokens']:9}{row['first_run_s']:13.2f}"
-        f"{min(row['runs_s']):12.3f}{row['tokens_per_s']:10}  {told}"
+        f"{min(row['runs_s']):12.3f}{row['tokens_per_s']:10}  {told}  {row['filter']}"
     )
 
 

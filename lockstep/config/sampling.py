@@ -15,9 +15,9 @@ class SamplingParams:
     temperature: float
     """Divides the logits; 0 takes the most likely token."""
     top_k: int = -1
-    """Keep the k most likely tokens; -1 keeps all."""
+    """Keep the k most likely tokens, and those as likely as the last of them; -1 keeps all."""
     top_p: float = 1.0
-    """Keep the most likely tokens that hold this much probability; 1 keeps all."""
+    """Keep the most likely tokens that hold this much probability, and those as likely as the last of them; 1 keeps all."""
     min_p: float = 0.0
     """Keep the tokens that have at least this share of the most likely one's probability; 0 keeps all."""
     repetition_penalty: float = 1.0

@@ -2,7 +2,8 @@
 
 An adapted layer computes W x + s B (A x) with s = lora_alpha / lora_rank. A [r, in] is drawn uniformly from +-1/sqrt(in), B [out, r]
 starts at 0, so that training starts from the model; or both come from a folder that peft wrote (model.lora_adapter_path). Outside the
-engine nobody knows: exported weights are W + s B A under their Hugging Face names. A value or score head is trained whole.
+engine and its decoder (adapted.py) nobody knows: exported weights are W + s B A under their Hugging Face names. A value or score head is
+trained whole.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from lockstep.config.adapter import ADAPTER_WEIGHTS, read_adapter
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError, MissingExtra
+from lockstep.models.adapted import adapt
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
 
@@ -93,6 +95,10 @@ class Lora:
                 base = down = None
             else:
                 yield base_name(name), tensor
+
+    def adapt(self, decoder: nn.Module) -> None:
+        """Give a plain tree of modules over the same model the adapters too; `adapted.unmerged` names its weights."""
+        adapt(decoder, self._layers)
 
     @contextmanager
     def off(self) -> Iterator[None]:

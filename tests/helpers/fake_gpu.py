@@ -20,6 +20,7 @@ from transformers import PreTrainedModel  # noqa: F401  (before the stub: what i
 from helpers.fake_model import VOCABULARY, FakeModel
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.pages import CacheShape
+from lockstep.workers.rollout.sampling import keep_likely
 
 __all__ = ["FakeDecoder", "fake_gpu", "make_gpu", "short_prefill"]
 
@@ -52,6 +53,7 @@ def _stub_triton() -> Iterator[None]:
 with _stub_triton():
     from lockstep.workers.rollout.native.gpu import backend, loop, runner, short_prefill
     from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
+    from lockstep.workers.rollout.native.gpu.filters import Filter
     from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, STOPPED, TOO_LONG, RowState
 
 
@@ -98,20 +100,37 @@ class FakeDecoder:
         pass
 
 
-def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = None, normaliser: Tensor | None = None) -> None:
+def penalised(scaled: Tensor, rows: RowState, row: int) -> Tensor:
+    """gpu/filters.py's penalties in plain PyTorch."""
+    assert rows.seen is not None
+    assert rows.counts is not None
+    here, counts = slice(row, row + 1), rows.counts[row]
+    repetition, presence, frequency, inverse = (
+        rows.option(name, here)[0]
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "inverse_temperature")
+    )
+    scaled = torch.where(rows.seen[row], torch.where(scaled > 0, scaled / repetition, scaled * repetition), scaled)
+    return scaled - (presence * (counts > 0) + frequency * counts) * inverse
+
+
+def draw(logits: Tensor, rows: RowState, first: int, kind: Filter | None = None) -> None:
     """gpu/draw.py in plain PyTorch, row by row."""
     for line in range(len(logits)):
         row = first + line
         if rows.done[row] != RUNNING:
             continue
-        scaled = logits[line] * rows.inverse_temperature[row]
-        source = scaled if kept is None else kept[line] * rows.inverse_temperature[row]
+        scaled = source = logits[line] * rows.inverse_temperature[row]
+        if kind is not None and kind.penalises:
+            source = penalised(scaled, rows, row)
+        if kind is not None and kind.truncates:
+            options = (rows.option(name, slice(row, row + 1)) for name in ("top_k", "top_p", "min_p"))
+            source = keep_likely(source[None], *options)[0]
         place = rows.generated[row : row + 1].long()
         number = place + rows.position[row]
         ends = source.double().softmax(-1).cumsum(-1)
         token = int(torch.searchsorted(ends, uniforms(rows.key[row : row + 1], number).double() * ends[-1], right=True))
         token = int(source.argmax()) if rows.greedy[row] else min(token, len(source) - 1)
-        log_prob = scaled[token] - (scaled.logsumexp(-1) if normaliser is None else normaliser[line])
+        log_prob = scaled[token] - scaled.logsumexp(-1)
         rows.out_tokens[row, place % RING], rows.out_log_probs[row, place % RING] = token, log_prob
         rows.token[row] = token
         rows.context[row] += 1

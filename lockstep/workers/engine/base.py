@@ -121,6 +121,10 @@ class TrainEngine(SavedEngine):
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Context in which backward passes do (or do not) reduce gradients over the ranks."""
 
+    def decoder_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in `decoder`, whole tensor), otherwise as export_weights; adapters (LoRA) come as they train."""
+        return self.export_weights()
+
     def adapter_off(self) -> AbstractContextManager[None]:
         """Context in which the model is the one that training started from. For an engine that trains adapters beside it (LoRA)."""
         raise AssertionError("this engine trains the model itself, so the one it started from is gone")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -92,31 +91,32 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     return (chunk * _CHUNK + place).squeeze(-1).clamp(max=vocabulary - 1)
 
 
-def keep_likely(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Logits at the sampling temperature, -inf where top-k, then top-p, then min-p drop the token."""
-    if top_k > 0 and top_k < logits.shape[-1]:
-        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    if top_p < 1.0:
-        ordered, index = logits.sort(dim=-1, descending=True)
-        probs = ordered.softmax(-1)
-        # A token stays when the likelier ones hold less than top_p; the likeliest always stays.
-        dropped = (probs.cumsum(-1) - probs) >= top_p
-        dropped[:, 0] = False
-        logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), -torch.inf)
-    if min_p > 0.0:
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
-    return logits
+def keep_likely(logits: Tensor, top_k: int | Tensor, top_p: float | Tensor, min_p: float | Tensor) -> Tensor:
+    """Logits at the sampling temperature, -inf where top-k, then top-p, then min-p drop the token.
 
-
-def keep_likely_each(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`keep_likely` with parameters of each row, [rows, 1] each; a top-k below 1 keeps all."""
+    A parameter may be [rows, 1], one number for each row; a top-k below 1 keeps all. A token stays when fewer than top_k tokens are
+    likelier, when the likelier ones of these hold less than top_p of their probability, and when it has min_p of the likeliest one's.
+    So equally likely tokens stay or go together, and the likeliest always stay.
+    """
     vocabulary = logits.shape[-1]
-    ordered, index = logits.sort(dim=-1, descending=True)
-    last = torch.where(top_k < 1, vocabulary, top_k).clamp(max=vocabulary).long() - 1
-    smallest = ordered.gather(-1, last)
-    probs = ordered.masked_fill(ordered < smallest, -torch.inf).softmax(-1)
-    dropped = ((probs.cumsum(-1) - probs) >= top_p) & (top_p < 1.0)
-    dropped[:, 0] = False
-    dropped |= (ordered < smallest) | (ordered < ordered[:, :1] + torch.log(min_p))
-    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), -torch.inf)
+    peak = logits.amax(-1, keepdim=True)
+    top_k, top_p, min_p = (torch.as_tensor(x, device=logits.device).expand(len(logits), 1) for x in (top_k, top_p, min_p))
+    cut = torch.full_like(peak, -torch.inf)
+    limits = (top_k > 0) & (top_k < vocabulary)
+    if limits.any():
+        most = int(torch.where(limits, top_k, 1).max())
+        last = logits.topk(most).values.gather(-1, top_k.clamp(1, most).long() - 1)
+        cut = torch.where(limits, last, cut)
+    limits = top_p < 1.0
+    if limits.any():
+        weights = torch.where(logits >= cut, torch.exp(logits - peak), 0.0)
+        # Tokens with less than (1 - top_p) / vocabulary of the likeliest one's weight hold less than 1 - top_p together: they go unsorted.
+        hopeless = peak + torch.log((1.0 - top_p) / vocabulary).float() - 0.01
+        most = max(1, int(((logits >= hopeless) & (logits >= cut) & limits).sum(-1).max()))
+        ordered, index = logits.topk(most)
+        held = weights.gather(-1, index).double()
+        stays = held.cumsum(-1) - held < (top_p * weights.double().sum(-1, keepdim=True)).clamp(min=1e-30)
+        last = ordered.gather(-1, (stays.sum(-1, keepdim=True) - 1).clamp(min=0))
+        cut = torch.where(limits, torch.maximum(cut, last), cut)
+    cut = torch.maximum(cut, peak + torch.log(min_p.float()))
+    return logits.masked_fill(logits < cut, -torch.inf)

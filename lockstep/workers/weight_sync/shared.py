@@ -1,6 +1,6 @@
 """Shared: the decoder's parameters are the trainer's own tensors. Nothing is copied on one rank in one precision.
 
-Where they cannot be the same tensors (shards on several ranks, a lower precision for generation, adapters that are merged) whole tensors
+Where they cannot be the same tensors (shards on several ranks, a lower precision for generation) whole tensors
 are made for the time of one generation and dropped after it. On one GPU such a copy stays, and is written anew for each generation:
 captured graphs hold its addresses.
 """
@@ -29,8 +29,8 @@ class Exporter(Protocol):
     def decoder(self) -> PreTrainedModel | None:
         """A plain module of the same model."""
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor)."""
+    def decoder_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in `decoder`, whole tensor)."""
 
 
 class SharedWeights:
@@ -53,7 +53,7 @@ class SharedWeights:
     def borrowed(self) -> Iterator[int]:
         """Inside, the decoder has the engine's present weights; gives the number of bytes that had to be copied for it."""
         copied = 0
-        for name, tensor in self._engine.export_weights():
+        for name, tensor in self._engine.decoder_weights():
             if self.keeps_copy and name in self._slots:
                 copied += self._write(name, tensor)
                 continue
@@ -68,7 +68,7 @@ class SharedWeights:
                 self._drop()
 
     def _needs_copy(self) -> bool:
-        weights = self._engine.export_weights
+        weights = self._engine.decoder_weights
         return self._engine_copies or any(tensor.is_floating_point() and tensor.dtype != self._dtype for _, tensor in weights())
 
     def _write(self, name: str, tensor: Tensor) -> int:

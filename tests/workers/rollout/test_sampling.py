@@ -1,7 +1,9 @@
 import math
+import random
 
 import pytest
 import torch
+from helpers.kept import check_kept, draw_options, odd_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -71,6 +73,26 @@ def test_top_k_and_top_p_keep_exactly_the_right_tokens(seed: int, top_k: int, to
     torch.testing.assert_close(counted, share, atol=1e-3, rtol=0)
     # The log-prob is that of the whole distribution, whatever was kept.
     torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1)[tokens], atol=1e-6, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), vocabulary=st.sampled_from([1, 2, 7, 300]))
+def test_what_is_kept_is_what_a_whole_sort_in_float64_keeps(seed: int, vocabulary: int) -> None:
+    """Every odd row, with parameters of its own and with the same for all."""
+    rng = random.Random(seed)
+    rows = list(odd_rows(vocabulary, seed).values())
+    options = [draw_options(rng, vocabulary) for _ in rows]
+    columns = [torch.tensor(column)[:, None] for column in zip(*options, strict=True)]
+    for row, kept, own in zip(rows, sampling.keep_likely(torch.stack(rows), *columns), options, strict=True):
+        check_kept(kept > -torch.inf, row, *own)
+    for row, kept in zip(rows, sampling.keep_likely(torch.stack(rows), *options[0]), strict=True):
+        check_kept(kept > -torch.inf, row, *options[0])
+
+
+def test_equally_likely_tokens_stay_together() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0]])
+    for options in ((2, 1.0, 0.0), (-1, 0.5, 0.0)):
+        assert (sampling.keep_likely(logits, *options) > -torch.inf).tolist() == [[True, True, True, False, True]]
 
 
 def test_a_token_without_probability_is_never_drawn_at_either_end() -> None:

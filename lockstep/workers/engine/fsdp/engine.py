@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
 from lockstep.errors import DataError
+from lockstep.models import adapted
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
@@ -71,7 +72,8 @@ class FSDPEngine(TrainEngine):
         if optim is None:
             module.requires_grad_(False)
         self._lora = lora
-        self.exports_copies = lora is not None or config.param_offload is True
+        self._merges = lora is not None and device.type not in adapted.BESIDE
+        self.exports_copies = self._merges or config.param_offload is True
         if lora is not None:
             for name, value in lora.values.items() if source is None else ():
                 module.get_parameter(name).data.copy_(value)
@@ -131,9 +133,16 @@ class FSDPEngine(TrainEngine):
             move_state(optimizer, torch.device("cpu"))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._exported(adapted.unmerged if self._lora is None else self._lora.merged)
+
+    def decoder_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.export_weights() if self._merges else self._exported(adapted.unmerged)
+
+    def _exported(
+        self, named: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
+    ) -> Iterator[tuple[str, Tensor]]:
         with self.on_device():
-            tensors = sharded_model.whole_tensors(self.module)
-            for name, tensor in tensors if self._lora is None else self._lora.merged(tensors):
+            for name, tensor in named(sharded_model.whole_tensors(self.module)):
                 # The memory of an offloaded weight is gone by the time it is used.
                 yield name, tensor if self._offload is None else tensor.clone()
 

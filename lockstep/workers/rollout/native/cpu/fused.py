@@ -15,24 +15,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
 from lockstep.workers.rollout.native.cpu.kernels import (
     Library,
     Pages,
-    attend,
     attention_blocks,
     draw,
     rms_norm,
-    rotate,
-    store,
 )
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
+from lockstep.workers.rollout.native.cpu.whole import WholePass
 from lockstep.workers.rollout.native.family import is_fusable
-from lockstep.workers.rollout.native.pages import CacheShape
+from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 from lockstep.workers.rollout.native.scheduler import Sample
 
 
@@ -47,8 +46,8 @@ def fused_library(module: PreTrainedModel) -> Library | None:
     elif module.dtype != torch.float32:
         return None
     parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in _linears(layer))]
-    # An adapter is a class of its own.
-    return library() if all(type(part) is nn.Linear for part in parts) else None
+    # Whatever changes how a layer computes is a class of its own.
+    return library() if all(type(part) in (nn.Linear, AdaptedLinear) for part in parts) else None
 
 
 def _linears(layer: Any) -> list[Any]:
@@ -95,6 +94,8 @@ class FusedBackend(PassBackend):
         self._heads: int = module.config.num_attention_heads
         self._eps: float = module.config.rms_norm_eps
         self._layers: list[_Layer] = []
+        self._whole: tuple[KVCache, WholePass] | None = None
+        """The pages, and what computes all layers over them: it has their addresses."""
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -106,7 +107,7 @@ class FusedBackend(PassBackend):
         try:
             yield
         finally:
-            self._layers = []
+            self._layers, self._whole = [], None
             del self._head, self._norm, self._angles
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
@@ -117,15 +118,10 @@ class FusedBackend(PassBackend):
         blocks = attention_blocks(batch.query_lens, batch.context_lens.tolist(), self._heads // kv_heads)
         model: Any = self.module.model
         hidden = model.embed_tokens(batch.input_ids).float()
-        for number, layer in enumerate(self._layers):
-            pages = Pages(*self._cache.layer(number))
-            qkv = layer.qkv(rms_norm(lib, hidden, layer.input_norm, self._eps)).view(len(hidden), -1, dim)
-            rotate(lib, qkv[:, : self._heads + kv_heads], self._heads, angles, batch.positions, layer.norms, self._eps)
-            query, key, value = qkv.split([self._heads, kv_heads, kv_heads], dim=1)
-            store(lib, key, value, batch.slots, pages)
-            seen = attend(lib, query, pages, batch.page_table, blocks, layer.variant)
-            layer.out.add_to(hidden, seen.flatten(1))
-            layer.down.add_to(hidden, layer.gate_up(rms_norm(lib, hidden, layer.mlp_norm, self._eps)))
+        if self._whole is None or self._whole[0] is not self._cache:
+            pages = [Pages(*self._cache.layer(number)) for number in range(len(self._layers))]
+            self._whole = self._cache, WholePass(lib, self._layers, pages, (self._heads, kv_heads, dim), self._eps)
+        self._whole[1](hidden, angles, batch, blocks)
         return self._head(rms_norm(lib, hidden[logits_at], self._norm, self._eps))
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:

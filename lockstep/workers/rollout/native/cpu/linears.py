@@ -12,19 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
 _STORE, _ADD, _GATED = range(3)
 
 
 class PackedLinear:
-    """x -> x W^T + bias, in float32, where W is the weights of `layers` one below the other; weights in float32 or bfloat16.
+    """x -> x W^T + bias, in float32, where W is the weights of `layers` one below the other; weights in float32 or bfloat16. Those in
+    float32 that bfloat16 holds exactly, as of a checkpoint that was written so, are packed in that: the result has the same bits.
+    Adapters beside the weights (LoRA) are packed with them, in float32.
 
     With `gated`, for two layers of the same size: x -> silu(first(x)) * second(x). A row's result has the same bits in any batch.
     """
 
     def __init__(self, library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> None:
-        weights = [layer.weight.detach() for layer in layers]
+        whole = any(isinstance(layer, AdaptedLinear) for layer in layers)
+        weights = [_weight(layer, whole) for layer in layers]
+        if all(weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float()) for weight in weights):
+            weights = [weight.bfloat16() for weight in weights]  # the same numbers, and half of the memory to read
         assert all(weight.dtype == weights[0].dtype and weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
         self._library, self._gated, self._half = library, gated, weights[0].dtype == torch.bfloat16
         self.columns = len(weights[0]) if gated else sum(map(len, weights))
@@ -39,6 +45,16 @@ class PackedLinear:
                 for layer, w in zip(layers, weights, strict=True)
             ]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the panels, and of the bias or 0: for functions that read them while this object is there."""
+        return self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+
+    @property
+    def half(self) -> bool:
+        """Whether the weights are bfloat16."""
+        return self._half
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, inputs] float32 -> [N, columns]."""
@@ -56,6 +72,16 @@ class PackedLinear:
         sizes = (x.stride(0), out.stride(0), rows, depth, self.columns, int(self._half), mode)
         self._library.call("linear", x, self._panels, self._bias, out, *sizes)
         return out
+
+
+def _weight(layer: nn.Linear, whole: bool) -> Tensor:
+    """What is packed of a layer; `whole` in float32, with its adapter in it. That is no rounding that matters: the sums are float32 too."""
+    weight = layer.weight.detach()
+    if not whole:
+        return weight
+    if isinstance(layer, AdaptedLinear):
+        return torch.addmm(weight.float(), layer.lora_B.detach().float(), layer.lora_A.detach().float(), alpha=layer.scaling)
+    return weight.float()
 
 
 def _halves(weights: Sequence[Tensor], lanes: int, gated: bool) -> Tensor:

@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.adapted import AdaptedLinear
+
 _SMALLEST = 128 * 128
 """Weights with fewer numbers are left alone: the call costs more than it saves."""
 _TYPICAL_ROWS = 64
@@ -21,10 +23,10 @@ _MOST_ROWS = 128
 def prepacked(module: nn.Module) -> Iterator[int]:
     """Inside, the linear layers of a CPU module use prepacked copies of their weights; gives the bytes of these copies.
 
-    Weights that change inside are not seen. Layers of another class than nn.Linear, of another type than float32 or bfloat16, and modules
-    on another device are left as they are.
+    Weights that change inside are not seen. Layers of other classes than nn.Linear and AdaptedLinear, of other types
+    than float32 and bfloat16, and modules on another device are left as they are.
     """
-    linears = [layer for layer in module.modules() if type(layer) is nn.Linear and _can_be_packed(layer.weight)]
+    linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _can_be_packed(layer)]
     layers = linears if torch.backends.mkldnn.is_available() else []
     packed: dict[int, Tensor] = {}
     for layer in layers:
@@ -39,11 +41,16 @@ def prepacked(module: nn.Module) -> Iterator[int]:
             del layer.forward
 
 
-def _can_be_packed(weight: Tensor) -> bool:
+def _can_be_packed(layer: nn.Linear) -> bool:
+    if type(layer) not in (nn.Linear, AdaptedLinear):
+        return False
+    weight = layer.weight
     return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() >= _SMALLEST
 
 
 def _linear(layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
     if x.numel() > _MOST_ROWS * x.shape[-1]:
-        return nn.functional.linear(x, layer.weight, layer.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")
+        out = nn.functional.linear(x, layer.weight, layer.bias)
+    else:
+        out = torch.ops.mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")
+    return out + layer.delta(x) if isinstance(layer, AdaptedLinear) else out

@@ -6,26 +6,17 @@ The rule and the random number are those of `rollout/sampling.py`: the token is 
 the vocabulary, passes the uniform number of (request key, place in the response). The sum is taken in another order (chunks of 4,096), so
 a uniform within rounding of a border may fall on its other side; nothing depends on the other rows.
 
-Where not all tokens may be drawn (top-k, top-p, min-p, penalties), plain torch inside the captured step says which. It sorts the
-vocabulary or walks over it several times, so a step with a filter is slower than one without.
+`filters.py` says which tokens may be drawn where not all may.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.native.gpu.rows import RING, RUNNING, RowState
-from lockstep.workers.rollout.sampling import keep_likely, keep_likely_each
-
-Filter = Callable[[Tensor, RowState, int], tuple[Tensor, Tensor]]
-"""(logits, rows, first row) -> (logits of the tokens that may be drawn, log-sum-exp of all): see `draw`."""
+from lockstep.workers.rollout.native.gpu.filters import Filter, Kept, chunk_sums, keep
+from lockstep.workers.rollout.native.gpu.rows import RING, RowState
 
 
 def chunk_size(vocabulary: int) -> int:
@@ -38,33 +29,28 @@ def num_chunks(vocabulary: int) -> int:
     return triton.cdiv(vocabulary, chunk_size(vocabulary))
 
 
-def draw(logits: Tensor, rows: RowState, first: int, *, kept: Tensor | None = None, normaliser: Tensor | None = None) -> None:
+def draw(logits: Tensor, rows: RowState, first: int, kind: Filter | None = None) -> None:
     """One token for each of the rows `first`..., from `logits` [count, vocabulary] float32; writes it into `rows`.
 
-    With `kept` (the logits of the tokens that may be drawn, -inf for the others) the token is drawn from that, and its log-prob stays
-    that of the whole distribution, whose log-sum-exp at the temperature is `normaliser` [count].
+    With a filter the token is drawn from what it keeps, and its log-prob stays that of the whole distribution.
     """
     count, vocabulary = logits.shape
+    assert logits.stride(1) == 1
     chunk, chunks = chunk_size(vocabulary), num_chunks(vocabulary)
-    source = logits if kept is None else kept
-    assert source.stride(1) == logits.stride(1) == 1
-    _chunk_sums[(count, chunks)](
-        source,
-        rows.chunk_max,
-        rows.chunk_sum,
-        rows.inverse_temperature,
-        vocabulary,
-        source.stride(0),
-        chunks,
-        first,
-        CHUNK=chunk,
-        num_warps=4,
-    )
+    if kind is None:
+        chunk_sums[(count, chunks)](
+            logits, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature, vocabulary, logits.stride(0), chunks, first,
+            CHUNK=chunk, num_warps=4,
+        )  # fmt: skip
+        kept = Kept(logits, rows.chunk_max, rows.chunk_max, rows.chunk_sum)
+    else:
+        kept = keep(logits, rows, first, kind, chunk)
     _pick[(count,)](
-        source, logits, rows.chunk_max if normaliser is None else normaliser, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature,
+        kept.logits, logits, kept.cut, rows.chunk_max, rows.chunk_sum, kept.chunk_max, kept.chunk_sum, rows.inverse_temperature,
         rows.greedy, rows.stop, rows.stops, rows.key, rows.position, rows.limit, rows.token, rows.context, rows.generated, rows.done,
-        rows.out_tokens, rows.out_log_probs, vocabulary, source.stride(0), logits.stride(0), chunks, first,
-        CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), WIDTH=RING, FILTERED=kept is not None, num_warps=8,
+        rows.out_tokens, rows.out_log_probs, vocabulary, kept.logits.stride(0), logits.stride(0), chunks, first,
+        CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), WIDTH=RING, FILTERED=kind is not None,
+        CUTS=kind is not None and kind.truncates, SCALED=kind is not None and kind.penalises, num_warps=8,
     )  # fmt: skip
 
 
@@ -78,67 +64,6 @@ def keep_top(logits: Tensor, rows: RowState, first: int) -> None:
     place = (rows.generated[here] % RING).long()[:, None, None].expand(-1, 1, ids.shape[1])
     rows.top_ids[here].scatter_(1, place, ids[:, None].int())
     rows.top_log_probs[here].scatter_(1, place, (values - scaled.logsumexp(-1, keepdim=True))[:, None])
-
-
-def make_filter(sampling: SamplingParams) -> Filter | None:
-    """The filter of these parameters; None where every token may be drawn as it is likely."""
-    if not sampling.truncates and not sampling.penalises:
-        return None
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        return keep_by_row
-    # At temperature 0 the most likely token is taken, which no truncation drops.
-    truncation = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.temperature else (-1, 1.0, 0.0)
-    return _cached_filter(*truncation, sampling.repetition_penalty)
-
-
-@functools.cache
-def _cached_filter(top_k: int, top_p: float, min_p: float, penalty: float) -> Filter:
-    """The same object for the same parameters: graphs are kept by it."""
-
-    def keep(logits: Tensor, rows: RowState, first: int) -> tuple[Tensor, Tensor]:
-        here = slice(first, first + len(logits))
-        inverse = rows.option("inverse_temperature", here)
-        scaled = logits * inverse
-        normaliser = scaled.logsumexp(-1)
-        if penalty != 1.0:
-            assert rows.seen is not None, "a repetition penalty needs the tokens so far"
-            seen = rows.seen[here].scatter_(1, rows.token[here, None], True)
-            scaled = torch.where(seen, torch.where(scaled > 0, scaled / penalty, scaled * penalty), scaled)
-        kept = keep_likely(scaled, top_k, top_p, min_p)
-        return kept / inverse, normaliser  # the draw applies the temperature
-
-    return keep
-
-
-def keep_by_row(logits: Tensor, rows: RowState, first: int) -> tuple[Tensor, Tensor]:
-    """The filter of rows that have parameters of their own. Always sorts: `make_filter`'s are faster where all rows have the same."""
-    here = slice(first, first + len(logits))
-    inverse = rows.option("inverse_temperature", here)
-    scaled = logits * inverse
-    normaliser = scaled.logsumexp(-1)
-    if rows.seen is not None and rows.counts is not None:
-        token = rows.token[here, None]
-        seen = rows.seen[here].scatter_(1, token, True)
-        # A row that has ended, or is only warming up, does not count its token again.
-        counts = rows.counts[here].scatter_add_(1, token, (rows.done[here, None] == RUNNING).short())
-        penalty = rows.option("repetition_penalty", here)
-        scaled = torch.where(seen, torch.where(scaled > 0, scaled / penalty, scaled * penalty), scaled)
-        lowered = rows.option("presence_penalty", here) * (counts > 0) + rows.option("frequency_penalty", here) * counts
-        scaled = scaled - lowered * inverse
-    options = (rows.option(name, here) for name in ("top_k", "top_p", "min_p"))
-    return keep_likely_each(scaled, *options) / inverse, normaliser
-
-
-@triton.jit(do_not_specialize=["first"])
-def _chunk_sums(X, MAX, SUM, INVERSE_T, vocabulary, stride_x, chunks, first, CHUNK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(X + row * stride_x + i, mask=i < vocabulary, other=float("-inf")) * tl.load(INVERSE_T + row + first)
-    peak = tl.max(x, 0)
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(MAX + row * chunks + chunk, peak)
-    tl.store(SUM + row * chunks + chunk, tl.sum(tl.exp(x - safe), 0))  # NaN when one of x is NaN or +inf
 
 
 @triton.jit
@@ -156,12 +81,24 @@ def _uniform(key, position):
     return (bits >> 40).to(tl.int32).to(tl.float32) / 16777216.0
 
 
+@triton.jit
+def _masses(MAX, SUM, chunks, CHUNKS: tl.constexpr):
+    """The largest logit of each chunk, its mass relative to the row's largest; the row's largest, and the sum of the masses."""
+    c = tl.arange(0, CHUNKS)
+    chunk_max = tl.load(MAX + c, mask=c < chunks, other=float("-inf"))
+    chunk_sum = tl.load(SUM + c, mask=c < chunks, other=0.0)
+    peak = tl.max(chunk_max, 0)
+    mass = tl.where(chunk_max == float("-inf"), chunk_sum, chunk_sum * tl.exp(chunk_max - peak))  # keeps a NaN sum
+    mass = tl.where((chunk_max == float("-inf")) & (mass == mass), 0.0, mass)
+    return chunk_max, mass, peak, tl.sum(mass, 0)
+
+
 @triton.jit(do_not_specialize=["first"])
 def _pick(
-    X, RAW, NORMALISER, MAX, SUM, INVERSE_T, GREEDY, STOP, STOPS, KEY, POSITION, LIMIT, TOKEN, CONTEXT, GENERATED, DONE,
+    X, RAW, CUT, RAW_MAX, RAW_SUM, MAX, SUM, INVERSE_T, GREEDY, STOP, STOPS, KEY, POSITION, LIMIT, TOKEN, CONTEXT, GENERATED, DONE,
     OUT_TOKEN, OUT_LOG_PROB,
     vocabulary, stride_x, stride_raw, chunks, first,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr, CUTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     row = line + first
@@ -171,12 +108,7 @@ def _pick(
     greedy = tl.load(GREEDY + row) != 0
 
     c = tl.arange(0, CHUNKS)
-    chunk_max = tl.load(MAX + line * chunks + c, mask=c < chunks, other=float("-inf"))
-    chunk_sum = tl.load(SUM + line * chunks + c, mask=c < chunks, other=0.0)
-    peak = tl.max(chunk_max, 0)
-    mass = tl.where(chunk_max == float("-inf"), chunk_sum, chunk_sum * tl.exp(chunk_max - peak))  # keeps a NaN sum
-    mass = tl.where((chunk_max == float("-inf")) & (mass == mass), 0.0, mass)
-    total = tl.sum(mass, 0)
+    chunk_max, mass, peak, total = _masses(MAX + line * chunks, SUM + line * chunks, chunks, CHUNKS)
     threshold = _uniform(tl.load(KEY + row), generated + tl.load(POSITION + row)) * total
 
     # The chunk: the first whose cumulative mass passes the threshold; the last with any mass where rounding lets none pass.
@@ -189,8 +121,12 @@ def _pick(
     # The token inside it, by the same rule.
     t = tl.arange(0, CHUNK)
     i = chunk * CHUNK + t
-    x = tl.load(X + line * stride_x + i, mask=i < vocabulary, other=float("-inf")) * inverse_t
+    x = tl.load(X + line * stride_x + i, mask=i < vocabulary, other=float("-inf"))
+    if not SCALED:
+        x *= inverse_t
     e = tl.exp(x - peak)
+    if CUTS:
+        e = tl.where(x < tl.load(CUT + line), 0.0, e)
     passed = (tl.cumsum(e, 0) > rest) & (e > 0)
     token = tl.min(tl.where(passed, t, CHUNK), 0)
     token = tl.where(token == CHUNK, tl.max(tl.where(e > 0, t, 0), 0), token)
@@ -198,9 +134,8 @@ def _pick(
     token = tl.minimum(chunk * CHUNK + token, vocabulary - 1)
     log_prob = tl.load(RAW + line * stride_raw + token) * inverse_t
     if FILTERED:
-        log_prob -= tl.load(NORMALISER + line)
-    else:
-        log_prob -= peak + tl.log(total)
+        _, _, peak, total = _masses(RAW_MAX + line * chunks, RAW_SUM + line * chunks, chunks, CHUNKS)
+    log_prob -= peak + tl.log(total)
 
     live = done == 0
     finite = (log_prob == log_prob) & (log_prob > float("-inf")) & (log_prob < float("inf"))

@@ -19,16 +19,19 @@ import triton.language as tl
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
+from lockstep.workers.rollout.native.gpu.low_rank import adapted_product
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
 
 
 def fuse_projections(module: PreTrainedModel) -> None:
-    """Move q, k, v and gate, up of each layer into one storage each; the parameters become views of it. No second copy stays.
+    """Move q, k, v and gate, up of each layer into one storage each; the parameters become views of it. No second copy stays. Adapters'
+    A lie behind the weights of their layers, B end to end.
 
     Only for a module whose parameters are its own: a trainer's would no longer be the tensors that its optimizer holds.
     """
@@ -42,13 +45,23 @@ def fuse_projections(module: PreTrainedModel) -> None:
 
 def _groups(layer: Any) -> list[list[Any]]:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return [
-        [p.weight for p in projections],
-        [p.bias for p in projections],
-        [mlp.gate_proj.weight, mlp.up_proj.weight],
-        [mlp.gate_proj.bias, mlp.up_proj.bias],
-    ]
+    groups: list[list[Any]] = []
+    for linears in (
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [attention.o_proj],
+        [mlp.down_proj],
+    ):
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        if _adapted(linears):
+            groups += [weights + [linear.lora_A for linear in linears], [linear.lora_B for linear in linears], biases]
+        elif len(linears) > 1:
+            groups += [weights, biases]
+    return groups
+
+
+def _adapted(linears: Sequence[Any]) -> bool:
+    return all(isinstance(linear, AdaptedLinear) for linear in linears)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor | None:
@@ -188,14 +201,25 @@ def _project(x: Tensor, linears: Sequence[Any], few: bool) -> tuple[Tensor, Tens
     """The linear maps of one input, side by side, in one product where their weights lie together; with few rows in parts, and the bias
     that is still to be added."""
     weight = _joined([linear.weight for linear in linears])
+    if any(isinstance(linear, AdaptedLinear) for linear in linears):
+        made = adapted_product(x, linears, _joined, _product(few)) if _adapted(linears) else None
+        return torch.cat([linear(x) for linear in linears], dim=-1) if made is None else made, None
     if weight is None:
         return torch.cat([linear(x) for linear in linears], dim=-1), None
     bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
     return (partial_products(x, weight), bias) if few else (F.linear(x, weight, bias), None)
 
 
+def _product(few: bool) -> Any:
+    """A product that is to be finished by another kernel."""
+    return partial_products if few else F.linear
+
+
 def _add_linear(hidden: Tensor, x: Tensor, linear: Any, few: bool) -> Tensor | None:
     """Add the linear map of x to `hidden`; or return it, in parts that add up to it with few rows, for the next kernel to add."""
+    if isinstance(linear, AdaptedLinear):
+        made = adapted_product(x, [linear], _joined, _product(few))
+        return linear(x) if made is None else made
     if linear.bias is not None:
         return F.linear(x, linear.weight, linear.bias)
     if few:
@@ -209,8 +233,13 @@ def _add_linear(hidden: Tensor, x: Tensor, linear: Any, few: bool) -> Tensor | N
 
 def _gated(x: Tensor, mlp: Any, few: bool) -> Tensor:
     """silu(gate(x)) * up(x)."""
+    if _adapted([mlp.gate_proj, mlp.up_proj]):
+        made = adapted_product(x, [mlp.gate_proj, mlp.up_proj], _joined, _product(few), gated=True)
+        if made is not None:
+            return made
     weight = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
-    if few and weight is not None and mlp.gate_proj.bias is None:
+    plain = not any(isinstance(linear, AdaptedLinear) for linear in (mlp.gate_proj, mlp.up_proj))
+    if few and plain and weight is not None and mlp.gate_proj.bias is None:
         return gated_product(x, weight)
     gate_up, _ = _project(x, [mlp.gate_proj, mlp.up_proj], few=False)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2

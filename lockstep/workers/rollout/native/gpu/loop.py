@@ -27,7 +27,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.observability.spans import running
 from lockstep.workers.rollout.native.backend import Event, TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
-from lockstep.workers.rollout.native.gpu.draw import keep_by_row, make_filter
+from lockstep.workers.rollout.native.gpu.filters import make_filter
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, upload
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
@@ -102,8 +102,8 @@ class GenerationLoop:
         """The seats that `RowState.shared` was made for."""
         self._shares = False
         self._options, self._stop_ids = _options(sampling), frozenset(sampling.stop_token_ids)
-        self._filter = self._keep = make_filter(sampling)
-        """What says which tokens may be drawn: for samples without parameters of their own, and for the rows as they are."""
+        self._keep = make_filter(sampling)
+        """What says which tokens may be drawn."""
         self._is_special = self._keeps_top = False
         """Whether rows have parameters of their own or want more log-probs, and whether some want those of the most likely tokens."""
 
@@ -262,8 +262,7 @@ class GenerationLoop:
         """Which filter the rows need, and whether the most likely tokens are noted. Called while there is something special about one."""
         samples, rows = [seat.sample for seat in self._seats], self._rows
         own = [sample.params for sample in samples if sample.params is not None]
-        filtered = any(params.truncates or params.penalises for params in own) or (len(own) < len(samples) and self._filter)
-        self._keep = (keep_by_row if filtered else None) if own else self._filter
+        self._keep = make_filter(*own, *([] if own and len(own) == len(samples) else [self._sampling]))
         if rows.seen is None and any(params.penalises for params in own):
             self._runner.forget_filtered()
             rows.track_seen(True)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lockstep.observability.spans import progress
 from lockstep.workers.rollout.native.gpu.attention import decode_slots
-from lockstep.workers.rollout.native.gpu.draw import Filter, draw, keep_top
+from lockstep.workers.rollout.native.gpu.draw import draw, keep_top
+from lockstep.workers.rollout.native.gpu.filters import Filter, note_tokens
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.rows import TOO_LONG, RowState
@@ -67,8 +68,9 @@ class DecodeRunner:
         """Draw a token for each of the rows `first`... from `logits` [count, vocabulary]."""
         if top:
             keep_top(logits, self._rows, first)
-        kept, normaliser = (None, None) if keep is None else keep(logits, self._rows, first)
-        draw(logits, self._rows, first, kept=kept, normaliser=normaliser)
+        if keep is not None and keep.penalises:
+            note_tokens(self._rows, first, len(logits))
+        draw(logits, self._rows, first, keep)
 
     def forget(self) -> None:
         """Drop the graphs and the memory they hold."""

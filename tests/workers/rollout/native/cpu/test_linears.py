@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear
 from lockstep.workers.rollout.native.cpu.prepacked import prepacked
@@ -103,3 +104,49 @@ def test_long_sums_round_no_more_than_pytorchs(compiled: Library) -> None:
     exact = F.linear(x.double(), layer.weight.double())
     ours, theirs = (float((found - exact).square().mean().sqrt()) for found in (PackedLinear(compiled, [layer])(x), layer(x)))
     assert ours < 1.3 * theirs
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@torch.no_grad()
+def test_float32_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(compiled: Library, rows: int) -> None:
+    torch.manual_seed(0)
+    layer, other = nn.Linear(77, 50), nn.Linear(77, 50)
+    layer.weight.data = layer.weight.data.bfloat16().float()
+    x = torch.randn(rows, 77)
+    exact, whole = PackedLinear(compiled, [layer]), PackedLinear(compiled, [layer, other])
+    assert exact.half
+    assert not whole.half
+    assert torch.equal(exact(x), whole(x)[:, :50])
+
+
+def adapted(inputs: int, outputs: int, rank: int, bias: bool, dtype: torch.dtype) -> AdaptedLinear:
+    layer = AdaptedLinear(nn.Linear(inputs, outputs, bias=bias, dtype=dtype), rank, 1.25)
+    for name, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+        setattr(layer, name, nn.Parameter(0.2 * torch.randn(shape, dtype=dtype), requires_grad=False))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_adapters_are_packed_with_their_weights_in_float32(compiled: Library, dtype: torch.dtype, gated: bool) -> None:
+    """Against float64; a layer without an adapter among them. A row has the same bits in any batch."""
+    torch.manual_seed(0)
+    layers: list[nn.Linear] = [adapted(96, 80, 3, not gated, dtype), adapted(96, 80, 16, False, dtype)]
+    if not gated:
+        layers.insert(1, nn.Linear(96, 40, dtype=dtype))
+    packed, x = PackedLinear(compiled, layers, gated), torch.randn(9, 96)
+
+    def plain(layer: nn.Linear) -> torch.Tensor:
+        out = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+        return out + layer.double().delta(x.double()) if isinstance(layer, AdaptedLinear) else out
+
+    want = [plain(layer) for layer in layers]
+    whole = F.silu(want[0]) * want[1] if gated else torch.cat(want, 1)
+    got = packed(x)
+    torch.testing.assert_close(got.double(), whole, atol=1e-4, rtol=1e-4)
+    assert torch.equal(packed(x[4:6]), got[4:6])
+    if not gated:
+        out = torch.ones_like(got)
+        packed.add_to(out, x)
+        torch.testing.assert_close(out.double(), 1 + whole, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,67 @@
+"""All layers of a pass in one call of the C functions (decoder.c): with few tokens the way through Python takes longer than some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.models.cached_attention import Variant
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages
+from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.paged import StepBatch
+
+
+class Layer(Protocol):
+    """What fused.py has of a layer."""
+
+    input_norm: Tensor
+    mlp_norm: Tensor
+    norms: tuple[Tensor | None, Tensor | None]
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    variant: Variant
+
+
+class WholePass:
+    """`layers` over `pages`, one for each; both must stay while it is used.
+
+    `sizes`: query heads, key heads and their size.
+    """
+
+    def __init__(
+        self, library: Library, layers: Sequence[Layer], pages: Sequence[Pages], sizes: tuple[int, int, int], eps: float
+    ) -> None:
+        self._library, self._sizes, self._eps, self._half = library, sizes, eps, pages[0].half
+        rows, inner = [], 0
+        for layer, own in zip(layers, pages, strict=True):
+            linears = [layer.qkv, layer.out, layer.gate_up, layer.down]
+            norms = [layer.input_norm, layer.mlp_norm, *layer.norms]
+            panels, biases = zip(*(part.addresses for part in linears), strict=True)
+            addresses = [0 if norm is None else norm.data_ptr() for norm in norms]
+            memory = [own.keys.data_ptr(), own.values.data_ptr()]
+            halves = [int(part.half) for part in linears]
+            rows.append([*addresses, *panels, *biases, *memory, *halves, layer.variant.sliding_window or 0])
+            inner = linears[2].columns
+        self._table, self._inner = torch.tensor(rows, dtype=torch.int64), inner
+        (scaling,), dim = {layer.variant.scaling for layer in layers}, sizes[2]
+        self._scaling = float(dim**-0.5 if scaling is None else scaling)
+
+    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor) -> None:
+        """hidden [N, size] float32 of the embedded tokens becomes what the layers make of it."""
+        heads, kv_heads, dim = self._sizes
+        tokens, size = hidden.shape
+        table = batch.page_table
+        assert hidden.is_contiguous()
+        assert table.is_contiguous()
+        assert table.dtype == blocks.dtype == torch.int32
+        scratch = torch.empty(tokens * (size + (2 * heads + 2 * kv_heads) * dim + self._inner))
+        shape = (len(self._table), tokens, len(blocks), table.shape[1], size, self._inner, heads, kv_heads, dim)
+        self._library.call(
+            "decoder_layers", hidden, self._table, *angles, batch.positions, batch.slots, table, blocks, scratch, *shape,
+            self._half, self._scaling, self._eps,
+        )  # fmt: skip

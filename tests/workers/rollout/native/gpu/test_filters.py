@@ -1,0 +1,51 @@
+"""The filters' kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/workers/rollout/native/gpu.
+
+tests/gpu has the compiled ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from helpers.kept import check_kept, draw_options, odd_rows
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 from the start: triton reads it when it is imported", allow_module_level=True)
+
+from helpers.filtered import FILTERS, check_drawn, kept_of, make_rows
+
+from lockstep.workers.rollout.native.gpu import filters
+
+
+@pytest.mark.parametrize("vocabulary", [3, 500, 9000])
+@pytest.mark.parametrize("collected", [16, 4096])
+def test_what_is_kept_is_what_a_sort_keeps(vocabulary: int, collected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few collected tokens, rows come to their ends by the other ways."""
+    monkeypatch.setattr(filters, "_COLLECTED", collected)
+    rng = random.Random(vocabulary)
+    rows = odd_rows(vocabulary, 0)
+    for _ in range(1 if vocabulary > 1000 else 3):
+        options = [draw_options(rng, vocabulary) for _ in rows]
+        for row, kept, own in zip(rows.values(), kept_of(torch.stack(list(rows.values())), options), options, strict=True):
+            check_kept(kept, row, *own)
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_a_filtered_draw_is_the_cpus(options: dict[str, float]) -> None:
+    torch.manual_seed(2)
+    check_drawn(2 * torch.randn(12, 300), options)
+
+
+def test_a_row_that_is_not_finite_says_so_and_ends() -> None:
+    logits = torch.zeros(3, 60)
+    logits[0, 7], logits[1, 7] = torch.nan, torch.inf
+    rows = make_rows(3, 60, {"top_k": 5, "top_p": 0.9})
+    filters_kind = filters.Filter(penalises=False, truncates=True)
+    from lockstep.workers.rollout.native.gpu.draw import draw
+
+    draw(logits, rows, 0, filters_kind)
+    assert rows.done[:3].tolist() == [3, 3, 0]
