@@ -110,6 +110,9 @@ def scales(rng: np.random.Generator, size: int, num_questions: int, *case: Any) 
         "cut lengths": (-np.minimum(rng.exponential(1, form), 2), math.exp(-2) - 1),
         "exponential": (rng.exponential(1, form), 1.0),
         "log-normal": (rng.lognormal(0, 1, form), math.exp(0.5)),
+        "0.4 to 0.6": (rng.uniform(0.4, 0.6, form), 0.5),
+        "beta, 2 and 6": (rng.beta(2, 6, form), 0.25),
+        "0, 0.2 and 1": (rng.choice([0, 0.2, 1], form, p=[0.5, 0.3, 0.2]), 0.26),
     }
     return {f"reward, {name}": _covers(ranged_interval(values), truth) for name, (values, truth) in drawn.items()}
 

@@ -25,14 +25,14 @@ def score_summary(scores: Sequence[Sequence[float]], preds: Sequence[Sequence[st
     bias. maj@k is the score of the most frequent prediction of k (ties: the first), over all ways to choose, or 1,000 of them.
     """
     n = max(map(len, scores))
-    num_samples = sum(map(len, scores))
-    summary = {f"mean@{n}": estimate([float(np.mean(s)) for s in scores], num_samples)}
+    is_binary = all(score in (0.0, 1.0) for of_one in scores for score in of_one)
+    summary = {f"mean@{n}": estimate([float(np.mean(s)) for s in scores], sum(map(len, scores)) if is_binary else None)}
     if n == 1:
         return summary
     summary[f"std@{n}"] = Estimate(float(np.mean([np.std(s, ddof=1) for s in scores if len(s) > 1])), None)
     for k in sizes(n):
         usable = [i for i, s in enumerate(scores) if len(s) >= k]
-        num_used = sum(len(scores[i]) for i in usable)
+        num_used = sum(len(scores[i]) for i in usable) if is_binary else None
         values = {
             f"best@{k}/mean": [expected_best(scores[i], k) for i in usable],
             f"worst@{k}/mean": [-expected_best([-x for x in scores[i]], k) for i in usable],

@@ -2,7 +2,7 @@
 
 ```text
 one sample per question, right or wrong     Wilson's interval of a share
-several samples, scores within 0 and 1      Wilson's interval with the sample size that the spread between questions leaves
+several samples, right or wrong             Wilson's interval with the sample size that the spread between questions leaves
 any other scores                            the same over the range that the scores have, and no narrower than Student's t
 two models on the same questions            the difference per question: Tango's interval for one sample each, else Student's t;
                                             the p-value flips signs (for one sample each that is McNemar's exact test)
@@ -69,30 +69,26 @@ def wilson_interval(right: float, count: float) -> Interval:
     return float(low), float(high)
 
 
-def estimate(values: Sequence[float], num_samples: int) -> Estimate:
-    """The mean of `values`, one per question, which `num_samples` samples are behind. No interval for one question that was asked more
-    than once, nor for scores beyond 0 and 1 that are all the same."""
+def estimate(values: Sequence[float], num_samples: int | None) -> Estimate:
+    """The mean of `values`, one per question, which `num_samples` samples of score 0 or 1 are behind; None: of other scores. No interval
+    for one question that was asked more than once, nor for other scores that are all the same."""
     array = np.array(values, dtype=np.float64)
     value = float(array.mean())
-    if num_samples <= len(array) and np.isin(array, (0.0, 1.0)).all():
+    if num_samples is not None and num_samples <= len(array):
         return Estimate(value, wilson_interval(float(array.sum()), len(array)))
-    if len(array) < 2:
+    if len(array) < 2 or (num_samples is None and array.min() == array.max()):
         return Estimate(value, None)
-    if array.min() >= 0 and array.max() <= 1:
-        low, high = clustered_interval(array, num_samples)
-    elif array.min() == array.max():
-        return Estimate(value, None)
-    else:
-        low, high = ranged_interval(array)
+    low, high = ranged_interval(array) if num_samples is None else clustered_interval(array, num_samples)
     return Estimate(value, (float(low), float(high)))
 
 
-def clustered_interval(values: Array, num_samples: float) -> tuple[Array, Array]:
-    """The ends of the 95 % interval of the mean of `values` [..., questions], which lie within 0 and 1 (two questions or more).
+def clustered_interval(values: Array, num_samples: int) -> tuple[Array, Array]:
+    """The ends of the 95 % interval of the mean of `values` [..., questions], which `num_samples` samples of score 0 or 1 are behind.
 
     Wilson's with the number of independent trials that would have the same standard error (Dean and Pagano, 2015): at least one a question,
     which is what right and wrong alone would be, and at most `num_samples`. How many that are is read off the spread between questions,
-    and near 0 or 1 few questions say something about it; so half a question whose samples are all alike is counted with them.
+    and near 0 or 1 few questions say something about it; so half a question whose samples are all alike is counted with them. Two questions
+    or more.
     """
     return _clustered(values, num_samples, Z_95)
 

@@ -87,11 +87,11 @@ def test_samples_of_one_question_are_no_questions() -> None:
 
 
 def test_scores_on_any_scale_have_the_interval_of_their_range_at_least_as_wide_as_students() -> None:
-    low, high = estimate([-1.0] * 12 + [1.0] * 18, 30).interval or (0, 0)
+    low, high = estimate([-1.0] * 12 + [1.0] * 18, None).interval or (0, 0)
     assert ((low + 1) / 2, (high + 1) / 2) == pytest.approx(wilson_interval(18, 30), abs=0.025), "right and wrong, by other numbers"
     values = [-1.0, 2.0, 4.0]
     half = 4.303 * statistics.stdev(values) / math.sqrt(3)
-    found = estimate(values, 3).interval or (0, 0)
+    found = estimate(values, None).interval or (0, 0)
     assert found[1] - found[0] >= 2 * half - 1e-3
     low, high = ranged_interval(np.array([-2.0, -1.0, 0.0, 1.0, 2.0] * 50))
     assert (-low, high) == pytest.approx((t_interval(np.array([-2.0, -1.0, 0.0, 1.0, 2.0] * 50))[1],) * 2)
@@ -108,9 +108,16 @@ def test_the_interval_goes_along_with_the_scale(scale: float, shift: float, valu
     assert ranged_interval(-array) == pytest.approx((-high, -low), abs=1e-9)
 
 
-@pytest.mark.parametrize(("values", "num_samples"), [([0.5], 4), ([2.0], 1), ([-1.0, -1.0], 2)])
-def test_there_is_no_interval_where_the_data_cannot_say(values: list[float], num_samples: int) -> None:
+@pytest.mark.parametrize(("values", "num_samples"), [([0.5], 4), ([2.0], None), ([-1.0, -1.0], None)])
+def test_there_is_no_interval_where_the_data_cannot_say(values: list[float], num_samples: int | None) -> None:
     assert estimate(values, num_samples).interval is None
+
+
+def test_a_score_between_0_and_1_says_more_than_right_or_wrong() -> None:
+    values = np.random.default_rng(0).uniform(0.4, 0.6, 200)
+    low, high = estimate(values.tolist(), None).interval or (0, 0)
+    students = t_interval(values)
+    assert (low, high) == pytest.approx((float(students[0]), float(students[1])), abs=0.002)
 
 
 def test_all_or_none_right_still_has_a_width() -> None:
