@@ -30,7 +30,7 @@ from lockstep.observability.trackers import Tracking as OurTracking
 from lockstep.protocol import DataProto
 from lockstep.rewards.graders.math import last_boxed
 from lockstep.rewards.manager import RewardManager
-from lockstep.single_controller.base import Dispatch
+from lockstep.single_controller.base import Dispatch, ResourcePool
 from lockstep.single_controller.base.dispatch import balanced_partition
 from lockstep.trainer.ppo.reward_columns import penalise_overlong
 from lockstep.trainer.ppo.scored import Scored
@@ -110,6 +110,16 @@ class NoProfiler:
     def annotate(cls, *args: Any, **kwargs: Any) -> NoProfiler:
         """A decorator that does nothing."""
         return cls()
+
+
+class RayResourcePool(ResourcePool):
+    """`ResourcePool` with verl's arguments. What shares a pool is placed by the trainer: the last three say nothing here."""
+
+    def __init__(
+        self, process_on_nodes: list[int], use_gpu: bool = True, name_prefix: str | None = None, max_colocate_count: int = 10,
+        detached: bool = False, accelerator_type: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(process_on_nodes, name_prefix or "pool", use_gpu)
 
 
 class DataProtoConfig:

@@ -92,7 +92,7 @@ def _translated(row: Row, found: re.Match[str], value: Any, new: str | None) -> 
         lost = [name for name in names if name not in row.allowed]
         why, kept = (f"without {', '.join(lost)}: {why}" if lost else why), [name for name in names if name not in lost]
         new, value = (None if kept == value else ""), kept or ["console"]
-    elif row.allowed and str(value) not in row.allowed:
+    elif row.allowed and str(value) not in ("", *row.allowed):
         return Verdict(key, "refused", f"not {value} here, but one of {', '.join(row.allowed)}")
     sets = [(target, *constant) for target, *constant in (found.expand(word).split("=") for word in row.keys)]
     missing = next((target for target, *_ in sets if not is_ours(target)), None)

@@ -1,6 +1,6 @@
 """verl's path to `lockstep.data`."""
 
-from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.schedule import PromptSchedule
+from lockstep.utils.dataset.rl_dataset import RLHFDataset
 
 __all__ = ["PromptSchedule", "RLHFDataset"]

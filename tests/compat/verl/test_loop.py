@@ -218,6 +218,7 @@ class Entropy(Moved):
         for batch_dict in self.train_dataloader:
             metrics, timing_raw = {}, defaultdict(float)
             batch, self.generated = self._collect(DataProto.from_single_dict(batch_dict), metrics, timing_raw), self.generated + 1
+            batch.meta_info.pop("global_token_num")  # of these rows, not of those that are kept
             scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
             groups = defaultdict(list)
             for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):

@@ -13,6 +13,7 @@ from lockstep.algorithms.kl import FixedKLController
 from lockstep.compat.verl import functions, numbers
 from lockstep.compat.verl.names import table
 from lockstep.config import as_config
+from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto, Ragged
 
 
@@ -244,3 +245,16 @@ def test_rewards_come_from_the_configuration(tmp_path, embedded_task):
     assert tensor.sum(-1).tolist() == [2.0, 2.0]
     assert extra["score"] == [2.0, 2.0]
     assert functions.get_custom_reward_fn({}) is None
+
+
+def test_a_pool_and_a_dataset_take_verls_arguments(embedded_config, embedded_task):
+    from lockstep.single_controller.ray import RayResourcePool
+    from lockstep.utils.dataset.rl_dataset import RLHFDataset
+    from lockstep.utils.tokenizer import hf_tokenizer
+
+    pool = RayResourcePool([2], False, max_colocate_count=1)
+    assert (pool.world_size, pool.use_gpu) == (2, False)
+    data, tokenizer = embedded_config().data, hf_tokenizer(str(embedded_task.model))
+    assert len(RLHFDataset(data.train_files, tokenizer, data, None, -1)) > 3
+    with pytest.raises(ConfigError, match="training is on text"):
+        RLHFDataset(data_files=data.train_files, tokenizer=tokenizer, config=data, processor=object())
