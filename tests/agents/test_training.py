@@ -103,6 +103,21 @@ def test_an_episode_in_several_contexts_is_trained_as_it_was_sampled_and_counts_
     assert len((tmp_path / "samples" / "1.jsonl").read_text().splitlines()) == 8  # an episode is a row
 
 
+def test_a_resumed_run_plays_the_same_episodes(config_of, tmp_path):
+    """All that is random comes from keys: not a bit differs."""
+
+    def run(name, steps):
+        config = config_of(
+            f"trainer.default_local_dir={tmp_path / name}", f"trainer.total_training_steps={steps}", "trainer.save_freq=1"
+        )
+        return train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+
+    whole, _ = run("whole", 2)[-1], run("cut", 1)
+    resumed = run("cut", 2)[-1]
+    own = ("timing", "perf/", "agent/environment_s", "agent/wait_s", "time")
+    assert {k: v for k, v in resumed.items() if not k.startswith(own)} == {k: v for k, v in whole.items() if not k.startswith(own)}
+
+
 def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_path):
     rows = [{"prompt": "row", "env_kwargs": {"how": "raise"}} for _ in range(8)]
     config = config_of("agent.environment=helpers.environments:Breaks", rows=rows)
