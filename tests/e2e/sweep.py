@@ -27,6 +27,7 @@ from helpers.run import make_trainer, read_metrics, roles
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.config import load_config
 from lockstep.embedded import EmbeddedTask, prepare
+from lockstep.errors import RewardError
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -145,11 +146,15 @@ def run(task: EmbeddedTask, folder: Path, overrides: list[str], steps: int = STE
 def difference(task: EmbeddedTask, one: Case) -> float:
     """How far the two runs of a case are apart: the largest difference of a weight where they must be the same to the last bit, else of
     what is `COMPARED` (the entropy, of the rows of an update, only where these are the same: a penalty that is rounding keeps a row in).
-    Raises AssertionError when they differ in what is `EQUAL`.
+    0 where both stop for the same reason. Raises AssertionError when they differ in what is `EQUAL`.
     """
     changed, is_exact = CHANGES[one.change]
     with tempfile.TemporaryDirectory() as folder:
-        rows, weights = run(task, Path(folder, "plain"), list(one.overrides))
+        try:
+            rows, weights = run(task, Path(folder, "plain"), list(one.overrides))
+        except RewardError as error:  # no group has a signal: then the other run must find none either
+            _check_fails(task, Path(folder, "other"), [*one.overrides, *changed], str(error))
+            return 0.0
         if one.change == "resume":
             run(task, Path(folder, "other"), [*one.overrides, *changed], steps=1)
         other_rows, other = run(task, Path(folder, "other"), [*one.overrides, *changed])
@@ -167,6 +172,15 @@ def difference(task: EmbeddedTask, one: Case) -> float:
         and name in again
         and (name != "actor/entropy" or row.get("actor/skipped_rows") == again.get("actor/skipped_rows"))
     )
+
+
+def _check_fails(task: EmbeddedTask, folder: Path, overrides: list[str], message: str) -> None:
+    found = "nothing"
+    try:
+        run(task, folder, overrides)
+    except RewardError as error:
+        found = str(error)
+    assert found == message, f"one run says {message!r}, the other {found!r}"
 
 
 def _apart(name: str, one: float, other: float) -> float:
