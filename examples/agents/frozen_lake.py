@@ -24,7 +24,7 @@ OPTIONS = {"name": "FrozenLake-v1", "is_slippery": False, "max_episode_steps": 1
 
 def warm_up(chance: random.Random) -> list[dict[str, Any]]:
     """Games."""
-    return [{"messages": _game(chance)} for _ in range(3200)]
+    return [{"messages": _game(chance)} for _ in range(6000)]
 
 
 def prompts(chance: random.Random, count: int) -> list[dict[str, Any]]:
