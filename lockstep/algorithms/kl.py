@@ -65,13 +65,15 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 def absolute(x: Tensor) -> Tensor:
-    """|x|, with the gradient sign(x) where |x| is at least 1e-4 and 0 elsewhere.
+    """|x|, with the gradient sign(x) where |x| is at least 2e-4, 0 where it is less than 1e-4, and a part of it between them.
 
     Policies that are the same differ by the rounding of their log-probs, up to 2e-5 in float32. The sign of that is no direction: with it
-    as the gradient, the size of a micro-batch would decide where the weights go.
+    as the gradient, the size of a micro-batch would decide where the weights go. The gradient grows from 0, because at a hard border
+    rounding would decide again.
     """
     size = x.abs()
-    return torch.where(size.detach() < _ROUNDING, size.detach(), size)
+    value = size.detach()
+    return value + (size - value) * (value / _ROUNDING - 1).clamp(0, 1)
 
 
 def reward_penalty(logprob: Tensor, ref_logprob: Tensor, mask: Tensor, kind: str) -> Tensor:
