@@ -166,7 +166,7 @@ def difference(task: EmbeddedTask, one: Case) -> float:
             assert row.get(name) == again.get(name), f"{name} of step {row['step']}: {row.get(name)} and {again.get(name)}"
     if is_exact:
         return max((weights[name] - other[name]).abs().max().item() for name in weights)
-    # A gradient that is all rounding (no advantage, and the reference is the policy) becomes a whole step in AdamW: no later number compares.
+    # A gradient of rounding alone (no advantage, and the reference is the policy) becomes a whole step in AdamW: no later number is alike.
     last = next((i for i, rows in enumerate(pairs) if all(row.get("actor/grad_norm", 1.0) < ROUNDING for row in rows)), len(pairs))
     return max(
         _apart(name, row[name], again[name])
