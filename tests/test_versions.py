@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 ELSEWHERE = {"lockstep-rl", "vllm", "sglang", "megatron-core", "torchtitan", "wandb"}
-ELSEWHERE |= {"mlflow-skinny", "sqlalchemy", "alembic", "swanlab", "trackio"}
+ELSEWHERE |= {"mlflow-skinny", "sqlalchemy", "alembic", "swanlab", "trackio", "mcp"}
 """Ourselves, and what other environments have."""
 TOOLS = {"mypy", "ruff"}
 """One version of these is enough."""

@@ -52,9 +52,9 @@ class NodeWatch:
             for node, age in late.items()
         }
 
-    def ask(self, timeout_s: float = _EVERY_S) -> dict[str, float]:
+    def ask(self) -> dict[str, float]:
         """Ask every node once; returns the seconds that those who answered took."""
-        took = connect_all(self._nodes, timeout_s)
+        took = connect_all(self._nodes, _EVERY_S)
         now = self._clock()
         self._seen |= dict.fromkeys(took, now)
         for node, seconds in took.items():
