@@ -76,6 +76,12 @@ def assert_begins_alike_and_learns(config: Any, expected: list[dict[str, Any]]) 
     assert mean(scores[-5:]) > mean(scores[:2]) + 0.1, scores
 
 
+@pytest.fixture(scope="session")
+def warm_ray():
+    """Workers that import everything themselves: what stands for CUDA here must be there before torch's compiler is."""
+    return {}
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_whole_run_begins_as_fsdp2_in_one_process_and_learns(ray_cluster, expected, embedded_config, layout):

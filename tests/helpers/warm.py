@@ -63,6 +63,9 @@ def ask(address: str, arguments: list[str]) -> int:
 
 def serve(address: str) -> None:
     """Import, and fork a keeper with its worker for each connection, until killed."""
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1]
+    )  # what workers unpickle may be of `helpers`, as in the tests' own process
     for module in IMPORTED:
         __import__(module)
     _end_with_the_parent()
