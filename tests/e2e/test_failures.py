@@ -8,8 +8,8 @@ import time
 
 import psutil
 import pytest
-from helpers.program import PROGRAM, arguments, wait_until
-from helpers.run import make_trainer, read_metrics, roles, train
+from helpers.program import PROGRAM, arguments, num_steps, wait_until
+from helpers.run import make_trainer, roles, train
 
 from lockstep.tools.verify_resume.compare import differences
 
@@ -19,12 +19,17 @@ def test_a_killed_worker_ends_the_driver_at_once_and_is_named(embedded_config, t
     config = embedded_config()
     command = [
         *PROGRAM, *arguments(config), "trainer.n_gpus_per_node=2", "trainer.total_training_steps=100000",
-        "trainer.val_before_train=false", "ray_kwargs.ray_init={num_cpus: 4, object_store_memory: 100000000}",
+        "trainer.val_before_train=false", "ray_kwargs.ray_init={address: local, num_cpus: 4, object_store_memory: 100000000}",
     ]  # fmt: skip
     with (tmp_path / "log").open("w") as log:
         driver = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 2, 240)
+            wait_until(
+                lambda: num_steps(config) >= 2,
+                240,
+                driver,
+                tmp_path / "log",
+            )
             victim = next(
                 p for p in psutil.Process(driver.pid).children(recursive=True) if process_name(p).startswith("ray::WorkerHost")
             )

@@ -4,7 +4,7 @@ import signal
 import subprocess
 
 import pytest
-from helpers.program import PROGRAM, arguments, wait_until
+from helpers.program import PROGRAM, arguments, num_steps, wait_until
 from helpers.run import read_metrics
 
 
@@ -16,14 +16,19 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(embedded_config, wa
     config = embedded_config()
     command = [
         *PROGRAM, *arguments(config), "trainer.val_before_train=false", "trainer.test_freq=0",
-        "ray_kwargs.ray_init={num_cpus: 4, object_store_memory: 100000000}",
+        "ray_kwargs.ray_init={address: local, num_cpus: 4, object_store_memory: 100000000}",
         *(f"+ray_kwargs.ray_init.runtime_env.{key}='{value}'" for key, value in warm_ray.items()),
     ]  # fmt: skip
     endless = [*command, "trainer.total_training_steps=100000", f"trainer.n_gpus_per_node={ranks}"]
     with (tmp_path / "log").open("w") as log:
         driver = subprocess.Popen(endless, stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_until(lambda: config.trainer.run_dir.joinpath("metrics.jsonl").exists() and len(read_metrics(config)) >= 1, 240)
+            wait_until(
+                lambda: num_steps(config) >= 1,
+                240,
+                driver,
+                tmp_path / "log",
+            )
             driver.send_signal(number)
             status = driver.wait(timeout=120)
         finally:

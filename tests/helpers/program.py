@@ -23,8 +23,20 @@ def arguments(config):
     ]
 
 
-def wait_until(condition, timeout_s):
+def wait_until(condition, timeout_s, program, log):
+    """Until `condition()`; fails with the log, a file, when the process `program` ends before or the time is over."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
+    while True:
+        status = program.poll()  # before the condition: what the program did at its end counts
+        if condition():
+            return
+        if status is not None or time.monotonic() > deadline:
+            reason = f"not within {timeout_s} s" if status is None else f"it ended with {status}"
+            raise AssertionError(f"{reason}; its log ends:\n{log.read_text()[-4000:]}")
         time.sleep(0.2)
+
+
+def num_steps(config):
+    """Steps that the run has recorded so far."""
+    file = config.trainer.run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0

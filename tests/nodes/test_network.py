@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.program import PROGRAM, arguments, wait_until
+from helpers.program import PROGRAM, arguments, num_steps, wait_until
 
 NAMED_WITHIN_S = 30.0
 NODES = 3
@@ -141,17 +141,12 @@ def training(cluster: Cluster, config, *more: str) -> Iterator[tuple[Path, subpr
     with log.open("w") as out:
         driver = subprocess.Popen(cluster.inside(0, command), env=cluster.environment, stdout=out, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: num_steps(config) >= 1 or driver.poll() is not None, 240)
+        wait_until(lambda: num_steps(config) >= 1, 240, driver, log)
         assert driver.poll() is None, log.read_text()[-4000:]
         yield log, driver
     finally:
         driver.kill()
         driver.wait()
-
-
-def num_steps(config) -> int:
-    file = config.trainer.run_dir / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 @pytest.mark.parametrize("what", ["kill", "cut_off", "slow_down"])
@@ -167,7 +162,7 @@ def test_a_node_that_is_lost_is_named(cluster: Cluster, embedded_config, what: s
                 line for line in lines if any(n in line for n in named) and ("error:" in line or "lockstep: warning" in line)
             )
 
-        wait_until(lambda: told() or driver.poll() is not None, NAMED_WITHIN_S + 10)
+        wait_until(told, NAMED_WITHIN_S + 10, driver, log)
         took = time.monotonic() - hit_at
         assert told(), log.read_text()[before:][-4000:]
         assert took < NAMED_WITHIN_S
@@ -180,9 +175,9 @@ def test_a_run_goes_on_without_a_node_that_is_cut_off(cluster: Cluster, embedded
         lost = next(node for node in (1, 2) if cluster.workers(node))
         hit_at = time.monotonic()
         cluster.cut_off(lost)
-        wait_until(lambda: "restart 1 of at most 1" in log.read_text() or driver.poll() is not None, NAMED_WITHIN_S + 10)
+        wait_until(lambda: "restart 1 of at most 1" in log.read_text(), NAMED_WITHIN_S + 10, driver, log)
         assert time.monotonic() - hit_at < NAMED_WITHIN_S, log.read_text()[-4000:]
         assert any(name in log.read_text() for name in (cluster.addresses[lost], f"node {cluster.names[lost]}"))
         done = num_steps(config)
-        wait_until(lambda: num_steps(config) >= done + 2 or driver.poll() is not None, 240)
+        wait_until(lambda: num_steps(config) >= done + 2, 240, driver, log)
         assert driver.poll() is None, log.read_text()[-4000:]

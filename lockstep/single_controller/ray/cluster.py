@@ -37,7 +37,7 @@ def connect(**ray_init_kwargs: Any) -> bool:
     address = ray_init_kwargs.get("address") or os.environ.get("RAY_ADDRESS")
     if address and address not in ("auto", "local"):
         _check_reachable(address)
-    if not address and _is_left_over(_last_cluster()):
+    if not address and not _is_usable(_last_cluster()):
         ray_init_kwargs = ray_init_kwargs | {"address": "local"}
     try:
         with leftovers.watched():
@@ -71,16 +71,16 @@ def _last_cluster() -> str | None:
     return note.read_text().strip() if note.is_file() else None
 
 
-def _is_left_over(address: str | None) -> bool:
-    """Whether nothing listens there any more: a cluster that was killed leaves its note, and `ray.init` would wait for it for minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdecimal():
+def _is_usable(address: str | None) -> bool:
+    """Whether Ray answers there. A cluster that was killed leaves its note, and by now another program may listen at its port, or a
+    cluster with another token; `ray.init` would try for minutes."""
+    if address is None:
         return False
     try:
-        socket.create_connection((host, int(port)), timeout=_PORT_TIMEOUT_S).close()
-    except OSError:
-        return True
-    return False
+        _check_reachable(address)
+    except (ConfigError, ResourceError):
+        return False
+    return True
 
 
 def _check_reachable(address: str) -> None:

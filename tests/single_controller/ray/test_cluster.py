@@ -67,15 +67,35 @@ def test_arguments_that_ray_refuses_are_a_config_error(monkeypatch: pytest.Monke
         cluster.connect(num_cpus=1)
 
 
-def test_the_note_of_a_killed_cluster_is_not_waited_for(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("listens", [False, True], ids=["nothing listens", "another program listens"])
+def test_the_note_of_a_killed_cluster_is_not_waited_for(tmp_path, monkeypatch, listens):
     """`ray.init` looks for the last cluster of the machine, and would try to reach a dead one for minutes."""
-    (tmp_path / "ray").mkdir()
-    note = tmp_path / "ray" / "ray_current_cluster"
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert not cluster._is_left_over(cluster._last_cluster())
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "_PROBE_TIMEOUT_S", 3.0)
+    asked = {}
+    monkeypatch.setattr(ray, "init", asked.update)
+    (tmp_path / "ray").mkdir()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        note.write_text(f"127.0.0.1:{listener.getsockname()[1]}")
-        assert not cluster._is_left_over(cluster._last_cluster())
-    assert cluster._is_left_over(cluster._last_cluster())
+        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{listener.getsockname()[1]}")
+        if listens:
+            listener.listen()
+        assert cluster.connect()
+    assert asked["address"] == "local"
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_the_note_of_a_cluster_that_answers_is_left_to_ray(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked = {}
+    monkeypatch.setattr(ray, "init", asked.update)
+    probed = []
+    monkeypatch.setattr(cluster, "_check_reachable", probed.append)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:6379")
+    assert cluster.connect()
+    assert probed == ["127.0.0.1:6379"]
+    assert "address" not in asked
