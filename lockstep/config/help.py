@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.config.load import leaf_values, section_type
+from lockstep.config.load import leaves, section_type
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.reference import keys
 from lockstep.errors import ConfigError
@@ -22,7 +22,7 @@ def command_help(root: Any, words: Sequence[str] = (), algorithm: str = "ppo") -
     Without words: usage and all keys in groups. With one: the groups of that name with defaults and meanings, else every key in whose
     name, value or meaning it occurs; `all`: everything. Raises ConfigError where it occurs nowhere.
     """
-    preset = dict(leaf_values(ALGORITHMS[algorithm])) if root.command == "lockstep ppo" else {}
+    preset = dict(leaves(ALGORITHMS[algorithm])) if root.command == "lockstep ppo" else {}
     command = root.command if algorithm == "ppo" else f"lockstep {algorithm}"
     listed = [(key, preset.get(key, default), meaning) for key, default, meaning in keys(root)]
     if not words:

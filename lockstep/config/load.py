@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ def read_layers(
     root: type, overrides: Sequence[str] = (), config_file: str | Path | None = None, algorithm: str = "ppo"
 ) -> list[Layer]:
     """What is laid over the defaults of `root`, in that order. Raises ConfigError as `load_config` does for keys."""
-    from_file = _read_file(config_file) if config_file else OmegaConf.create()
+    from_file = read_file(config_file) if config_file else OmegaConf.create()
     user = [Layer(f"file {config_file}", from_file, tuple(_checked_keys(from_file, root)))] if config_file else []
     named: list[str] = []
     given = [_read_override(text, named, root) for text in overrides]
@@ -85,7 +86,7 @@ def _presets(algorithm: str, named: set[str]) -> list[Layer]:
 
 def _compose(root: type, layers: Sequence[Layer]) -> Any:
     """The defaults with the layers over them."""
-    with _readable_errors():
+    with readable_errors():
         composed = _schema(root)
         for layer in layers:
             if isinstance(layer.values, Mapping | DictConfig):
@@ -117,7 +118,7 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
     """A PPOConfig from what a program passes: one already, or a (nested) mapping over the defaults."""
     if isinstance(config, PPOConfig):
         return config
-    with _readable_errors():
+    with readable_errors():
         given = OmegaConf.create(config)  # type: ignore[arg-type]
         if not isinstance(given, DictConfig):
             raise ConfigError(f"a configuration must be a PPOConfig or a mapping of sections, not {type(config).__name__}")
@@ -128,7 +129,7 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
 def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
     """The same configuration with other values for some keys ("algorithm.adv_estimator": "grpo"), checked like any other."""
     node = OmegaConf.structured(config)
-    with _readable_errors():
+    with readable_errors():
         for key, value in changes.items():
             check_key(key)
             OmegaConf.update(node, key, value, force_add=True)
@@ -137,7 +138,7 @@ def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
 
 def read_keys(path: str | Path) -> dict[str, Any]:
     """The keys that a YAML file sets, with their values. Raises ConfigError for an unknown one."""
-    node = _read_file(path)
+    node = read_file(path)
     return {key: OmegaConf.select(node, key) for key in _checked_keys(node, PPOConfig)}
 
 
@@ -164,6 +165,16 @@ def check_key(key: str, root: type = PPOConfig) -> None:
     if dataclasses.is_dataclass(section):
         first = next(valid_keys(section, f"{key}."))
         raise ConfigError(f"'{key}' is a section, not a value; set the keys in it, such as '{first}'")
+
+
+@cache
+def has_key(key: str) -> bool:
+    """Whether PPO's configuration has the key."""
+    try:
+        check_key(key)
+    except ConfigError:
+        return False
+    return True
 
 
 def valid_keys(section: Any = PPOConfig, prefix: str = "") -> Iterator[str]:
@@ -253,14 +264,39 @@ def _leaf_keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield key
 
 
-def leaf_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Key and value of each leaf of nested values."""
-    node = OmegaConf.create(dict(values))
-    for key in _leaf_keys(node):
-        yield key, OmegaConf.select(node, key)
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
-def _read_file(path: str | Path) -> DictConfig:
+def plain(values: Any) -> Any:
+    """OmegaConf's containers in it, at any depth, as dicts and lists, with interpolations resolved."""
+    if isinstance(values, dict):
+        return {key: plain(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [plain(value) for value in values]
+    return OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
+
+
+def override_text(value: Any) -> str:
+    """A value as Hydra reads it on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(override_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{override_text(entry)}' for key, entry in value.items())}}}"
+    text = str(value)
+    plain = not isinstance(value, str) or re.fullmatch(r"[\w./@%+-]+(:[\w./@%+-]+)*", text)
+    return text if plain else "'" + text.replace("'", r"\'") + "'"
+
+
+def read_file(path: str | Path) -> DictConfig:
+    """A YAML file of sections, as it stands. Raises ConfigError for one that is missing or something else."""
     if not Path(path).is_file():
         raise ConfigError(f"the config file {path} does not exist")
     try:
@@ -273,7 +309,7 @@ def _read_file(path: str | Path) -> DictConfig:
 
 
 def _to_object(node: Any, root: type[T]) -> T:
-    with _readable_errors():
+    with readable_errors():
         # Before the object is made, which gets a name that must not depend on what was loaded before.
         remember(OmegaConf.to_container(node), OmegaConf.to_container(node, resolve=True))
         config = OmegaConf.to_object(node)
@@ -282,7 +318,7 @@ def _to_object(node: Any, root: type[T]) -> T:
 
 
 @contextmanager
-def _readable_errors() -> Iterator[None]:
+def readable_errors() -> Iterator[None]:
     """What OmegaConf raises inside becomes a ConfigError of one line."""
     try:
         yield

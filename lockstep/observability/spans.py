@@ -47,8 +47,8 @@ def expect(total: int, unit: str) -> Progress:
 class StageTimer:
     """Wall time by stage name, for one training step at a time: what becomes timing_s/*."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        self.seconds: dict[str, float] = {} if seconds is None else seconds
         """Finished time by stage, in the order in which the stages first ended."""
         self._open: set[str] = set()
 

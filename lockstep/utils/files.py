@@ -60,3 +60,10 @@ def _module_by_name(name: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise DataError(f"no module {name!r}; expected a path that ends in .py, or an importable dotted name") from error
         raise DataError(f"importing {name} failed:\n{traceback.format_exc()}") from error
+
+
+def copy_to_local(src: str, cache_dir: str | None = None, **ignored: Any) -> str:
+    """The path itself, under verl's name: files are read where they are. Raises ValueError for HDFS."""
+    if str(src).startswith("hdfs://"):
+        raise ValueError(f"{src} is on HDFS, which is not read here: copy it to a folder first")
+    return str(src)

@@ -6,7 +6,7 @@ import pytest
 from lockstep import cli
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
-from lockstep.config.load import leaf_values, load_config
+from lockstep.config.load import leaves, load_config
 from lockstep.config.presets import ALGORITHMS
 
 NAMED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
@@ -26,7 +26,7 @@ def test_every_preset_is_a_command_and_every_algorithm_has_one():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_preset_lies_between_the_defaults_and_the_user(name):
     whole = load_config(NAMED, algorithm=name)
-    for key, value in leaf_values(ALGORITHMS[name]):
+    for key, value in leaves(ALGORITHMS[name]):
         assert functools.reduce(getattr, key.split("."), whole) == value, key
     config = load_config([*NAMED, "actor_rollout_ref.rollout.n=3", "data.max_response_length=64"], algorithm=name)
     assert config.actor_rollout_ref.rollout.n == 3

@@ -41,15 +41,32 @@ def optimal_token_baseline(
             w = (1 - pi)^2, the squared gradient by that token's own logit.
         rollout_is_weights: [M]; w is multiplied by their square, which minimises the variance under these weights.
     """
-    returns, weights = returns_and_energy(
+    returns, weights = _returns_and_energy(
         token_level_rewards, response_mask, rows, old_log_probs, sum_pi_squared, rollout_is_weights
     )
     places, written = selected(response_mask, rows)
     column = torch.zeros_like(rows.index).index_copy(0, places, written.positions)
-    return against_column(returns, weights, response_mask, rows, group, column), returns
+    return _against_column(returns, weights, response_mask, rows, group, column), returns
 
 
-def returns_and_energy(
+def same_position_baseline(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    rows: Rows,
+    group: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same with tokens compared at the same position, whoever wrote those before it: for responses of one turn, under verl's name."""
+    returns, weights = _returns_and_energy(
+        token_level_rewards, response_mask, rows, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
+    return _against_column(returns, weights, response_mask, rows, group, rows.positions), returns
+
+
+def _returns_and_energy(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     rows: Rows,
@@ -68,7 +85,7 @@ def returns_and_energy(
     return rewards_to_go(token_level_rewards, response_mask, rows), so_far
 
 
-def against_column(returns: Tensor, weights: Tensor, response_mask: Tensor, rows: Rows, group: Tensor, column: Tensor) -> Tensor:
+def _against_column(returns: Tensor, weights: Tensor, response_mask: Tensor, rows: Rows, group: Tensor, column: Tensor) -> Tensor:
     """Returns [M] less the weighted mean of the group's selected tokens that have the same number in `column` [M] int64.
 
     The baseline is 0 where a token is alone with its number. Outside the mask the result is 0.

@@ -1,14 +1,8 @@
 """The algorithms under verl's names and argument order, so that a recipe imports them by changing the package name.
 
-Thin adapters over `lockstep.algorithms`, which is where the formulas are. What they change on the way:
-
-- Padded blocks [B, T] are read as B rows of T tokens, and results are put into that shape again.
-- `index`, a numpy array of prompt ids, becomes the group of each row.
-- Losses come aggregated over the batch that is given, as (loss, metrics): `Denominators.of` that batch, unless `config` has a
-  `global_batch_info` with the counts of a larger one.
-- The returns of outcome estimators are their advantages.
-
-docs/algorithms/verl.md lists where the numbers differ from verl's, and why.
+Thin adapters over `lockstep.algorithms`, where the formulas are. Padded blocks [B, T] are read as B rows of T tokens; `index`, an array of
+prompt ids, becomes the group of each row. Losses come aggregated over the batch that is given, as (loss, metrics), unless `config` has a
+`global_batch_info` with the counts of a larger one. docs/algorithms/verl.md lists where the numbers differ from verl's, and why.
 """
 
 from __future__ import annotations
@@ -17,6 +11,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,14 +19,12 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import advantages as estimators
-from lockstep.algorithms import aggregation, kl, masked, policy_losses
-from lockstep.algorithms.advantages import token_baseline
-from lockstep.algorithms.bound import PER_ROW
-from lockstep.algorithms.kl import KLController
+from lockstep.algorithms import aggregation, blocks, kl, masked, policy_losses
 from lockstep.algorithms.policy_losses import aggregated
 from lockstep.algorithms.registry import registering
 from lockstep.algorithms.rows import Rows
 from lockstep.algorithms.value_losses import clipped_value_loss
+from lockstep.compat.verl.names import read_rows
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 
@@ -40,69 +33,44 @@ EstimatorFn = Callable[..., Advantages]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
 
 _ROW_MEAN = "seq-mean-token-mean"
-
-
-class AdvantageEstimator(StrEnum):
-    """verl's names of the estimators."""
-
-    GAE, GRPO, GRPO_VECTORIZED, GRPO_PASSK, GDPO = "gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo"
-    RLOO, RLOO_VECTORIZED, REMAX, OPO, GPG = "rloo", "rloo_vectorized", "remax", "opo", "gpg"
-    REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    OPTIMAL_TOKEN_BASELINE, TIR_OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline", "tir_optimal_token_baseline"
-
+_WITH_RETURNS = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""The estimators whose returns are not their advantages."""
 
 masked_mean, masked_whiten = masked.masked_mean, masked.masked_whiten
 AdaptiveKLController, FixedKLController = kl.AdaptiveKLController, kl.FixedKLController
-EXPRESSIONS: dict[str, Callable[..., Tensor]] = {
+EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "kl_penalty": lambda logprob, ref_logprob, kl_penalty: kl.kl_penalty(logprob, ref_logprob, kl_penalty),
-    "kl_penalty_forward": lambda logprob, ref_logprob, kl_penalty: kl.kl_penalty(
-        logprob, ref_logprob, kl_penalty.removesuffix("+")
+    "kl_penalty_forward": lambda logprob, ref_logprob, kl_penalty: kl.kl_penalty(logprob, ref_logprob, kl_penalty.rstrip("+")),
+    "get_kl_controller": lambda kl_ctrl: kl.make_kl_controller(
+        _value(kl_ctrl, "type"), *(_value(kl_ctrl, name) or 0 for name in ("kl_coef", "target_kl", "horizon"))
     ),
     "compute_rewards": lambda token_level_scores, old_log_prob, ref_log_prob, kl_ratio: (
         token_level_scores - kl_ratio * kl.kl_penalty(old_log_prob, ref_log_prob, "kl")
     ),
     "compute_entropy_loss": lambda logits, response_mask, loss_agg_mode="token-mean": agg_loss(
-        -((logs := torch.log_softmax(logits, dim=-1)).exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(dim=-1), response_mask,
-        loss_agg_mode,
+        torch.distributions.Categorical(logits=logits, validate_args=False).entropy(), response_mask, loss_agg_mode
     ),
-}  # fmt: skip
+}
 """verl's name -> what it is, in one expression."""
 globals().update(EXPRESSIONS)
 
-
-def _same_position(
-    *, token_level_rewards: Tensor, response_mask: Tensor, rows: Rows, group: Tensor, old_log_probs: Tensor,
-    sum_pi_squared: Tensor, rollout_is_weights: Tensor | None = None,
-) -> Advantages:  # fmt: skip
-    """The optimal token baseline with tokens compared at the same *position*: for responses of one turn."""
-    returns, weights = token_baseline.returns_and_energy(
-        token_level_rewards, response_mask, rows, old_log_probs, sum_pi_squared, rollout_is_weights
-    )
-    return token_baseline.against_column(returns, weights, response_mask, rows, group, rows.positions), returns
-
-
-_BLOCKS = "token_level_rewards response_mask "
-_REST = "config=None **kwargs"
-_GROUPS = _BLOCKS + "index epsilon=1e-6 "
-_NORMALISED = _GROUPS + "norm_adv_by_std_in_grpo=True config=None "
-_BASELINE = _BLOCKS + "index old_log_probs sum_pi_squared rollout_is_weights=None handle_zero_tail=True epsilon=1e-8 **kwargs"
-
-_WITH_RETURNS = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
-"""Those whose returns are not their advantages."""
-
 ADV_ESTIMATOR_REGISTRY: dict[str, EstimatorFn] = {}
-"""verl's name -> the function below, or one that was registered."""
+"""verl's name -> the function of estimators.txt, or one that was registered."""
 
 
-def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str) -> EstimatorFn:
-    """verl's function for `key`, with verl's arguments."""
+def _estimator_fn(key: str, estimator: EstimatorFn, arguments: str, from_config: str) -> EstimatorFn:
+    """verl's function for `key`, with verl's arguments. The names in `from_config` are those of `config`, where it has them."""
     signature = _signature(arguments)
 
     def compute(*args: Any, **kwargs: Any) -> Advantages:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        inputs = given.arguments | _from_config(key, given.arguments)
-        advantages, returns = _estimate(estimator, inputs)
+        inputs, config = dict(given.arguments), given.arguments.get("config")
+        for name in from_config.split():
+            inputs[name] = _value(config, name, inputs.get(name, getattr(AlgorithmConfig(), name)))
+        if key == "gdpo":
+            inputs |= _reward_parts(config, inputs)
+        advantages, returns = blocks.estimate(estimator, inputs)
         advantages = advantages / inputs.get("f_norm", 1.0)
         return advantages, returns if key in _WITH_RETURNS else advantages
 
@@ -123,34 +91,6 @@ def _signature(arguments: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _estimate(estimator: EstimatorFn, inputs: Mapping[str, Any]) -> Advantages:
-    """The estimator on padded blocks, as blocks."""
-    mask, available = inputs["response_mask"], dict(inputs)
-    if "index" in inputs:
-        ids = inputs["index"].cpu().numpy() if isinstance(inputs["index"], Tensor) else np.asarray(inputs["index"])
-        available["group"] = torch.from_numpy(np.unique(ids.astype(str), return_inverse=True)[1]).to(mask.device)
-    flat = {name: x.flatten() if isinstance(x, Tensor) and name not in PER_ROW else x for name, x in available.items()}
-    advantages, returns = estimators.bind_estimator(estimator, {})(flat, Rows.of_padded(mask))
-    return advantages.view(mask.shape), returns.view(mask.shape)
-
-
-def _from_config(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs that verl's function finds in its `config`, which comes before an argument; as numbers where verl allows tensors."""
-    config = given.get("config")
-    match key:
-        case "gae":
-            return {name: float(given[name]) for name in ("gamma", "lam")}
-        case "reinforce_plus_plus":
-            return {"gamma": _value(config, "gamma", AlgorithmConfig().gamma)}
-        case "grpo_passk":
-            by_std = _value(config, "norm_adv_by_std_in_grpo")
-            return {} if by_std is None else {"norm_adv_by_std_in_grpo": by_std}
-        case "gdpo":
-            return _reward_parts(config, given)
-        case _:
-            return {}
-
-
 def _reward_parts(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """The parts that `config.gdpo_reward_keys` names in `non_tensor_batch`, or the whole reward without keys, and their weights."""
     keys, weights = _value(config, "gdpo_reward_keys"), _value(config, "gdpo_reward_weights")
@@ -158,40 +98,20 @@ def _reward_parts(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if keys:
         found = given["non_tensor_batch"] or {}
         parts = [torch.as_tensor(np.asarray(found[key], dtype=np.float64)).to(parts[0]) for key in keys]
-    return {
-        "reward_parts": torch.stack(parts, dim=1),
-        "reward_part_weights": torch.tensor(list(weights), dtype=torch.float64) if keys and weights else None,
-    }
+    part_weights = torch.tensor(list(weights), dtype=torch.float64) if keys and weights else None
+    return {"reward_parts": torch.stack(parts, dim=1), "reward_part_weights": part_weights}
 
 
-_OUTCOME: dict[str, tuple[EstimatorFn, str]] = {
-    "grpo": (estimators.grpo, _NORMALISED),
-    "grpo_vectorized": (estimators.grpo, _NORMALISED),
-    "grpo_passk": (estimators.grpo_passk, _NORMALISED + "**kwargs"),
-    "gdpo": (estimators.gdpo, _NORMALISED + "non_tensor_batch=None batch=None **kwargs"),
-    "rloo": (estimators.rloo, _GROUPS + _REST),
-    "rloo_vectorized": (estimators.rloo, _GROUPS + _REST),
-    "opo": (estimators.opo, _GROUPS + _REST),
-    "reinforce_plus_plus_baseline": (estimators.reinforce_plus_plus_baseline, _GROUPS + _REST),
-    "gpg": (estimators.gpg, _GROUPS + "f_norm=1.0 alpha=1.0 " + _REST),
-    "reinforce_plus_plus": (estimators.reinforce_plus_plus, _BLOCKS + _REST),
-    "remax": (estimators.remax, "token_level_rewards reward_baselines response_mask " + _REST),
-}
-"""verl's name -> the estimator and verl's arguments; `compute_{name}_outcome_advantage` is the function."""
-globals().update({f"compute_{key}_outcome_advantage": _estimator_fn(key, *row) for key, row in _OUTCOME.items()})
-compute_gae_advantage_return = _estimator_fn("gae", estimators.gae, "token_level_rewards values response_mask gamma lam")
-compute_optimal_token_baseline_advantage = _estimator_fn("optimal_token_baseline", _same_position, _BASELINE)
-compute_multi_turn_optimal_token_baseline_advantage = _estimator_fn(
-    "tir_optimal_token_baseline", estimators.optimal_token_baseline, _BASELINE
-)
+for _row in read_rows("estimators.txt"):
+    _function, _key, _ours, _arguments, _from_config = (part.strip() for part in _row.split("|"))
+    globals()[_function] = _estimator_fn(_key, attrgetter(_ours)(estimators), _arguments, _from_config)
+AdvantageEstimator = StrEnum("AdvantageEstimator", {key.upper(): key for key in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
+"""verl's names of the estimators."""
 
 
 def register_adv_est(name_or_enum: Any) -> Callable[[EstimatorFn], EstimatorFn]:
-    """Make the decorated function an estimator of `algorithm.adv_estimator`; written for verl or for Lockstep.
-
-    Arguments are matched by name with Lockstep's vocabulary (`lockstep.algorithms.advantages`), which has verl's `index` and `config`.
-    Raises ConfigError when the name is another function's.
-    """
+    """Make the decorated function an estimator of `algorithm.adv_estimator`; written for verl or for Lockstep, whose vocabulary
+    (`lockstep.algorithms.advantages`) has verl's `index` and `config`. Raises ConfigError when the name is another function's."""
     name = getattr(name_or_enum, "value", name_or_enum)
 
     def decorate(function: EstimatorFn) -> EstimatorFn:
@@ -207,28 +127,19 @@ def get_adv_estimator_fn(name_or_enum: Any) -> EstimatorFn:
     return ADV_ESTIMATOR_REGISTRY[name] if name in ADV_ESTIMATOR_REGISTRY else estimators.get_adv_estimator(name)
 
 
-def get_kl_controller(kl_ctrl: Any) -> KLController:
-    """The controller that a section like `algorithm.kl_ctrl` describes."""
-    kind, kl_coef, target_kl, horizon = (_value(kl_ctrl, name) for name in ("type", "kl_coef", "target_kl", "horizon"))
-    return kl.make_kl_controller(kind, kl_coef, target_kl or 0.0, horizon or 0)
-
-
 def agg_loss(
     loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, batch_num_tokens: int | Tensor | None = None,
     global_batch_size: int | Tensor | None = None, loss_scale_factor: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """`aggregation.agg_loss` times `dp_size`, over the given counts, or those of this batch where none are given.
-
-    seq-mean-token-sum-norm divides by the width of the mask unless `loss_scale_factor` is given.
-    """
+    """`aggregation.agg_loss` times `dp_size`, over the given counts, or those of this batch where none are given; seq-mean-token-sum-norm
+    divides by the width of the mask unless `loss_scale_factor` is given."""
     if (stood_in := aggregated.stand_in(loss_mat)) is not None:
         return stood_in
     loss, mask, rows = loss_mat.flatten(), loss_mask.flatten(), Rows.of_padded(loss_mask)
     here = aggregation.Denominators.of(mask, rows)
-    denominators = aggregation.Denominators(
-        tokens=here.tokens if batch_num_tokens is None else int(batch_num_tokens),
-        sequences=here.sequences if global_batch_size is None else int(global_batch_size),
-    )
+    tokens = here.tokens if batch_num_tokens is None else int(batch_num_tokens)
+    sequences = here.sequences if global_batch_size is None else int(global_batch_size)
+    denominators = aggregation.Denominators(tokens, sequences)
     scale = float(loss_mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
     return aggregation.agg_loss(loss, mask, loss_agg_mode, denominators, rows, scale) * dp_size
 
@@ -243,27 +154,8 @@ def compute_policy_loss(
     if low is None or high is None:
         raise ValueError("compute_policy_loss needs cliprange, or both cliprange_low and cliprange_high")
     numbers = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
-    loss, means = _policy_loss("vanilla", numbers, (old_log_prob, log_prob, advantages, response_mask))
+    loss, means = blocks.policy_loss("vanilla", numbers, (old_log_prob, log_prob, advantages, response_mask))
     return agg_loss(loss, response_mask, loss_agg_mode), means["pg_clipfrac"], means["ppo_kl"], means["pg_clipfrac_lower"]
-
-
-def _policy_loss(name: str, numbers: Mapping[str, Any], blocks: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss per token, a block, and the means of its metrics. The blocks are old_log_prob, log_prob, advantages and the mask."""
-    rows = Rows.of_padded(blocks[-1])
-    columns = {key: block.flatten() for key, block in zip(aggregated.BLOCKS, blocks, strict=True)}
-    loss_fn = policy_losses.get_policy_loss(name)
-    if name in ("clip_cov", "kl_cov"):
-        # As verl chooses: from the current log-probs, and never a token that the clip already holds.
-        none = {"cov_selected": torch.zeros_like(columns["advantages"])}
-        clipped = policy_losses.bind_policy_loss(policy_losses.clip_cov, numbers)(columns | none, rows)[1]["pg_clipfrac"]
-        current = {"old_log_prob": columns["log_prob"].detach(), "eligible": clipped == 0}
-        row_keys = torch.arange(len(rows), device=clipped.device)
-        prepare = policy_losses.bind_prepare(loss_fn, numbers)
-        assert prepare is not None
-        columns |= prepare({**columns, **current, "row_keys": row_keys}, rows)
-    loss, metrics = policy_losses.bind_policy_loss(loss_fn, numbers)(columns, rows)
-    means = {key: masked.masked_mean(values, columns["response_mask"]) for key, values in metrics.items()}
-    return loss.view(blocks[-1].shape), means
 
 
 def _policy_loss_fn(name: str) -> PolicyLossFn:
@@ -274,7 +166,7 @@ def _policy_loss_fn(name: str) -> PolicyLossFn:
         loss_agg_mode: str = _ROW_MEAN if name in ("gspo", "sapo") else "token-mean", config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
-        loss, means = _policy_loss(name, _loss_parameters(config), (old_log_prob, log_prob, advantages, response_mask))
+        loss, means = blocks.policy_loss(name, _loss_parameters(config), (old_log_prob, log_prob, advantages, response_mask))
         if rollout_is_weights is not None:
             loss = loss * masked.zero_outside(rollout_is_weights, response_mask)
         counts = _value(config, "global_batch_info") or {}
@@ -296,9 +188,8 @@ def register_policy_loss(name: str, prepare: policy_losses.Prepare | None = None
     """Make the decorated function the policy loss `name`; written for Lockstep, or for verl: (old_log_prob, log_prob, advantages,
     response_mask, loss_agg_mode, config, rollout_is_weights) -> (what `agg_loss` gave, metrics).
 
-    Of the latter the losses per token that it gives to `agg_loss` are taken, so that they do not depend on micro-batches.
-    Raises ConfigError when the name is another function's, or, of a function written for verl, when it does not end in `agg_loss`.
-    """
+    Of the latter the losses per token that it gives to `agg_loss` are taken, which do not depend on micro-batches. Raises ConfigError
+    when the name is another function's, or when a function written for verl does not end in `agg_loss`."""
 
     def decorate(function: Any) -> Any:
         ours, numbers = function, ActorConfig().loss_parameters

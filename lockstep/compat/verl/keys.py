@@ -10,15 +10,17 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import yaml
+from hydra.core.override_parser.types import Sweep
 
 from lockstep.compat.verl.names import read_rows
-from lockstep.config.load import check_key
-from lockstep.errors import ConfigError
+from lockstep.config.load import has_key, override_text
 
 Kind = Literal["accepted", "translated", "ignored", "refused", "unknown", "default"]
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values that switch a thing off, which needs no refusal."""
+_DYNAMIC = {"actor_rollout_ref.actor": "ppo_", "critic": "ppo_", "actor_rollout_ref.ref": "log_prob_", "reward_model": ""}
+"""Section -> how its size in rows begins, which use_dynamic_bsz switches off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ def rows() -> list[Row]:
 
 
 def judge(key: str, value: Any) -> Verdict:
-    """The verdict on one key of verl's with its value (None, a bool, a number, a string, a list or a dict)."""
+    """The verdict on one key of verl's with its value (None, a bool, a number, a string, a list, a dict, or Hydra's for several)."""
+    if isinstance(value, Sweep):
+        return Verdict(key, "refused", "it names several values, and one command starts one run: a list is '[a,b]', in quotes")
     verdict = next((_ruled(row, found, value) for row in rows() if row.sign != "=" and (found := row.pattern.fullmatch(key))), None)
     verdict = verdict or _same(key, value)
     if any(value == "" for _, value in verdict.sets):
@@ -69,14 +73,13 @@ def judge(key: str, value: Any) -> Verdict:
 
 
 def _ruled(row: Row, found: re.Match[str], value: Any) -> Verdict:
-    key, same, text = found.string, _same(found.string, value), _text(value).lower()
+    key, same, text = found.string, _same(found.string, value), override_text(value).lower()
     ours = same.kind == "accepted"
     if row.sign in ("-", "--") or (row.sign == "?" and ours and value is not None):
         return same if ours and row.sign != "--" else Verdict(key, "ignored", row.why)
     if row.sign in ("!", "?"):
-        is_off = value is None or (str(value).lower() in map(str.lower, row.allowed) if row.allowed else value in OFF)
-        if is_off:
-            return same if ours and row.sign == "!" else Verdict(key, "ignored", f"{text} is what happens here")
+        if value is None or (str(value).lower() in map(str.lower, row.allowed) if row.allowed else value in OFF):
+            return same if ours and row.sign == "!" else Verdict(key, "ignored", f"{text} asks for nothing that is not so here")
         return Verdict(key, "refused", row.why)
     return _translated(row, found, value, next((new for old, new in row.values.items() if fnmatchcase(text, old)), None))
 
@@ -95,16 +98,15 @@ def _translated(row: Row, found: re.Match[str], value: Any, new: str | None) -> 
     elif row.allowed and str(value) not in ("", *row.allowed):
         return Verdict(key, "refused", f"not {value} here, but one of {', '.join(row.allowed)}")
     sets = [(target, *constant) for target, *constant in (found.expand(word).split("=") for word in row.keys)]
-    missing = next((target for target, *_ in sets if not is_ours(target)), None)
-    if missing:
-        return Verdict(key, "refused", f"{missing} is no key of Lockstep's (lockstep ppo --help lists them)")
+    if missing := next((target for target, *_ in sets if not has_key(target)), None):
+        return Verdict(key, "refused", _same(missing, value).why)
     if new is None and sets == [(key,)]:
         return _same(key, value)
     return Verdict(key, "translated", why, tuple((target, constant[0] if constant else value) for target, *constant in sets))
 
 
 def _same(key: str, value: Any) -> Verdict:
-    if is_ours(key):
+    if has_key(key):
         return Verdict(key, "accepted", "", ((key, value),))
     return Verdict(key, "unknown", f"{key} is no key of Lockstep's (lockstep ppo --help lists them)")
 
@@ -112,12 +114,10 @@ def _same(key: str, value: Any) -> Verdict:
 def judge_all(given: Mapping[str, Any]) -> list[Verdict]:
     """A verdict for each key, in their order, and then one of kind "default" for each of verl's defaults that has to be said here."""
     verdicts = [judge(key, value) for key, value in given.items()]
-    for section, size in (("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu"), ("critic", "ppo_micro_batch_size_per_gpu"),
-                          ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu")):  # fmt: skip
-        dynamic = given.get(f"{section}.use_dynamic_bsz", given.get(f"{section}.log_prob_use_dynamic_bsz"))
-        if dynamic is True:
-            why = "use_dynamic_bsz=True cuts rows by tokens instead"
-            verdicts = [Verdict(v.key, "ignored", why) if v.key == f"{section}.{size}" else v for v in verdicts]
+    for section, kind in _DYNAMIC.items():
+        if given.get(f"{section}.use_dynamic_bsz", given.get(f"{section}.log_prob_use_dynamic_bsz")) is True:
+            size, why = f"{section}.{kind}micro_batch_size_per_gpu", "use_dynamic_bsz=True cuts rows by tokens instead"
+            verdicts = [Verdict(size, "ignored", why) if verdict.key == size else verdict for verdict in verdicts]
     said = {key for verdict in verdicts for key, _ in verdict.sets}
     defaults = {row.pattern.pattern.replace("\\", ""): yaml.safe_load(row.keys[0]) for row in rows() if row.sign == "="}
     return verdicts + [
@@ -128,7 +128,7 @@ def judge_all(given: Mapping[str, Any]) -> list[Verdict]:
 
 def overrides(verdicts: Iterable[Verdict]) -> list[str]:
     """The arguments of `lockstep ppo` that say what the verdicts set."""
-    return [f"{key}={_text(value)}" for key, value in dict(pair for verdict in verdicts for pair in verdict.sets).items()]
+    return [f"{key}={override_text(value)}" for key, value in dict(pair for verdict in verdicts for pair in verdict.sets).items()]
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -140,28 +140,5 @@ def table(verdicts: Sequence[Verdict]) -> str:
 def _reason(verdict: Verdict) -> str:
     if verdict.kind not in ("translated", "default"):
         return verdict.why
-    said = ", ".join(f"{key}={_text(value)}" for key, value in verdict.sets)
+    said = ", ".join(f"{key}={override_text(value)}" for key, value in verdict.sets)
     return f"{said}; {verdict.why}" if verdict.why else said
-
-
-def _text(value: Any) -> str:
-    """A value as Hydra reads it on a command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_text(entry)}' for key, entry in value.items())}}}"
-    text = str(value)
-    plain = not isinstance(value, str) or re.fullmatch(r"[\w./@%+-]+(:[\w./@%+-]+)*", text)
-    return text if plain else "'" + text.replace("'", r"\'") + "'"
-
-
-@functools.cache
-def is_ours(key: str) -> bool:
-    """Whether Lockstep has the key."""
-    try:
-        check_key(key)
-    except ConfigError:
-        return False
-    return True

@@ -9,27 +9,34 @@ from __future__ import annotations
 import atexit
 import dataclasses
 from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from lockstep.compat.verl import functions
-from lockstep.compat.verl.runner import our_config
-from lockstep.data.schedule import PromptSchedule
+from lockstep.compat.verl.command import our_config
+from lockstep.config import PPOConfig
+from lockstep.data.padded import prompt_loader
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, share_rows
-from lockstep.single_controller.ray import RayWorkerGroup
+from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.single_controller.ray import RayWorkerGroup, connect, is_connected
+from lockstep.trainer import main_ppo
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.metrics import balance_metrics
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 from lockstep.trainer.ppo.reward_columns import model_scores
 from lockstep.trainer.ppo.samples import write_samples
+from lockstep.trainer.resources import ResourcePoolManager
+from lockstep.trainer.role import Role
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+_POOL = "global_pool"
 _REWARD_COLUMNS = ("data_source", "reward_model", "extra_info", "uid", "raw_prompt")
 
 
@@ -40,10 +47,8 @@ def adopt(trainer_class: type) -> None:
 
 
 class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged for others like them)
-    """The attributes and methods that verl's `fit` uses, over `inner`, which is Lockstep's trainer.
-
-    `config` stays what it was given as, with verl's keys; `inner.config` is what they mean here (`lockstep verl-keys`).
-    """
+    """The attributes and methods that verl's `fit` uses, over `inner`, which is Lockstep's trainer. `config` stays what it was given as,
+    with verl's keys; `inner.config` is what they mean here (`lockstep verl-keys`)."""
 
     async_rollout_mode, ref_in_actor, hybrid_engine = True, False, True
 
@@ -65,19 +70,18 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
         self.use_critic, self.use_rm, self.use_reference_policy = ours.use_critic, ours.reward_model.enable, ours.use_reference
         self.kl_ctrl_in_reward, self.train_dataset = self.inner.kl_control, self.inner.train_dataset
         size = OmegaConf.select(self.config, "data.gen_batch_size") or ours.data.train_batch_size
-        self.train_dataloader = self._loader(size, train_sampler, collate_fn or functions.collate_fn)
+        self.train_dataloader = prompt_loader(
+            self.train_dataset,
+            self.inner.prompts,
+            size,
+            ours.data,
+            ours.data_seed,
+            tokenizer.pad_token_id,
+            train_sampler,
+            collate_fn,
+        )
         self.total_training_steps = ours.trainer.total_training_steps or len(self.train_dataloader) * ours.trainer.total_epochs
         self.inner.total_steps = self.total_training_steps
-
-    def _loader(self, size: int, sampler: Any, collate_fn: Any) -> DataLoader[Any]:
-        """Batches of prompts; in Lockstep's order, which goes on after a resume, unless the sampler is one of the class's own."""
-        data, inner = self.inner.config.data, self.inner
-        rows = _Rows(inner.train_dataset, self.tokenizer.pad_token_id, data.max_prompt_length)
-        batches: Any = BatchSampler(sampler or (), size, drop_last=True)
-        if type(sampler) in (type(None), RandomSampler, SequentialSampler):
-            schedule = PromptSchedule(len(inner.train_dataset), size, data.shuffle, inner.config.data_seed)
-            batches = _Epoch(schedule, inner.prompts)
-        return DataLoader(rows, batch_sampler=batches, collate_fn=collate_fn)
 
     global_steps = property(lambda self: self.inner.global_steps, lambda self, step: setattr(self.inner, "global_steps", step))
     _start_profiling = _stop_profiling = functions.nothing
@@ -88,9 +92,8 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
         atexit.register(inner.close)
         inner.init_workers()
         self.actor_rollout_wg = self.actor_wg = self.async_rollout_manager = _Calls(self, inner.actor_wg)
-        self.critic_wg, self.rm_wg, self.ref_policy_wg = (
-            _Calls(self, group) for group in (inner.critic_wg, inner.rm_wg, inner.ref_policy_wg)
-        )
+        self.critic_wg, self.rm_wg = _Calls(self, inner.critic_wg), _Calls(self, inner.rm_wg)
+        self.ref_policy_wg = _Calls(self, inner.ref_policy_wg)
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """The columns that generation reads leave the batch; those that the rewards read stay in it, too."""
@@ -113,7 +116,7 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
 
     def _balance_batch(self, batch: DataProto, metrics: dict[str, Any], **ignored: Any) -> None:
         """Rows are dealt out by their lengths in every call; this only measures them."""
-        metrics |= balance_metrics(batch, share_rows(batch, self.inner.actor_wg.world_size))
+        metrics |= balance_metrics(batch.token_counts(), share_rows(batch, self.inner.actor_wg.world_size))
 
     def _log_rollout_data(self, batch: DataProto, reward_extra_infos_dict: Any, timing_raw: Any, rollout_data_dir: str) -> None:
         write_samples(rollout_data_dir, self.global_steps, batch, dict(reward_extra_infos_dict), self.tokenizer)
@@ -186,31 +189,56 @@ class _Calls:
         return stages.cut_mini_batches(len(data), 1, num_prompts * config.actor_rollout_ref.rollout.n, epochs, seed)
 
 
-class _Rows(Dataset[dict[str, Any]]):
-    """The rows of a dataset as verl's: padded input_ids, attention_mask, position_ids, and raw_prompt_ids for prompt_ids."""
-
-    def __init__(self, dataset: Any, pad_token_id: int, width: int) -> None:
-        self._dataset, self._pad, self._width = dataset, pad_token_id, width
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        row = dict(self._dataset[position])
-        ids = row.pop("prompt_ids")
-        padding = self._width - len(ids)
-        mask = torch.tensor([0] * padding + [1] * len(ids))
-        blocks = {"input_ids": torch.tensor([self._pad] * padding + ids), "attention_mask": mask, "raw_prompt_ids": ids}
-        return row | blocks | {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+def run_ppo(config: Any, task_runner_class: Any = None) -> None:
+    """Train as the configuration says; by the runner's `run`, in this process, where one is given."""
+    ours = our_config(config)
+    if task_runner_class is None:
+        return main_ppo.run(ours)
+    if ours.needs_ray and not is_connected():
+        connect(**ours.ray_kwargs.ray_init)
+    return ClassWithInitArgs(task_runner_class)().run(config)
 
 
-class _Epoch:
-    """The batches that are left of an epoch."""
+class TaskRunner:
+    """Collects roles and pools; `run` trains."""
 
-    def __init__(self, schedule: PromptSchedule, prompts: Any) -> None:
-        self._schedule, self._prompts = schedule, prompts
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Enum, type] = {}
+        self.mapping: dict[Enum, str] = {}
 
-    def __len__(self) -> int:
-        return self._schedule.steps_per_epoch
+    def _add(self, role: Enum, worker: Any) -> None:
+        self.role_worker_mapping[role], self.mapping[role] = ClassWithInitArgs(worker).cls, _POOL
 
-    def __iter__(self) -> Iterator[Sequence[int]]:
-        for _ in range(self._prompts.num_taken % len(self), len(self)):
-            self._prompts.num_taken += 1
-            yield self._schedule.batch(self._prompts.num_taken - 1)
+    def add_actor_rollout_worker(self, config: Any) -> tuple[Any, Any]:
+        """Adds the actor; its class and that of the worker groups."""
+        self._add(Role.ActorRollout, ActorRolloutRefWorker)
+        return ActorRolloutRefWorker, RayWorkerGroup if our_config(config).needs_ray else LocalWorkerGroup
+
+    def add_critic_worker(self, config: Any) -> None:
+        """Adds the critic; it is started only where the algorithm has one."""
+        self._add(Role.Critic, TrainingWorker)
+
+    def add_ref_policy_worker(self, config: Any, ref_policy_cls: Any) -> None:
+        """Adds the reference; it is started only where a KL term is on."""
+        self._add(Role.RefPolicy, ref_policy_cls)
+
+    def add_reward_model_worker(self, config: Any) -> None:
+        """Adds the reward model, where the configuration has one."""
+        if our_config(config).reward_model.enable:
+            self._add(Role.RewardModel, TrainingWorker)
+
+    add_reward_model_resource_pool, run = add_reward_model_worker, staticmethod(run_ppo)
+
+    def init_resource_pool_mgr(self, config: Any) -> ResourcePoolManager:
+        """One pool of all processes."""
+        trainer = our_config(config).trainer
+        return ResourcePoolManager({_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}, self.mapping)
+
+
+# Hydra finds `ppo_trainer` and `ppo_megatron_trainer`. Keys that they do not have may be set, and are judged in `our_config`.
+_tree: Any = OmegaConf.load(Path(__file__).with_name("tree.yaml"))
+_tree = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(PPOConfig)), _tree)
+for _section in _tree.values():
+    OmegaConf.set_struct(_section, False)
+for _name in ("ppo_trainer", "ppo_megatron_trainer"):
+    ConfigStore.instance().store(name=_name, node=_tree)

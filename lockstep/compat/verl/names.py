@@ -9,57 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_OURS = ("functions:", "numbers:", "runner:")
-_TRAINER = "lockstep.trainer.ppo.ray_trainer"
+from lockstep.compat.aliases import Aliases
 
-
-def _adopt(trainer_class: type) -> None:
-    """See `loop.adopt`, which is imported for a subclass only."""
-    importlib.import_module("lockstep.compat.verl.loop").adopt(trainer_class)
-
-
-class VerlNames:
-    """Finds the modules of the table: those that are not here are made of the table alone.
-
-    A finder and a loader by its methods alone: importing their base classes would be a third of the time of `lockstep --help`.
-    """
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of a module of the table, None for any other."""
-        if not fullname.startswith("lockstep.") or fullname not in table():
-            return None
-        real = PathFinder.find_spec(fullname, path, target) if path else None
-        if real is None or real.loader is None:
-            return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
-        run = real.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            if any(name.startswith(f"{fullname}.") for name in table()) and "__path__" not in vars(module):
-                module.__path__ = []  # so that the table's modules below it are looked for
-            module.__getattr__ = functools.partial(resolve, fullname)  # type: ignore[method-assign]
-            if fullname == _TRAINER:
-                module.RayPPOTrainer.__init_subclass__ = classmethod(_adopt)
-
-        real.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return real
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Names are looked up when they are asked for; a `*` in the table is the whole of another module."""
-        if whole := table()[module.__name__][0].get("*"):
-            sys.modules[module.__name__] = importlib.import_module(whole.removesuffix(":*"))
-            return
-        module.__doc__ = "A module of verl's whose names are elsewhere here; see lockstep.compat.verl.names."
-        module.__getattr__ = functools.partial(resolve, module.__name__)  # type: ignore[method-assign]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Python's own kind of module."""
+_OURS = ("functions:", "numbers:", "loop:")
 
 
 def resolve(module: str, name: str) -> Any:
@@ -98,6 +55,19 @@ def read_rows(name: str) -> list[str]:
     return [line for line in Path(__file__).with_name(name).read_text().splitlines() if not line.startswith("#")]
 
 
+def _whole(module: str) -> ModuleType | None:
+    """The module that a `*` in the table puts in the place of another."""
+    whole = table()[module][0].get("*")
+    return importlib.import_module(whole.removesuffix(":*")) if whole else None
+
+
+def _adopting(module: ModuleType) -> None:
+    """A class under the trainer may be one of verl's (`loop.adopt`, which is imported for a subclass only)."""
+    if module.__name__ == "lockstep.trainer.ppo.ray_trainer":
+        adopt = lambda trainer_class: importlib.import_module("lockstep.compat.verl.loop").adopt(trainer_class)  # noqa: E731
+        module.RayPPOTrainer.__init_subclass__ = classmethod(adopt)
+
+
 def install() -> None:
     """Let the names be imported."""
-    sys.meta_path.insert(0, VerlNames())
+    sys.meta_path.insert(0, Aliases("lockstep", table, resolve, _whole, _adopting))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from lockstep.algorithms import mismatch
 from lockstep.algorithms.rows import Rows
+from lockstep.observability.score_summary import bootstrap_metric, calc_maj_val  # noqa: F401 (names of metric_utils)
 from lockstep.protocol import DataProto, Ragged
-from lockstep.trainer.ppo import metrics, stages
+from lockstep.trainer.ppo import metrics
 from lockstep.trainer.ppo.validation import validation_metrics
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = {kind for kind in mismatch.RS_KINDS if not kind.startswith("group")}
+AggregationType = StrEnum("AggregationType", ["MEAN", "SUM", "MIN", "MAX"])
+"""How a `Metric` makes one number of its values."""
 
 
 def _compute_response_info(batch: Any) -> dict[str, Tensor]:
@@ -58,25 +61,7 @@ def compute_throughout_metrics(batch: Any, timing_raw: Mapping[str, float], n_gp
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The number of a `Metric`; the largest of a list whose name has max, the smallest where it has min, else the mean."""
     kinds = {name: "max" if "max" in name else "min" if "min" in name else "mean" for name in metrics}
-    return {
-        name: values.aggregate() if isinstance(values, Metric) else getattr(np, kinds[name])(values)
-        for name, values in metrics.items()
-    }
-
-
-def bootstrap_metric(
-    data: Sequence[Any], subset_size: int, reduce_fns: Sequence[Callable[..., float]], n_bootstrap: int = 1000, seed: int = 42
-) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each function over subsets drawn with replacement."""
-    drawn = np.random.default_rng(seed).choice(len(data), size=(n_bootstrap, subset_size))
-    found = np.array([[function([data[i] for i in subset]) for function in reduce_fns] for subset in drawn])
-    return [(float(column.mean()), float(column.std())) for column in found.T]
-
-
-def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value of the first entry with the most frequent vote."""
-    votes = [entry[vote_key] for entry in data]
-    return float(data[votes.index(max(votes, key=votes.count))][val_key])
+    return {name: x.aggregate() if isinstance(x, Metric) else getattr(np, kinds[name])(x) for name, x in metrics.items()}
 
 
 def process_validation_metrics(
@@ -94,10 +79,9 @@ def process_validation_metrics(
 
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, float]:
     """`mismatch.mismatch_metrics` of padded blocks; without `rollout_log_prob` those of the trainer's policy."""
-    other = old_log_prob if rollout_log_prob is None else rollout_log_prob
-    rows = Rows.of_padded(response_mask)
+    other, rows = old_log_prob if rollout_log_prob is None else rollout_log_prob, Rows.of_padded(response_mask)
     found = mismatch.mismatch_metrics(old_log_prob.flatten(), other.flatten(), response_mask.flatten(), rows)
-    return found if rollout_log_prob is not None else {name: value for name, value in found.items() if name.startswith("training")}
+    return {name: value for name, value in found.items() if rollout_log_prob is not None or name.startswith("training")}
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -105,17 +89,17 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_is_threshold: float | str | None = 2.0, rollout_is_batch_normalize: bool = False, rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:  # fmt: skip
-    """`stages.correct` of padded blocks: the weights (None where there are none), the mask that is left, and the metrics."""
+    """`mismatch.correct` of padded blocks: the weights (None where there are none), the mask that is left, and the metrics."""
     if isinstance(rollout_is_threshold, bool):
         raise TypeError("rollout_is_threshold must be a float or a string threshold specification, not a boolean")
-    lengths = torch.full((len(response_mask),), response_mask.shape[1])
-    blocks = {"old_log_probs": old_log_prob, "rollout_log_probs": rollout_log_prob, "response_mask": response_mask.long()}
-    data = DataProto({name: Ragged(block.flatten(), lengths) for name, block in blocks.items()}, {"uid": list(range(len(lengths)))})
-    data.set("responses", data.ragged("response_mask"))
     options = (rollout_is, rollout_is_threshold or 2.0, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
-    found = stages.correct(data, mismatch.make_correction(*options))
-    weights = DataProto({"rollout_is_weights": data.batch["rollout_is_weights"]}) if rollout_is else None
-    return weights, data.batch["response_mask"].to(response_mask.dtype), found
+    columns, rows = (
+        (old_log_prob.flatten(), rollout_log_prob.flatten(), response_mask.flatten().bool()),
+        Rows.of_padded(response_mask),
+    )
+    weights, kept, found = mismatch.correct(mismatch.make_correction(*options), *columns, rows, torch.arange(len(rows)))
+    added = None if weights is None else DataProto({"rollout_is_weights": weights.view_as(old_log_prob)})
+    return added, kept.view_as(response_mask).to(response_mask.dtype), {f"rollout_corr/{key}": x for key, x in found.items()}
 
 
 def compute_is_metrics(
@@ -137,46 +121,36 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     return (batch if weights is None else batch.union(weights)), found
 
 
-class AggregationType(Enum):
-    """How a `Metric` makes one number of its values."""
-
-    MEAN, SUM, MIN, MAX = "mean", "sum", "min", "max"
-
-
 class Metric:
     """Numbers, and how they become one."""
 
     def __init__(self, aggregation: str | AggregationType, value: Any = None) -> None:
-        self.aggregation, self.values = AggregationType(aggregation), list[Any]()
+        self.aggregation, self.values = AggregationType(aggregation), list[float]()
         self.extend([] if value is None else [value])
 
     def append(self, value: Any) -> None:
-        """Add a number, or those of another metric. Raises ValueError for what is neither."""
-        if isinstance(value, Metric):
-            return self.extend(value)
-        value = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-        if not isinstance(value, int | float | np.number | np.ndarray) or np.size(value) != 1:
+        """Add a number, or those of a metric with the same aggregation. Raises ValueError for anything else."""
+        if isinstance(value, Metric) and value.aggregation != self.aggregation:
+            raise ValueError(f"one metric is a {self.aggregation}, the other a {value.aggregation}")
+        if not isinstance(value, Metric) and (isinstance(value, str | list | dict) or torch.as_tensor(value).numel() != 1):
             raise ValueError(f"a metric takes single numbers, not {value!r}")
-        return self.values.append(np.asarray(value).item())
+        self.values += value.values if isinstance(value, Metric) else [float(value)]
 
     def extend(self, values: Any) -> None:
-        """Add several, or those of another metric. Raises ValueError for one with another aggregation."""
-        if isinstance(values, Metric) and values.aggregation != self.aggregation:
-            raise ValueError(f"one metric is a {self.aggregation.value}, the other a {values.aggregation.value}")
-        for value in values.values if isinstance(values, Metric) else values:
+        """Add several, or those of another metric."""
+        for value in [values] if isinstance(values, Metric) else values:
             self.append(value)
 
     def aggregate(self) -> Any:
         """The one number."""
-        return getattr(np, self.aggregation.value)(self.values)
+        return getattr(np, self.aggregation)(self.values)
 
     @staticmethod
     def aggregate_dp(metric_lists: Sequence[Metric]) -> Any:
-        """The number over data-parallel ranks: the mean of their sums or means, or the extreme of all. Raises ValueError unless they have
-        the same number of values."""
-        if len({len(metric.values) for metric in metric_lists}) != 1:
-            raise ValueError(f"ranks differ in their number of values: {[len(metric.values) for metric in metric_lists]}")
-        kind = metric_lists[0].aggregation.value
+        """The number over data-parallel ranks, each with as many values: the mean of their sums or means, or the extreme of all."""
+        if len(sizes := {len(metric.values) for metric in metric_lists}) != 1:
+            raise ValueError(f"ranks differ in their number of values: {sizes}")
+        kind = metric_lists[0].aggregation
         return getattr(np, "mean" if kind == "sum" else kind)([metric.aggregate() for metric in metric_lists])
 
     @classmethod

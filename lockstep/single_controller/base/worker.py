@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lockstep.errors import ConfigError
+
 _CPU = torch.device("cpu")
 
 
@@ -66,6 +68,14 @@ class Worker:
         for name in ("rank", "world_size", "local_rank", "device"):
             setattr(worker, name, getattr(place, name))
         return worker
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool = True) -> None:
+        """verl's way to say which share of the rows a rank gets. Raises ConfigError for another share than its own: every rank has one."""
+        if dp_rank != self.rank or not is_collect:
+            raise ConfigError(
+                f"rank {self.rank} asks for the rows of data-parallel rank {dp_rank} (is_collect={is_collect}) in mesh {mesh_name!r}; here "
+                "every rank gets rows of its own: share them inside the worker, or use a role of Lockstep's (workers/engine_workers.py)"
+            )
 
 
 class ClassWithInitArgs:

@@ -45,18 +45,17 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
     return metrics
 
 
-def balance_metrics(batch: DataProto, shares: list[list[int]]) -> dict[str, float]:
-    """global_seqlen/*: tokens per rank when rows are cut in order, and as they are shared out (`shares`: row numbers of each rank)."""
-    counts = batch.token_counts()
+def balance_metrics(counts: Tensor, shares: list[list[int]], name: str = "global_seqlen") -> dict[str, float]:
+    """{name}/*: tokens per rank, of `counts` per row, when rows are cut in order, and as they are shared out (`shares`: row numbers)."""
     in_order = [int(part.sum()) for part in counts.tensor_split(len(shares))]
     balanced = [int(counts[rows].sum()) for rows in shares]
     return {
-        "global_seqlen/min": min(in_order),
-        "global_seqlen/max": max(in_order),
-        "global_seqlen/minmax_diff": max(in_order) - min(in_order),
-        "global_seqlen/balanced_min": min(balanced),
-        "global_seqlen/balanced_max": max(balanced),
-        "global_seqlen/mean": sum(in_order) / len(in_order),
+        f"{name}/min": min(in_order),
+        f"{name}/max": max(in_order),
+        f"{name}/minmax_diff": max(in_order) - min(in_order),
+        f"{name}/balanced_min": min(balanced),
+        f"{name}/balanced_max": max(balanced),
+        f"{name}/mean": sum(in_order) / len(in_order),
     }
 
 

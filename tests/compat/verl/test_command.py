@@ -1,5 +1,6 @@
 """`lockstep verl-keys` over shell scripts as verl's users write them. Nothing that a script would start or write happens."""
 
+import re
 import shlex
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import pytest
 
 from lockstep import cli
 from lockstep.compat.verl.command import main, read_arguments, read_script
+from lockstep.compat.verl.keys import judge_all, overrides
 from lockstep.config.load import load_config
 from lockstep.errors import ConfigError
 
@@ -69,12 +71,62 @@ def test_variables_arithmetic_arrays_and_branches_are_read(tmp_path, monkeypatch
         'run() { python -m verl.trainer.main_ppo "$@"; }\nfor seed in 6 7; do run data.seed=$seed trainer.project_name="a b"; done\n',
         "declare -A S=([x]=7)\nA=(data.seed=${S[x]})\nread -r -d '' B <<'E' || true\ntrainer.project_name=a\\ b\nE\n"
         'torchrun -m verl.trainer.main_ppo "${A[@]}" "$B" "$@" >> out.log 2>&1 < /dev/null\n',
+        "bash -c \"cd /x && python -m verl.trainer.main_ppo data.seed=7 trainer.project_name='a b' && echo done; sleep 1\"\n",
+        "A='data.seed=7 trainer.project_name=\"a\\ b\"'\neval python -m verl.trainer.main_ppo $A\n",
+        'python verl/trainer/main_ppo.py data.seed=7 trainer.project_name="a b" | tee >(grep -v x > log.txt)\n',
+        'accelerate launch --dir=/x/main_y verl/trainer/main_ppo.py data.seed=7 trainer.project_name="a b"\n',
     ],
 )
 def test_pipes_with_errors_nested_shells_functions_and_here_docs(text, tmp_path):
     found = read_script(script(tmp_path, text))
     assert found["data.seed"] == 7
     assert found["trainer.project_name"].replace("\\", "") == "a b"
+
+
+def test_every_argument_of_the_trainer_is_read_whatever_words_are_in_it(tmp_path):
+    """A key that is deleted, a file and an experiment may have the words by which the trainer is found."""
+    keys = "data.seed=7 ~trainer.profile_steps data.train_files=/d/main_train.parquet trainer.experiment_name=my_trainer"
+    text = f"pip install x=1 main_y\nray job submit --working-dir /home/trainer -- python -m verl.trainer.main_ppo {keys}\n"
+    assert read_script(script(tmp_path, text)) == {
+        "data.seed": 7,
+        "trainer.profile_steps": None,
+        "data.train_files": "/d/main_train.parquet",
+        "trainer.experiment_name": "my_trainer",
+    }
+
+
+def test_a_date_in_a_name_is_todays(tmp_path):
+    path = script(tmp_path, "python -m verl.trainer.main_ppo trainer.experiment_name=run-$(date +%Y)\n")
+    assert re.fullmatch(r"run-\d{4}", read_script(path)["trainer.experiment_name"])
+
+
+def test_the_file_that_a_command_names_is_read_below_its_arguments(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 3, max_prompt_length: 99}\n")
+    path = script(tmp_path, f"python -m verl.trainer.main_ppo --config-path={tmp_path} --config-name mine data.seed=4\n")
+    given = read_script(path)
+    assert given == {"defaults": ["ppo_megatron_trainer", "_self_"], "data.seed": 4, "data.max_prompt_length": 99}
+    config = load_config(overrides(judge_all(given | {"data.train_files": "a", "actor_rollout_ref.model.path": "m"})))
+    assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
+    # Not found: its keys would be missing from the run.
+    assert main([str(script(tmp_path, "python -m verl.trainer.main_ppo --config-name=other data.seed=4\n"))]) == 1
+    assert "lockstep verl-keys FILE.yaml" in capsys.readouterr().out
+
+
+def test_several_values_for_one_key_are_refused(tmp_path, capsys):
+    path = script(tmp_path, "python -m verl.trainer.main_ppo trainer.logger=console,wandb 'data.seed=range(0,3)'\n")
+    assert main([str(path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("it names several values") == 2
+    assert "Sweep" not in said
+
+
+@pytest.mark.parametrize(("text", "said"), [("a: [b\n", "not valid YAML"), ("- a\n", "mapping"), ("a: ${b.c}\n", "b.c")])
+def test_a_file_that_cannot_be_read_is_one_line(text, said, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    assert main([str(tmp_path / "run.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_the_folder_of_a_script_that_is_named_without_one_is_a_dot(tmp_path, monkeypatch):

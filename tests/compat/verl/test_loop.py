@@ -16,8 +16,8 @@ from lockstep.utils.profiler import marked_timer
 from lockstep.utils.tracking import Tracking
 from omegaconf import OmegaConf
 
-from lockstep.compat.verl.loop import VerlTrainer
-from lockstep.compat.verl.runner import TaskRunner, our_config, run_ppo
+from lockstep.compat.verl.command import our_config
+from lockstep.compat.verl.loop import TaskRunner, VerlTrainer, run_ppo
 from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto
 from lockstep.single_controller.local import LocalWorkerGroup

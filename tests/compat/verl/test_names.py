@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.algorithms import blocks
 from lockstep.algorithms.kl import FixedKLController
 from lockstep.compat.verl import functions, numbers
 from lockstep.compat.verl.names import table
 from lockstep.config import as_config
+from lockstep.data.padded import collate_fn
 from lockstep.errors import ConfigError
+from lockstep.padded import union_two_dict
 from lockstep.protocol import DataProto, Ragged
+from lockstep.utils.files import copy_to_local
 
 
 def test_every_name_of_the_table_can_be_imported():
@@ -93,18 +97,18 @@ def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
 
 def test_tensors_and_profilers():
     ids = torch.tensor([[5, 2, 7], [5, 6, 7]])
-    assert functions.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert functions.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
-    assert functions.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
-    assert functions.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
+    assert blocks.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert blocks.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert blocks.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
+    assert blocks.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
     logits = torch.randn(2, 3, 8, dtype=torch.float64)
     expected = logits.softmax(-1).log().gather(-1, ids[..., None])[..., 0]
-    torch.testing.assert_close(functions.logprobs_from_logits(logits, ids), expected)
+    torch.testing.assert_close(blocks.logprobs_from_logits(logits, ids), expected)
     assert functions.log_seqlen_unbalance([1, 2, 3, 4], [[0, 3], [1, 2]], "x") == {
         "x/min": 3, "x/max": 7, "x/minmax_diff": 4, "x/balanced_min": 5, "x/balanced_max": 5, "x/mean": 5.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match="different values"):
-        functions.union_two_dict({"a": 1}, {"a": 2})
+        union_two_dict({"a": 1}, {"a": 2})
 
     @functions.NoProfiler.annotate(color="red")
     def decorated():
@@ -149,7 +153,7 @@ def test_the_names_cost_nothing_at_the_start():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def blocks():
+def two_rows():
     """Two rows of two prompt and three response tokens, of which the second row lacks one each."""
     attention = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
     numbers = {
@@ -160,7 +164,7 @@ def blocks():
 
 
 def test_metrics_of_padded_blocks():
-    batch = SimpleNamespace(batch=blocks(), meta_info={"global_token_num": [5, 3]}, non_tensor_batch={})
+    batch = SimpleNamespace(batch=two_rows(), meta_info={"global_token_num": [5, 3]}, non_tensor_batch={})
     found = numbers.compute_data_metrics(batch)
     assert (found["critic/score/mean"], found["response_length/mean"], found["prompt_length/min"]) == (5.0, 2.5, 1.0)
     assert found["response_length/clip_ratio"] == 0.5
@@ -183,7 +187,7 @@ def test_validation_metrics_are_nested_by_source_and_variable():
 
 def test_kl_and_advantages_are_written_into_a_batch():
     data = DataProto.from_dict(
-        {**blocks(), "old_log_probs": torch.ones(2, 3), "ref_log_prob": torch.zeros(2, 3)}, {"uid": ["p", "p"]}
+        {**two_rows(), "old_log_probs": torch.ones(2, 3), "ref_log_prob": torch.zeros(2, 3)}, {"uid": ["p", "p"]}
     )
     _, told = functions.apply_kl_penalty(data, FixedKLController(0.5))
     assert told == {"actor/reward_kl_penalty": 1.0, "actor/reward_kl_penalty_coeff": 0.5}
@@ -212,10 +216,10 @@ def test_a_correction_of_padded_blocks():
 
 def test_small_helpers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert functions.copy_to_local("a/b") == "a/b"
+    assert copy_to_local("a/b") == "a/b"
     with pytest.raises(ValueError, match="HDFS"):
-        functions.copy_to_local("hdfs://a")
-    rows = functions.collate_fn([{"x": torch.ones(2), "y": [1]}, {"x": torch.zeros(2), "y": [2, 3]}])
+        copy_to_local("hdfs://a")
+    rows = collate_fn([{"x": torch.ones(2), "y": [1]}, {"x": torch.zeros(2), "y": [2, 3]}])
     assert rows["x"].shape == (2, 2)
     assert list(rows["y"]) == [[1], [2, 3]]
     timing = {}
@@ -224,6 +228,7 @@ def test_small_helpers(tmp_path, monkeypatch):
     assert timing["gen"] >= 0
     parts = functions.get_seqlen_balanced_partitions([5, 1, 1, 5], 2)
     assert sorted(row for part in parts for row in part) == [0, 1, 2, 3]
+    assert functions.get_seqlen_balanced_partitions([9, 1, 1, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
     assert functions.remove_boxed(functions.last_boxed_only_string("so \\boxed{7}")) == "7"
     with functions.Tracking("project", "run", ["console"]) as tracking:
         tracking.log({"a": 1.0}, step=1)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lockstep.errors import ConfigError
 from lockstep.single_controller.base.worker import ClassWithInitArgs, Worker, WorkerEnvironment, worker_environment
 
 
@@ -36,3 +37,13 @@ def test_a_class_that_ray_has_wrapped_is_unwrapped():
 
     assert ClassWithInitArgs(ray.remote(Plain)).cls is Plain
     assert ClassWithInitArgs(Plain).cls is Plain
+
+
+def test_verls_share_of_rows_is_every_ranks_own_and_no_other():
+    with worker_environment(WorkerEnvironment(rank=1, world_size=2)):
+        worker = Worker()
+    worker._register_dispatch_collect_info("train", dp_rank=1, is_collect=True)
+    with pytest.raises(ConfigError, match="rank 1 asks for the rows of data-parallel rank 0"):
+        worker._register_dispatch_collect_info("train", dp_rank=0, is_collect=True)
+    with pytest.raises(ConfigError, match="is_collect=False"):
+        worker._register_dispatch_collect_info("train", dp_rank=1, is_collect=False)
