@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
-from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.sampling import check_sampling, check_stop
 from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
@@ -309,7 +309,7 @@ class ActorRolloutRefConfig:
 
     def __post_init__(self) -> None:
         self.model.check("actor_rollout_ref.model")
-        check_lora(self.model, self.actor, "actor_rollout_ref.actor", "actor_rollout_ref.model")
+        check_learner(self.model, self.actor, "actor_rollout_ref.actor", "actor_rollout_ref.model")
         if self.ref.param_offload is True and self.actor.strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(
                 "actor_rollout_ref.ref.param_offload=true needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not "

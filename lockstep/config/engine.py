@@ -31,6 +31,8 @@ class ModelConfig:
     recompute: str = "auto"
     """full (every layer: least memory, about a third more time), selective (the MLPs), or auto: the least with which a micro-batch fits."""
 
+    router_aux_loss_coef: float = 0.0
+    """Mixtures of experts: the weight of the load-balance loss (fsdp and fsdp2); see docs/training.md."""
     lora_rank: int = 0
     """Train adapters of this rank beside the model's linear layers instead of the model (LoRA; fsdp and fsdp2). 0: train the model."""
     lora_alpha: int = 16
@@ -46,6 +48,7 @@ class ModelConfig:
         one_of(f"{prefix}.recompute", self.recompute, ("auto", "selective", "full"))
         at_least(self, prefix, 0, "lora_rank")
         at_least(self, prefix, 1, "lora_alpha")
+        at_least(self, prefix, 0.0, "router_aux_loss_coef")
         if self.lora_adapter_path is not None:
             self._check_adapter(prefix, self.lora_adapter_path)
 
@@ -194,8 +197,13 @@ class EngineChoice:
         return self.fsdp_config.ulysses_sequence_parallel_size if self.strategy in ("fsdp", "fsdp2") else 1
 
 
-def check_lora(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
-    """Raise ConfigError when the model is to have adapters and its engine cannot train them."""
+def check_learner(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
+    """Raise ConfigError when the model is to have adapters, or its experts a balanced load, and its engine has no such thing."""
+    if model.router_aux_loss_coef and choice.strategy not in ("fsdp", "fsdp2"):
+        raise ConfigError(
+            f"{model_key}.router_aux_loss_coef={model.router_aux_loss_coef:g} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; "
+            "set it to 0"
+        )
     if not model.adapts:
         return
     name = "lora_rank" if model.lora_rank else "lora_adapter_path"
