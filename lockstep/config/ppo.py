@@ -22,7 +22,8 @@ class PPOConfig:
     command: ClassVar[str] = "lockstep ppo"
     flags: ClassVar[str] = " [--from-verl]"
     about: ClassVar[str] = (
-        "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it."
+        "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it. "
+        "On a CPU, where no key says how large the run is, a run on your own data is small (docs/recipes.md)."
     )
 
     data: DataConfig = field(default_factory=DataConfig)
