@@ -38,7 +38,7 @@ def test_a_recipe_is_a_configuration_that_can_work(words, monkeypatch):
     elif command == "preprocess":
         preprocess_parser().parse_args(arguments)
     elif command == "rewards":
-        check_key(arguments[1].split("=")[0])
+        load_config(arguments[1:])
     else:
         assert command == "report"
 

@@ -18,7 +18,7 @@ SIZES = (
 ORIGIN = "a first run on a CPU"
 """What its values are called in `lockstep explain`."""
 
-_RESPONSES, _TOKENS, _STEPS = 32, 256, 6
+_RESPONSES, _TOKENS, _STEPS = 32, 128, 6
 
 
 def is_first_run(named: set[str]) -> bool:
@@ -27,11 +27,12 @@ def is_first_run(named: set[str]) -> bool:
 
 
 def first_run_on_cpu(algorithm: str) -> dict[str, Any]:
-    """Its values: a few steps of a minute or two each for a model of a hundred million parameters on two cores."""
+    """Its values: a few steps of about a minute each for a model of a hundred million parameters on two cores."""
     group = ALGORITHMS[algorithm].get("actor_rollout_ref", {}).get("rollout", {}).get("n", 1)
     return {
         "data": {"train_batch_size": _RESPONSES // group, "max_response_length": _TOKENS},
-        "trainer": {"total_training_steps": _STEPS},
+        # Each step is saved: it took a minute or more, and whoever tries things out interrupts them.
+        "trainer": {"total_training_steps": _STEPS, "save_freq": 1, "max_ckpt_to_keep": 2},
     }
 
 

@@ -214,7 +214,8 @@ def _unknown_key(key: str, root: Any) -> str:
     removed = REMOVED_KEYS.get(key.rsplit(".", 1)[-1])
     if removed:
         return f"unknown key '{key}': {removed}"
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    # Without its first sections it names the first of them: the policy's before the critic's.
+    near = [k for k in keys if k.endswith(f".{key}")][:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     nearest = (near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, 1, 0))[0]
     more = "; verl's: lockstep verl-keys" if root is PPOConfig else ""
@@ -287,7 +288,11 @@ def _read_file(path: str | Path) -> DictConfig:
     try:
         node = OmegaConf.load(path)
     except Exception as error:
-        raise ConfigError(f"the config file {path} is not valid YAML: {_one_line(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(
+            f"the config file {path}{where} is not valid YAML: {getattr(error, 'problem', None) or _one_line(error)}"
+        ) from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"the config file {path} must hold a mapping of sections, not {type(node).__name__}")
     return node

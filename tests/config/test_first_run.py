@@ -24,7 +24,7 @@ def test_on_a_cpu_a_step_has_32_responses_whatever_the_group(algorithm):
     config, origins = loaded(*NAMED, algorithm=algorithm)
     assert ORIGIN in origins
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 32
-    assert (config.data.max_response_length, config.trainer.total_training_steps) == (256, 6)
+    assert (config.data.max_response_length, config.trainer.total_training_steps) == (128, 6)
 
 
 def test_it_is_never_asked_of_a_gpu_nor_where_a_size_is_named_nor_by_a_program(tmp_path):

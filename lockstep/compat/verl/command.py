@@ -21,6 +21,9 @@ from lockstep.errors import ConfigError, LockstepError
 _USAGE = "usage: lockstep verl-keys SCRIPT.sh|CONFIG.yaml [key=value ...]"
 _FLAGS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 """Hydra's flags that have a value."""
+_HYDRAS = (*_FLAGS, "--config", "-m", "--multirun", "-r", "--run", "-c", "--cfg", "-p", "--package", "-i", "--info", "--hydra", "--resolve",
+           "--experimental", "--shell-completion", "--version")  # fmt: skip
+"""How Hydra's flags begin."""
 _READ_TIMEOUT_S = 20.0
 # What a script would start is printed when it names a trainer, and fails otherwise; what would end or leave the script does nothing.
 _PRELUDE = """
@@ -71,7 +74,11 @@ def accept(given: Mapping[str, Any]) -> list[Verdict]:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are among the arguments."""
+    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are among the arguments, or an option that
+    neither has."""
+    for word in arguments:
+        if word.startswith("-") and not word.partition("=")[0].startswith(_HYDRAS):
+            raise ConfigError(f"there is no option {word}; expected --config FILE, --from-verl, --help, or key=value")
     try:
         given = read_arguments(arguments)
     except ConfigError:
