@@ -38,7 +38,8 @@ class ModelConfig:
     lora_alpha: int = 16
     """LoRA: adapters are scaled by lora_alpha / lora_rank; at least 1, since 0 would learn nothing."""
     target_modules: Any = "all-linear"
-    """LoRA: which layers get an adapter: all-linear (all but the output layer), or a list of names such as [q_proj,v_proj]."""
+    """LoRA: which layers get an adapter: all-linear (all but the output layer; of mixtures, attention and shared experts), or a list of
+    names such as [q_proj,v_proj]."""
     lora_adapter_path: str | None = None
     """LoRA: start from the adapter in this folder, which peft or a checkpoint (its `adapter`) wrote; rank, alpha and layers are the
     folder's, and lora_rank may stay 0. The reference is the model without it."""

@@ -14,11 +14,11 @@ from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, check_packing, model_on_meta
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
+from lockstep.models.routers import FAMILIES, routers
 from lockstep.workers.engine.fsdp import sharded_model
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.fsdp.mixture import MixtureEngine
 from lockstep.workers.engine.precision import compute_dtype
-from lockstep.workers.engine.routing import FAMILIES, routers
 from lockstep.workers.engine.spec import EngineSpec
 
 
