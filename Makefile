@@ -159,7 +159,7 @@ MCP_READY := $(MCP_VENV)/.ready
 $(MCP_READY): pyproject.toml constraints.txt
 	test -x $(MCP_BIN)/python || $(PYTHON) -m venv $(MCP_VENV)
 	grep '^torch==' constraints.txt > $(MCP_VENV)/constraints.txt
-	$(MCP_BIN)/pip install -q --no-compile -c $(MCP_VENV)/constraints.txt -e '.[agents,mcp]' pytest pytest-timeout
+	$(MCP_BIN)/pip install -q --no-compile -c $(MCP_VENV)/constraints.txt -e '.[agents,check,mcp]' pytest pytest-timeout
 	touch $@
 
 test-mcp: $(MCP_READY)

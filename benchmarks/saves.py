@@ -127,7 +127,7 @@ def _measure(engine: TrainEngine, options: argparse.Namespace, folder: Path, dev
         "at_once": {"wait_s": _rounded(at_once)},
         "in_background": {"wait_s": _rounded(waits), "first_wait_s": round(first, 3), "then_written_in_s": _rounded(written)},
         "share_of_the_wait": round(median(waits) / median(at_once), 4),
-        "update_s": {"without": round(mean(plain), 4), "beside_a_save": round(mean(beside), 4), "updates_beside": len(beside)},
+        "update_s": {"without": round(mean(plain), 4), "beside_a_save": round(mean(beside), 4), "each_beside": _rounded(beside)},
         "slowdown": round(mean(beside) / mean(plain) - 1, 4),
     }
 

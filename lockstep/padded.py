@@ -302,11 +302,3 @@ def from_tensordict(
 def _side(name: str) -> str:
     """Where a column is padded."""
     return "left" if name == "prompts" else "right"
-
-
-def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """`dict1` with the entries of `dict2` added, in place. Raises ValueError where they differ."""
-    if differ := [key for key in dict2 if key in dict1 and dict1[key] != dict2[key]]:
-        raise ValueError(f"both have {differ}, with different values")
-    dict1 |= dict2
-    return dict1

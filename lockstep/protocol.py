@@ -28,6 +28,7 @@ response_mask        R     T      generate        1 where the policy wrote the t
                                                   all 0 in a row that is left out: its reward is missing, or it was rejected
 rollout_log_probs    R     T      generate        log-prob of the token under the sampler; NaN where the policy did not write it
 finish_reason        O     -      generate        "stop", "length", "abort", or "error": a request without a response (0 tokens)
+experts              R     -      generate        rollout.router_replay: what routers chose for each token of prompt and response
 turn                 R     T      play_rows       of an episode: the policy's turn that a token belongs to, from 1
 restarts             R     T      play_rows       of an episode (agent.history=template): 1 where a token begins a new context, all
                                                   that the policy sees from there on

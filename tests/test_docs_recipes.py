@@ -10,6 +10,7 @@ import yaml
 
 from lockstep.config.arithmetic import describe
 from lockstep.config.load import check_key, load_config, load_recipe
+from lockstep.config.presets import ALGORITHMS
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 
@@ -29,15 +30,15 @@ def test_a_recipe_is_a_configuration_that_can_work(words, monkeypatch):
     command, *arguments = words
     file = arguments[1] if arguments[0] == "--config" else None
     keys = arguments[2:] if file else arguments
-    if command == "ppo":
-        config = load_config(keys, file)
+    if command in ALGORITHMS:
+        config = load_config(keys, file, command)
         assert str(config.data.train_batch_size) in describe(config, 10_000, 100, "cuda")
     elif command in ROOTS:
         load_recipe(ROOTS[command], keys, file)
     elif command == "preprocess":
         preprocess_parser().parse_args(arguments)
     elif command == "rewards":
-        check_key(arguments[1].split("=")[0])
+        load_config(arguments[1:])
     else:
         assert command == "report"
 

@@ -22,7 +22,7 @@ from lockstep.config.agent import AgentConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, DataError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.counted import request_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,7 +144,7 @@ def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
     bridge = _bridge(agent, None if names is None else tuple(names), make)
     schemas = {tool.name: tool.schema["function"].get("parameters", {}) for tool in tools}
     key = (step, int(row["index"]), int(row["sample"]))
-    chance = int(request_keys(seed, [(step, int(row["index"]), -1)])[0]) & 0x7FFFFFFF
+    chance = request_key(seed, (step, int(row["index"]), -1)) & 0x7FFFFFFF
     return Task(row, row["prompt_ids"], key, chance, make, kwargs, bridge, schemas)
 
 

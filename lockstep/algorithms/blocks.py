@@ -50,31 +50,3 @@ def policy_loss(name: str, numbers: Mapping[str, Any], blocks: tuple[Tensor, ...
     loss, metrics = bind_policy_loss(loss_fn, numbers)(columns, rows)
     means = {key: masked_mean(values, columns["response_mask"]) for key, values in metrics.items()}
     return loss.view(blocks[-1].shape), means
-
-
-def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Positions that count from 0 at the first token of each row."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def get_response_mask(response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64) -> Tensor:
-    """1 up to the first end token of each row, that included."""
-    ends = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()
-    return (ends.cumsum(-1) - ends == 0).to(dtype)
-
-
-def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
-    """Rows that are at least `max_seq_len` long, filled up at their end, or at their beginning."""
-    missing = max(0, max_seq_len - tensors.shape[-1])
-    return torch.nn.functional.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
-
-
-def pad_2d_list_to_length(response: list[list[int]], pad_token_id: int, max_length: int | None = None) -> Tensor:
-    """Lists as one block, as wide as the longest of them, or `max_length` where that is more."""
-    width = max([max_length or 0, *map(len, response)])
-    return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
-
-
-def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """Log-probs of the labels. The last argument is verl's, and changes nothing here."""
-    return torch.log_softmax(logits, dim=-1).gather(-1, labels[..., None]).squeeze(-1)

@@ -7,6 +7,7 @@ begin -> the recipe writes, or lets its workers begin to -> publish -> (a thread
 
 import errno
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -130,7 +131,8 @@ class Saver:
             report.unlink()
             if found["error"] is not None:
                 raise ResourceError(found["error"])
-            known |= {(Path(name)).relative_to(draft.absolute()).as_posix(): entry for name, entry in found["files"].items()}
+            # Whoever writes has the path without its "..": runs/../mine is mine.
+            known |= {Path(name).relative_to(os.path.abspath(draft)).as_posix(): entry for name, entry in found["files"].items()}
         return known
 
 

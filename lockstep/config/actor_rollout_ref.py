@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
-from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.sampling import check_sampling, check_stop
 from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
@@ -240,6 +240,9 @@ class RolloutConfig:
     """Give the key-value cache's memory back after each generation, for the update."""
     batch_invariant: bool = False
     """native: compute in shapes that round alike in any batch: tokens and log-probs are the same bit for bit, and generation is slower."""
+    router_replay: bool = False
+    """Mixtures of experts: keep which experts the sampler chose for each token, and use them in the actor's log-probs and updates (native
+    on a CPU; fsdp and fsdp2); see docs/training.md."""
     enforce_eager: bool = False
     """vllm and sglang: no compilation and no CUDA graphs. Starts sooner, generates slower."""
     weight_sync: str = "auto"
@@ -272,6 +275,11 @@ class RolloutConfig:
         if self.batch_invariant and self.name != "native":
             raise ConfigError(
                 f"actor_rollout_ref.rollout.batch_invariant=true is of rollout.name=native; {self.name} computes in shapes of its own"
+            )
+
+        if self.router_replay and self.name != "native":
+            raise ConfigError(
+                f"{prefix}.router_replay=true is of rollout.name=native; {self.name} does not say which experts it chose"
             )
 
     def gives_log_probs(self, temperature: float, filtered: bool, penalised: bool) -> bool:
@@ -309,12 +317,26 @@ class ActorRolloutRefConfig:
 
     def __post_init__(self) -> None:
         self.model.check("actor_rollout_ref.model")
-        check_lora(self.model, self.actor, "actor_rollout_ref.actor", "actor_rollout_ref.model")
+        check_learner(self.model, self.actor, "actor_rollout_ref.actor", "actor_rollout_ref.model")
+        if self.rollout.router_replay:
+            self._check_replay()
         if self.ref.param_offload is True and self.actor.strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(
                 "actor_rollout_ref.ref.param_offload=true needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not "
                 f"{self.actor.strategy}; set it to auto"
             )
+
+    def _check_replay(self) -> None:
+        """Raise ConfigError where the actor cannot use what the sampler's routers chose."""
+        actor, asked = self.actor, "actor_rollout_ref.rollout.router_replay=true"
+        if actor.strategy not in ("fsdp", "fsdp2"):
+            raise ConfigError(f"{asked} needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not {actor.strategy}")
+        for name in ("tensor_parallel_size", "ulysses_sequence_parallel_size"):
+            size = getattr(actor.fsdp_config, name)
+            if size > 1:
+                raise ConfigError(
+                    f"{asked} needs whole rows on each rank: set actor_rollout_ref.actor.fsdp_config.{name}={size} to 1"
+                )
 
     @property
     def reference_engine(self) -> EngineChoice:

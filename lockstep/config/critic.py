@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lockstep.config.check import at_least
-from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 
 
 @dataclass
@@ -42,4 +42,4 @@ class CriticConfig(EngineChoice):
             self, "critic", 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"
         )
         at_least(self, "critic", 1, "n_gpus_per_node", "nnodes")
-        check_lora(self.model, self, "critic", "critic.model")
+        check_learner(self.model, self, "critic", "critic.model")

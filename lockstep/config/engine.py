@@ -31,12 +31,15 @@ class ModelConfig:
     recompute: str = "auto"
     """full (every layer: least memory, about a third more time), selective (the MLPs), or auto: the least with which a micro-batch fits."""
 
+    router_aux_loss_coef: float = 0.0
+    """Mixtures of experts: the weight of the load-balance loss (fsdp and fsdp2); see docs/training.md."""
     lora_rank: int = 0
     """Train adapters of this rank beside the model's linear layers instead of the model (LoRA; fsdp and fsdp2). 0: train the model."""
     lora_alpha: int = 16
     """LoRA: adapters are scaled by lora_alpha / lora_rank; at least 1, since 0 would learn nothing."""
     target_modules: Any = "all-linear"
-    """LoRA: which layers get an adapter: all-linear (all but the output layer), or a list of names such as [q_proj,v_proj]."""
+    """LoRA: which layers get an adapter: all-linear (all but the output layer; of mixtures, attention and shared experts), or a list of
+    names such as [q_proj,v_proj]."""
     lora_adapter_path: str | None = None
     """LoRA: start from the adapter in this folder, which peft or a checkpoint (its `adapter`) wrote; rank, alpha and layers are the
     folder's, and lora_rank may stay 0. The reference is the model without it."""
@@ -46,6 +49,7 @@ class ModelConfig:
         one_of(f"{prefix}.recompute", self.recompute, ("auto", "selective", "full"))
         at_least(self, prefix, 0, "lora_rank")
         at_least(self, prefix, 1, "lora_alpha")
+        at_least(self, prefix, 0.0, "router_aux_loss_coef")
         if self.lora_adapter_path is not None:
             self._check_adapter(prefix, self.lora_adapter_path)
 
@@ -194,8 +198,13 @@ class EngineChoice:
         return self.fsdp_config.ulysses_sequence_parallel_size if self.strategy in ("fsdp", "fsdp2") else 1
 
 
-def check_lora(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
-    """Raise ConfigError when the model is to have adapters and its engine cannot train them."""
+def check_learner(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
+    """Raise ConfigError when the model is to have adapters, or its experts a balanced load, and its engine has no such thing."""
+    if model.router_aux_loss_coef and choice.strategy not in ("fsdp", "fsdp2"):
+        raise ConfigError(
+            f"{model_key}.router_aux_loss_coef={model.router_aux_loss_coef:g} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; "
+            "set it to 0"
+        )
     if not model.adapts:
         return
     name = "lora_rank" if model.lora_rank else "lora_adapter_path"

@@ -5,7 +5,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.first_run import ORIGIN, first_run_on_cpu, is_first_run
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
 from lockstep.config.secrets import redacted, remember
@@ -54,24 +55,44 @@ def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = 
     named), the preset of `algorithm`, the file, the overrides. Raises ConfigError for an unknown key (naming the nearest valid one) or a
     value that cannot work.
     """
-    return _to_object(_compose(PPOConfig, read_layers(PPOConfig, overrides, config_file, algorithm)), PPOConfig)
+    return of_layers(PPOConfig, read_layers(PPOConfig, overrides, config_file, algorithm))
 
 
 def load_recipe(root: type[T], overrides: Sequence[str] = (), config_file: str | Path | None = None) -> T:
     """The configuration of another recipe, whose class is `root`, in the same way; without a preset."""
-    return _to_object(_compose(root, read_layers(root, overrides, config_file)), root)
+    return of_layers(root, read_layers(root, overrides, config_file))
+
+
+def of_layers(root: type[T], layers: Sequence[Layer]) -> T:
+    """The configuration `root` that has these layers over its defaults. Raises ConfigError for a value that cannot work."""
+    return _to_object(_compose(root, layers), root)
 
 
 def read_layers(
-    root: type, overrides: Sequence[str] = (), config_file: str | Path | None = None, algorithm: str = "ppo"
+    root: type,
+    overrides: Sequence[str] = (),
+    config_file: str | Path | None = None,
+    algorithm: str = "ppo",
+    device_of: Callable[[str], str] | None = None,
 ) -> list[Layer]:
-    """What is laid over the defaults of `root`, in that order. Raises ConfigError as `load_config` does for keys."""
+    """What is laid over the defaults of `root`, in that order. Raises ConfigError as `load_config` does for keys.
+
+    `device_of` says which device a value of trainer.device stands for on this machine. Where it is given, and asked only where that
+    matters, a run whose size is not said is smaller on a CPU (first_run.py).
+    """
     from_file = read_file(config_file) if config_file else OmegaConf.create()
     user = [Layer(f"file {config_file}", from_file, tuple(_checked_keys(from_file, root)))] if config_file else []
     named: list[str] = []
     given = [_read_override(text, named, root) for text in overrides]
     user.append(Layer("command line", given, tuple(named)))
-    return _presets(algorithm, {key for layer in user for key in layer.keys}) + user if root is PPOConfig else user
+    if root is not PPOConfig:
+        return user
+    set_by_user = {key for layer in user for key in layer.keys}
+    presets = _presets(algorithm, set_by_user)
+    if device_of is not None and is_first_run(set_by_user) and device_of(_compose(root, user).trainer.device) == "cpu":
+        values = first_run_on_cpu(algorithm)
+        presets.append(Layer(ORIGIN, values, tuple(_leaf_keys(OmegaConf.create(values)))))
+    return presets + user
 
 
 def _presets(algorithm: str, named: set[str]) -> list[Layer]:
@@ -204,7 +225,8 @@ def _unknown_key(key: str, root: Any) -> str:
     removed = REMOVED_KEYS.get(key.rsplit(".", 1)[-1])
     if removed:
         return f"unknown key '{key}': {removed}"
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    # Without its first sections it names the first of them: the policy's before the critic's.
+    near = [k for k in keys if k.endswith(f".{key}")][:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     nearest = (near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, 1, 0))[0]
     more = "; verl's: lockstep verl-keys" if root is PPOConfig else ""
@@ -302,7 +324,11 @@ def read_file(path: str | Path) -> DictConfig:
     try:
         node = OmegaConf.load(path)
     except Exception as error:
-        raise ConfigError(f"the config file {path} is not valid YAML: {_one_line(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(
+            f"the config file {path}{where} is not valid YAML: {getattr(error, 'problem', None) or _one_line(error)}"
+        ) from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"the config file {path} must hold a mapping of sections, not {type(node).__name__}")
     return node

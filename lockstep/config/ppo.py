@@ -22,7 +22,8 @@ class PPOConfig:
     command: ClassVar[str] = "lockstep ppo"
     flags: ClassVar[str] = " [--from-verl]"
     about: ClassVar[str] = (
-        "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it."
+        "Without data.train_files and actor_rollout_ref.model.path it trains on the embedded task, with values that suit it. "
+        "On a CPU, where no key says how large the run is, a run on your own data is small (docs/recipes.md)."
     )
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -155,6 +156,8 @@ class PPOConfig:
                 )
 
     def _check_rewards(self) -> None:
+        if self.actor_rollout_ref.rollout.router_replay and self.agent.is_on:
+            raise ConfigError("actor_rollout_ref.rollout.router_replay=true does not go with episodes (agent.*); set it to false")
         if self.algorithm.discount_unit == "turn" and not self.agent.is_on:
             raise ConfigError("algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools")
         overlong, longest = self.reward.overlong_buffer, self.data.max_response_length

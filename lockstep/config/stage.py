@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.check import at_least, one_of
-from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_lora
+from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.run_name import default_name
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError
@@ -92,7 +92,7 @@ class StageConfig:
             self.trainer = replace(self.trainer, experiment_name=name)
         self.model.check("model")
         self.optim.check("optim")
-        check_lora(self.model, self.engine, "engine", "model")
+        check_learner(self.model, self.engine, "engine", "model")
         if self.trainer.worker_group == "local" and self.needs_ray:
             raise ConfigError(
                 "trainer.worker_group=local runs one process, but the run asks for more (trainer.n_gpus_per_node="

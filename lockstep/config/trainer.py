@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import at_least, in_range, one_of
 from lockstep.errors import ConfigError
 
 
@@ -90,6 +90,7 @@ class RunConfig:
                 "set trainer.resume_mode=resume_path"
             )
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
+        in_range(self, "trainer", -(2**63), 2**63 - 1, "seed")
         at_least(self, "trainer", 0.1, "stop_deadline_s")
         at_least(self, "trainer", 0, "max_restarts")
         one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback"))

@@ -40,6 +40,14 @@ class Head(Enum):
     """One number a sequence (sequence classification with one label): reward model."""
 
 
+def _reason(error: Exception) -> str:
+    """Why transformers did not load weights, and what to do, in one line."""
+    first = str(error).strip().splitlines()[0]
+    if "ignore_mismatched_sizes" in first:  # its table was for a terminal
+        return "tensors in them have other sizes than config.json says; are both of one model?"
+    return f"{first.removeprefix('Error ')}; copy or download it again" if "no file named" in first else first
+
+
 def load_model(
     config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None, trained: bool = False
 ) -> PreTrainedModel:
@@ -63,8 +71,7 @@ def load_model(
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise DataError(f"the weights of {config.path} cannot be loaded as {head.name.lower()}: {first}") from error
+            raise DataError(f"the weights of {config.path} cannot be loaded as {head.name.lower()}: {_reason(error)}") from error
     # transformers draws what it does not find; only a new head is meant to be drawn.
     missing = _not_drawn(report["missing_keys"], model, head, trained)
     if missing:

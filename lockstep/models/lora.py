@@ -50,9 +50,11 @@ class Lora:
         }  # fmt: skip
         if config.lora_adapter_path is not None:
             options = read_adapter(config.lora_adapter_path, "model.lora_adapter_path")
-        options["exclude_modules"] = options.get("exclude_modules") or heads or None
-        self._config = LoraConfig(**options)
         asked = f"model.target_modules={options['target_modules']}"
+        options["exclude_modules"] = options.get("exclude_modules") or heads or None
+        if options["target_modules"] == "all-linear":
+            options["target_modules"] = linear_layers(model, heads)
+        self._config = LoraConfig(**options)
         try:
             inject_adapter_in_model(self._config, model)
         except ValueError as error:
@@ -138,6 +140,16 @@ class Lora:
                     f"and {shapes.get(name, 'none')} here; set model.path to the model that the adapter was trained beside"
                 )
         return {wanted[name]: files.read(name, 0, shape[0]) for name, shape in files.shapes.items()}
+
+
+def linear_layers(model: PreTrainedModel, heads: Iterable[str]) -> str | list[str]:
+    """What all-linear is in this model. In a mixture of experts the names of its linear layers, which are not those that peft would adapt:
+    its routers and its experts, which are parameters of three dimensions and no layers, stay as they are."""
+    if all(parameter.dim() < 3 for parameter in model.parameters()):
+        return "all-linear"
+    output = model.get_output_embeddings()
+    linear = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not output)
+    return [name for name, _ in linear if name.split(".")[0] not in heads]
 
 
 class AdaptedSource(WeightSource):

@@ -184,7 +184,7 @@ def token_rows(data: DataProto, device: torch.device) -> TokenRows:
     for name, column in data.columns.items():
         if isinstance(column, Tensor):
             row_columns[name] = column.to(device, non_blocking=True)
-        elif name not in ("prompts", "responses"):
+        elif name not in ("prompts", "responses", "experts"):
             columns[name] = column.values.to(device, non_blocking=True)
     indices = data.non_tensor_batch.get("index", range(len(data)))
     units = data.units() if "unit" in data.columns else None

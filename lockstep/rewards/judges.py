@@ -118,7 +118,7 @@ class Judges:
         required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if strange := [name for name in required if name not in (*given, "sandbox")]:
             raise ConfigError(
-                f"the reward function {getattr(function, '__name__', function)!r} needs {', '.join(strange)}, which nobody gives; it may "
+                f"the reward function {_name(function)!r} needs {', '.join(strange)}, which nobody gives; it may "
                 f"name {', '.join(given)}, and others with a default or in reward.custom_reward_function.reward_kwargs"
             )
         arguments = {name: entry for name, entry in given.items() if takes_all or name in parameters}
@@ -152,3 +152,9 @@ class Judges:
 
 def _is_built_in(rule: Callable[..., Any]) -> bool:
     return str(getattr(rule, "__module__", "")).startswith("lockstep.rewards.graders")
+
+
+def _name(function: Any) -> str:
+    """What a user calls a function, bound arguments or not."""
+    function = getattr(function, "func", function)
+    return str(getattr(function, "__name__", function))

@@ -1,11 +1,11 @@
 """A configuration as the tools are asked for it: `[COMMAND] [--config FILE] key=value ...`, as a training command takes it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.load import Layer, load_config, load_recipe, read_layers
+from lockstep.config.load import Layer, of_layers, read_layers
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.reference import ROOTS
 from lockstep.errors import ConfigError
@@ -22,8 +22,11 @@ class Asked:
     """Where the values come from."""
 
 
-def read_asked(words: Sequence[str], config_file: str | Path | None) -> Asked:
-    """What `lockstep WORDS` would train with; without a command's name first it is `ppo`. Raises ConfigError as that command would."""
+def read_asked(words: Sequence[str], config_file: str | Path | None, device_of: Callable[[str], str] | None = None) -> Asked:
+    """What `lockstep WORDS` would train with; without a command's name first it is `ppo`. Raises ConfigError as that command would.
+
+    With `device_of` (config/load.py::read_layers) it is for the machine that asks, otherwise for GPUs.
+    """
     words = list(words)
     command = "ppo"
     if words and "=" not in words[0]:
@@ -34,6 +37,8 @@ def read_asked(words: Sequence[str], config_file: str | Path | None) -> Asked:
         command = spelled[name.replace("_", "-")]
     if command in ALGORITHMS:
         root: Any = ROOTS["ppo"]
-        return Asked(command, root, load_config(words, config_file, command), read_layers(root, words, config_file, command))
-    root = ROOTS[command]
-    return Asked(command, root, load_recipe(root, words, config_file), read_layers(root, words, config_file))
+        layers = read_layers(root, words, config_file, command, device_of)
+    else:
+        root = ROOTS[command]
+        layers = read_layers(root, words, config_file)
+    return Asked(command, root, of_layers(root, layers), layers)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.verl.command import check_arguments, from_verl
-from lockstep.config import PPOConfig, load_config
+from lockstep.config import PPOConfig, first_run
 from lockstep.config.data import EMBEDDED
+from lockstep.config.load import of_layers, read_layers
+from lockstep.observability.spans import progress
 from lockstep.trainer.program import read_tokenizer, run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
@@ -33,7 +35,16 @@ def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo")
     if "--from-verl" in overrides:
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
     check_arguments(overrides)
-    return load_config(overrides, config_file, algorithm)
+    layers = read_layers(PPOConfig, overrides, config_file, algorithm, _device_of)
+    if any(layer.origin == first_run.ORIGIN for layer in layers):
+        print(first_run.in_words(algorithm), flush=True)
+    return of_layers(PPOConfig, layers)
+
+
+def _device_of(name: str) -> str:
+    with progress("importing PyTorch"):
+        from lockstep.utils.device import resolve_device
+    return resolve_device(name)
 
 
 def run(config: PPOConfig) -> None:

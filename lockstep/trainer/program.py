@@ -53,11 +53,11 @@ def run_program(
             print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
             return 0
         config_file, overrides = _split_arguments(arguments)
-        config = load(overrides, config_file)
-        check_trackers(config.trainer.logger)
-        print(f"the run's folder: {config.trainer.run_dir}", flush=True)
-        check_folder(config.trainer.run_dir)
         with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
+            config = load(overrides, config_file)
+            check_trackers(config.trainer.logger)
+            print(f"the run's folder: {config.trainer.run_dir}", flush=True)
+            check_folder(config.trainer.run_dir)
             with progress("importing PyTorch and transformers"):
                 import_module("lockstep.workers.engine_workers")
             run(config)

@@ -47,6 +47,7 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
 
     `device` (cpu or cuda) is the configuration's where it is None.
     """
+    from lockstep.models.routers import check_replay
     from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.registry import check_engine
@@ -62,9 +63,12 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
     if judge.enable:
         own = judge.n_gpus_per_node * judge.nnodes if judge.enable_resource_pool else ranks
         choices.append((judge, judge.model, own, "reward_model"))
+    where = device or resolve_device(config.trainer.device)
     for choice, model, world_size, key in choices:
         hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-        check_engine(choice, hf_config, world_size, device or resolve_device(config.trainer.device), key)
+        check_engine(choice, hf_config, world_size, where, key)
+        if choice is policy.actor and policy.rollout.router_replay:
+            check_replay(hf_config, where)
 
 
 def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length") -> None:

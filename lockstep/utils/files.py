@@ -22,7 +22,7 @@ def load_object(path: str, name: str) -> Any:
     """The attribute `name` of a Python file (`path` ends in .py) or of an importable module (`path` is dotted).
 
     A file is executed once a process, however often it is asked for. Raises DataError when the file, the module or
-    the name does not exist, and when importing it raises, with the traceback in the message.
+    the name does not exist, and when importing it raises, with the place in the message.
     """
     module = _module_of_file(Path(path).expanduser()) if path.endswith(".py") else _module_by_name(path)
     if not hasattr(module, name):
@@ -48,7 +48,7 @@ def _module_of_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise DataError(f"importing {path} failed:\n{traceback.format_exc()}") from error
+        raise DataError(f"importing {path} failed: {_where(error)}") from error
     return module
 
 
@@ -59,11 +59,16 @@ def _module_by_name(name: str) -> ModuleType:
         # A missing import inside the user's module is that module's failure, not a wrong name.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise DataError(f"no module {name!r}; expected a path that ends in .py, or an importable dotted name") from error
-        raise DataError(f"importing {name} failed:\n{traceback.format_exc()}") from error
+        raise DataError(f"importing {name} failed: {_where(error)}") from error
 
 
-def copy_to_local(src: str, cache_dir: str | None = None, **ignored: Any) -> str:
-    """The path itself, under verl's name: files are read where they are. Raises ValueError for HDFS."""
-    if str(src).startswith("hdfs://"):
-        raise ValueError(f"{src} is on HDFS, which is not read here: copy it to a folder first")
-    return str(src)
+def _where(error: Exception) -> str:
+    """What went wrong, after the lines of the user's code that led there: ours and importlib's are of no use to them."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in users]
+    said = str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append(f"{error.filename}, line {error.lineno}")
+        said = f"{error.msg}: {(error.text or '').strip()}"
+    return f"{type(error).__name__}: {said}" + (f" ({' > '.join(places)})" if places else "")

@@ -33,6 +33,8 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
         )
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
+        if folder.is_dir():
+            raise DataError(f"{folder / 'config.json'} cannot be used: {first}") from error
         raise DataError(
             f"{path} is not a Hugging Face model folder, and it could not be read from the hub either ({first}); "
             "pass the path of a folder with config.json and the weights"

@@ -10,13 +10,16 @@ from lockstep.errors import DataError
 _REACH_S = 5.0
 
 
-def check_hub(repo: str) -> None:
-    """Raise DataError for a hub id that is not in the cache while the hub is switched off (HF_HUB_OFFLINE) or cannot be reached."""
+def check_hub(repo: str, *files: str) -> None:
+    """Raise DataError for a hub id that is not in the cache while the hub is switched off (HF_HUB_OFFLINE) or cannot be reached.
+
+    It is there when one of `files`, or config.json, is.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        if isinstance(try_to_load_from_cache(repo, "config.json"), str):
+        if any(isinstance(try_to_load_from_cache(repo, file), str) for file in ("config.json", *files)):
             return
     except HFValidationError as error:
         raise DataError(f"{repo} is neither a folder nor a hub id such as Qwen/Qwen3-0.6B: {str(error).splitlines()[0]}") from error

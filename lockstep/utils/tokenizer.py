@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import DataError
+from lockstep.utils.hub import check_hub
 from lockstep.utils.model_source import model_folder
 
 if TYPE_CHECKING:
@@ -27,12 +28,17 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     is_local = Path(path).expanduser().exists()
     if not is_local and (path.startswith((".", "~", "/")) or path.count("/") > 1):
         raise DataError(f"{path} does not exist; expected a folder with tokenizer files, or a hub id such as Qwen/Qwen3-0.6B")
+    if not is_local:
+        check_hub(path, "tokenizer.json", "tokenizer_config.json")
     source = str(Path(path).expanduser()) if is_local else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ImportError: the library has no one class for this
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        expected = "a folder with tokenizer files" if is_local else "an existing folder, or a hub id within reach"
+        # The first line of some ends where a list would begin.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(":")
+        expected = (
+            "a folder with tokenizer.json and tokenizer_config.json" if is_local else "an existing folder, or a hub id within reach"
+        )
         raise DataError(f"cannot load a tokenizer from {path}; expected {expected}: {reason}") from error
     # From a folder with a model config alone, the library makes a tokenizer that knows nothing and raises nothing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):

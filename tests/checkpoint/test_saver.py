@@ -1,7 +1,9 @@
 """Drafts become checkpoints when all who write have said so; what fails is said or raised, and older ones stay."""
 
 import errno
+import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,17 @@ def test_a_checkpoint_gets_its_name_when_the_last_one_who_writes_is_done(tmp_pat
     assert steps(tmp_path) == [1]
     check_manifest(tmp_path / "global_step_1")
     assert sorted(p.name for p in (tmp_path / "global_step_1").iterdir()) == ["manifest.json", "trainer_state.json", "weights"]
+
+
+def test_a_folder_may_be_named_by_way_of_another(tmp_path):
+    (tmp_path / "other").mkdir()
+    saver = make_saver(tmp_path / "other" / ".." / "run")
+    draft = Path(os.path.abspath(begin(saver, 1)))  # what workers are told
+    report = draft / "rank_0.written"
+    write_report(report, {str(draft / "weights"): entry_of(draft / "weights")}, None)
+    saver.publish(tmp_path / "other" / ".." / "run" / draft.name, [report], durable=[])
+    saver.wait()
+    check_manifest(tmp_path / "run" / "global_step_1")
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path):

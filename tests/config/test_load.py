@@ -32,6 +32,7 @@ def write(tmp_path, text):
         ("critic.strateg", "critic.strategy"),
         ("algorithm.kl_ctrl.horizn", "algorithm.kl_ctrl.horizon"),
         ("gamma", "algorithm.gamma"),
+        ("model.path", "actor_rollout_ref.model.path"),
         ("data.train_batch_size.more", "data.train_batch_size"),
         ("data.train_files.first", "data.train_files"),
     ],
@@ -118,8 +119,8 @@ def test_what_is_not_a_mapping_of_sections_is_an_error(tmp_path):
         load_config(config_file=tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="mapping of sections, not ListConfig"):
         load_config(config_file=write(tmp_path, "- data\n"))
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        load_config(config_file=write(tmp_path, "data: {seed: ["))
+    with pytest.raises(ConfigError, match="line 2 is not valid YAML: expected the node content"):
+        load_config(config_file=write(tmp_path, "data: {\n  seed: ["))
     with pytest.raises(ConfigError, match="mapping of sections, not list"):
         as_config(["data"])
     with pytest.raises(ConfigError, match=r"data\.train_files"):

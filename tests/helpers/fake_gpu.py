@@ -22,7 +22,7 @@ from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.sampling import keep_likely
 
-__all__ = ["FakeDecoder", "fake_gpu", "make_gpu", "short_prefill"]
+__all__ = ["FakeDecoder", "fake_gpu", "make_gpu", "rows", "short_prefill"]
 
 
 class _NoKernel:
@@ -51,7 +51,7 @@ def _stub_triton() -> Iterator[None]:
 
 
 with _stub_triton():
-    from lockstep.workers.rollout.native.gpu import backend, loop, runner, short_prefill
+    from lockstep.workers.rollout.native.gpu import backend, loop, rows, runner, short_prefill
     from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
     from lockstep.workers.rollout.native.gpu.filters import Filter
     from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, STOPPED, TOO_LONG, RowState

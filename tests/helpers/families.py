@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 8},
     "mixtral": {"num_local_experts": 4},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     # Attention sinks.

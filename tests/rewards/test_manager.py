@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 from typing import Any
@@ -303,9 +304,13 @@ def test_a_wrong_result_for_a_batch_is_a_missing_reward(returned, kind):
 
 @pytest.mark.parametrize(
     "function",
-    [lambda predict_str, ground_truth: 1.0, lambda solution_str, ground_truth, scale: 1.0, lambda solution_strs, labels: [1.0]],
+    [
+        functools.partial(lambda predict_str, ground_truth: 1.0),
+        lambda solution_str, ground_truth, scale: 1.0,
+        lambda solution_strs, labels: [1.0],
+    ],
 )
 def test_a_wrong_signature_is_found_before_training(function):
     manager = RewardManager(make_tokenizer(), 0, compute_score=function)
-    with pytest.raises(ConfigError, match=r"needs (predict_str|scale|labels), which nobody gives"):
+    with pytest.raises(ConfigError, match=r"'<lambda>' needs (predict_str|scale|labels), which nobody gives"):
         manager.check([Tag("any")])

@@ -128,6 +128,8 @@ CASES = [
     ("an unknown command", "pop", [], 2, "ppo"),
     ("an unknown key", "ppo", ["data.train_bach_size=4"], 1, "data.train_batch_size"),
     ("no key=value", "ppo", ["train.parquet"], 1, "train.parquet"),
+    ("an unknown option", "ppo", ["--verbose"], 1, "there is no option --verbose"),
+    ("a seed that no generator takes", "ppo", ["trainer.seed=99999999999999999999"], 1, "trainer.seed"),
     ("a deleted key", "ppo", ["~trainer.seed"], 1, "trainer.seed"),
     ("several values", "ppo", ["trainer.seed=1,2"], 1, "trainer.seed=1,2"),
     ("a section as a value", "ppo", ["data=3"], 1, "data"),

@@ -237,3 +237,14 @@ def test_the_run_folder_says_what_was_run(good, tmp_path, capsys):
     assert again.trainer.seed == 7
     assert again.data.train_batch_size == 8
     assert "8 prompts x 1 samples = 8 responses" in capsys.readouterr().out
+
+
+def test_a_first_run_on_a_cpu_says_its_size_and_the_keys_that_change_it(capsys):
+    named = ["data.train_files=rows.parquet", "actor_rollout_ref.model.path=model", "trainer.device=cpu"]
+    config = main_ppo.load(named, None, "grpo")
+    words = capsys.readouterr().out
+    assert (
+        f"data.train_batch_size={config.data.train_batch_size} data.max_response_length={config.data.max_response_length}" in words
+    )
+    assert main_ppo.load([*named, "data.train_batch_size=64"], None, "grpo") == load_config([*named], algorithm="grpo")
+    assert capsys.readouterr().out == ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 
@@ -38,13 +39,24 @@ def test_a_missing_file_module_or_name_is_named(tmp_path):
             load_object(name, "score")
 
 
-def test_a_file_that_cannot_be_imported_shows_its_own_traceback(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import a_package_that_is_not_there\n", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'"),
+        ("\ndef score(:\n", "SyntaxError: invalid syntax: def score(:"),
+        ("def f():\n    return 1 / 0\n\n\nf()\n", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_says_where_in_one_line(tmp_path, monkeypatch, text, reason):
     path = tmp_path / "broken_reward.py"
-    path.write_text("import a_package_that_is_not_there\n")
+    path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    lines = {"M": [1], "S": [2], "Z": [5, 2]}[reason[0]]
+    places = " > ".join(f"{path}, line {line}" for line in lines)
     for name in (str(path), "broken_reward"):
-        with pytest.raises(DataError, match=r"importing .* failed(.|\n)*line 1(.|\n)*a_package_that_is_not_there"):
+        with pytest.raises(DataError, match=re.escape(f"failed: {reason} ({places})")) as caught:
             load_object(name, "score")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_reference_names_a_file_and_an_object_and_other_text_is_none(tmp_path):

@@ -28,8 +28,11 @@ def test_an_entry_that_the_config_does_not_have_is_an_error(model):
     [
         (lambda path: path.mkdir(), r"no config\.json"),
         (lambda path: path.write_text("weights"), r"no config\.json"),
-        (lambda path: (path.mkdir(), (path / "config.json").write_text("{")), "is not a Hugging Face model"),
-        (lambda path: (path.mkdir(), (path / "config.json").write_text('{"model_type": "none"}')), "is not a Hugging Face model"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("{")), r"config\.json cannot be used: .*JSON"),
+        (
+            lambda path: (path.mkdir(), (path / "config.json").write_text('{"model_type": "none"}')),
+            r"config\.json cannot be used: .*`none`",
+        ),
     ],
 )
 def test_what_is_not_a_model_is_an_error_that_names_it(tmp_path, make, message):

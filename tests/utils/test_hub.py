@@ -45,3 +45,16 @@ def test_what_is_in_the_cache_needs_no_hub(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     check_hub("some/body")
+
+
+def test_a_tokenizer_alone_in_the_cache_is_enough(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--body" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0" * 40)
+    (snapshot / "tokenizer.json").write_text("{}")
+    check_hub("some/body", "tokenizer.json")
+    with pytest.raises(DataError, match="some/body is not a folder and not in the Hugging Face cache"):
+        check_hub("some/body")

@@ -22,6 +22,9 @@ _FLAGS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 """Hydra's flags that have a value."""
 _MODULE = re.compile(r"(?:[\w./-]*[./])?(?:main_\w+|\w+_trainer)(?:\.py)?")
 """What a script starts: verl.trainer.main_ppo, recipe/dapo/main_dapo.py."""
+_HYDRAS = (*_FLAGS, "--config", "-m", "--multirun", "-r", "--run", "-c", "--cfg", "-p", "--package", "-i", "--info", "--hydra", "--resolve",
+           "--experimental", "--shell-completion", "--version")  # fmt: skip
+"""How Hydra's flags begin."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,7 +73,11 @@ def our_config(config: Any, *ignored: Any, **also_ignored: Any) -> PPOConfig:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are among the arguments."""
+    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are among the arguments, or an option that
+    neither has."""
+    for word in arguments:
+        if word.startswith("-") and not word.partition("=")[0].startswith(_HYDRAS):
+            raise ConfigError(f"there is no option {word}; expected --config FILE, --from-verl, --help, or key=value")
     try:
         given = read_arguments(arguments)
     except ConfigError:

@@ -16,7 +16,6 @@ from lockstep.algorithms import kl
 from lockstep.checkpoint import folders
 from lockstep.compat.verl.command import our_config
 from lockstep.compat.verl.core_algos import get_adv_estimator_fn
-from lockstep.compat.verl.numbers import Metric
 from lockstep.config import actor_rollout_ref as config
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.reward import OverlongConfig
@@ -34,6 +33,7 @@ from lockstep.trainer.ppo.metrics import balance_metrics
 from lockstep.trainer.ppo.reward_columns import penalise_overlong
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.setup import reward_arguments
+from lockstep.utils.device import resolve_device
 
 is_cuda_available, is_npu_available = torch.cuda.is_available(), False
 PPO_RAY_RUNTIME_ENV: dict[str, Any] = {}  # workers start with the environment that they need
@@ -43,6 +43,22 @@ _MANAGERS: dict[str, type] = {}
 EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "marked_timer": lambda name, timing_raw, *ignored, **also_ignored: StageTimer(timing_raw).stage(name),
     "compute_response_mask": lambda data: data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :],
+    # -- padded tensors
+    "compute_position_id_with_mask": lambda mask: (mask.cumsum(-1) - 1).clamp(min=0),
+    "get_response_mask": lambda response_id, eos_token=2, dtype=torch.int64: (
+        (ends := torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()).cumsum(-1) - ends == 0
+    ).to(dtype),
+    "pad_sequence_to_length": lambda tensors, max_seq_len, pad_token_id, left_pad=False: torch.nn.functional.pad(
+        tensors, (0, max(0, max_seq_len - tensors.shape[-1]))[:: -1 if left_pad else 1], value=pad_token_id
+    ),
+    "logprobs_from_logits": lambda logits, labels, inplace_backward=True: (
+        torch.log_softmax(logits, dim=-1).gather(-1, labels[..., None]).squeeze(-1)
+    ),
+    # -- devices
+    "get_device_name": lambda: resolve_device("auto"),
+    "get_torch_device": lambda: getattr(torch, resolve_device("auto")),
+    "get_device_id": lambda: torch.cuda.current_device() if torch.cuda.is_available() else 0,
+    "get_nccl_backend": lambda: "nccl" if torch.cuda.is_available() else "gloo",
     # -- what a configuration asks for
     "need_critic": lambda config: our_config(config).use_critic,
     "need_reference_policy": lambda config: our_config(config).use_reference,
@@ -88,6 +104,27 @@ EXPRESSIONS: dict[str, Callable[..., Any]] = {
 globals().update(EXPRESSIONS)
 
 
+def pad_2d_list_to_length(response: list[list[int]], pad_token_id: int, max_length: int | None = None) -> torch.Tensor:
+    """Lists as one block, as wide as the longest of them, or `max_length` where that is more."""
+    width = max([max_length or 0, *map(len, response)])
+    return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
+
+
+def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
+    """`dict1` with the entries of `dict2` added, in place. Raises ValueError where they differ."""
+    if differ := [key for key in dict2 if key in dict1 and dict1[key] != dict2[key]]:
+        raise ValueError(f"both have {differ}, with different values")
+    dict1 |= dict2
+    return dict1
+
+
+def copy_to_local(src: str, cache_dir: str | None = None, **ignored: Any) -> str:
+    """The path itself: files are read where they are. Raises ValueError for HDFS."""
+    if str(src).startswith("hdfs://"):
+        raise ValueError(f"{src} is on HDFS, which is not read here: copy it to a folder first")
+    return str(src)
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """None: a processor of images, a choice of devices, which is made at the start, a profiler; each step logs timing_s/* and perf/*."""
 
@@ -108,10 +145,9 @@ def RolloutSkip(config: Any, worker_group: Any) -> None:
 
 
 def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any]) -> None:
-    """Add each value, or each of a list, to the list (or `Metric`) of its name, in place."""
+    """Add each value, or each of a list, to the list of its name, in place."""
     for name, value in new_data.items():
-        found = data.setdefault(name, value.init_list() if isinstance(value, Metric) else [])
-        (found.extend if isinstance(value, list) else found.append)(value)
+        data.setdefault(name, []).extend(value if isinstance(value, list) else [value])
 
 
 def apply_kl_penalty(data: Any, kl_ctrl: kl.KLController, kl_penalty: str = "kl") -> tuple[Any, dict[str, float]]:

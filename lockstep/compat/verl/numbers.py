@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from lockstep.trainer.ppo import metrics
 from lockstep.trainer.ppo.validation import validation_metrics
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = {kind for kind in mismatch.RS_KINDS if not kind.startswith("group")}
-AggregationType = StrEnum("AggregationType", ["MEAN", "SUM", "MIN", "MAX"])
-"""How a `Metric` makes one number of its values."""
 
 
 def _compute_response_info(batch: Any) -> dict[str, Tensor]:
@@ -59,9 +56,9 @@ def compute_throughout_metrics(batch: Any, timing_raw: Mapping[str, float], n_gp
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of a `Metric`; the largest of a list whose name has max, the smallest where it has min, else the mean."""
-    kinds = {name: "max" if "max" in name else "min" if "min" in name else "mean" for name in metrics}
-    return {name: x.aggregate() if isinstance(x, Metric) else getattr(np, kinds[name])(x) for name, x in metrics.items()}
+    """The largest of a list whose name has max, the smallest where it has min, else the mean."""
+    kinds = {name: np.max if "max" in name else np.min if "min" in name else np.mean for name in metrics}
+    return {name: kinds[name](values) for name, values in metrics.items()}
 
 
 def process_validation_metrics(
@@ -119,45 +116,3 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     blocks: Any = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     weights, batch.batch["response_mask"], found = compute_rollout_correction_and_rejection_mask(*blocks, **options)
     return (batch if weights is None else batch.union(weights)), found
-
-
-class Metric:
-    """Numbers, and how they become one."""
-
-    def __init__(self, aggregation: str | AggregationType, value: Any = None) -> None:
-        self.aggregation, self.values = AggregationType(aggregation), list[float]()
-        self.extend([] if value is None else [value])
-
-    def append(self, value: Any) -> None:
-        """Add a number, or those of a metric with the same aggregation. Raises ValueError for anything else."""
-        if isinstance(value, Metric) and value.aggregation != self.aggregation:
-            raise ValueError(f"one metric is a {self.aggregation}, the other a {value.aggregation}")
-        if not isinstance(value, Metric) and (isinstance(value, str | list | dict) or torch.as_tensor(value).numel() != 1):
-            raise ValueError(f"a metric takes single numbers, not {value!r}")
-        self.values += value.values if isinstance(value, Metric) else [float(value)]
-
-    def extend(self, values: Any) -> None:
-        """Add several, or those of another metric."""
-        for value in [values] if isinstance(values, Metric) else values:
-            self.append(value)
-
-    def aggregate(self) -> Any:
-        """The one number."""
-        return getattr(np, self.aggregation)(self.values)
-
-    @staticmethod
-    def aggregate_dp(metric_lists: Sequence[Metric]) -> Any:
-        """The number over data-parallel ranks, each with as many values: the mean of their sums or means, or the extreme of all."""
-        if len(sizes := {len(metric.values) for metric in metric_lists}) != 1:
-            raise ValueError(f"ranks differ in their number of values: {sizes}")
-        kind = metric_lists[0].aggregation
-        return getattr(np, "mean" if kind == "sum" else kind)([metric.aggregate() for metric in metric_lists])
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], aggregation: str | AggregationType) -> dict[str, Metric]:
-        """A metric of each number."""
-        return {name: cls(aggregation, value) for name, value in data.items()}
-
-    def init_list(self) -> Metric:
-        """An empty one of the same kind."""
-        return Metric(self.aggregation)

@@ -71,7 +71,7 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
             for target in targets.values():
                 (Path(unfinished) / target).replace(out / target)
     except OSError as error:
-        raise DataError(f"cannot write to {out}: {error}") from error
+        raise DataError(f"cannot write to {out}: {error.strerror or error}; name another folder with --out") from error
 
     for split, target in targets.items():
         account = accounts[split]

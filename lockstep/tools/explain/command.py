@@ -19,7 +19,7 @@ _EMBEDDED_ROWS = 2048
 def main(arguments: Sequence[str]) -> int:
     """Print the configuration in words; returns the exit status: 1 for one that cannot work."""
     options = _parser().parse_intermixed_args(list(arguments))
-    for part in _parts(read_asked(options.words, options.config), options.gpu):
+    for part in _parts(read_asked(options.words, options.config, None if options.gpu else _device_of), options.gpu):
         print(f"{part}\n")
     return 0
 
@@ -34,10 +34,9 @@ def _parts(asked: Asked, gpu: str | None) -> Iterator[str]:
         yield _stage_words(asked.config)
         return
     from lockstep.tools.explain.ppo import places, stages
-    from lockstep.utils.device import resolve_device
 
     config = asked.config
-    device = resolve_device("auto" if section.device == "auto" else section.device)
+    device = _device_of(section.device)
     rows = _rows(config)
     if isinstance(rows, int):
         total = section.total_training_steps or rows // config.data.train_batch_size * section.total_epochs
@@ -79,6 +78,12 @@ def _cost(config: PPOConfig, gpu: str | None) -> str:
         f"on {found.num_gpus} x {device.name}, with rows as long as they may be: {found.step_s:.1f} s ({times}), "
         f"{found.peak / 2**30:.0f} of {device.memory / 2**30:.0f} GiB at the fullest\nlockstep plan says more, for other GPUs too"
     )
+
+
+def _device_of(name: str) -> str:
+    from lockstep.utils.device import resolve_device
+
+    return resolve_device(name)
 
 
 def _gpu_here() -> str | None:

@@ -33,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     asked = read_asked(options.words, options.config)
+    if options.price is not None and not options.price >= 0:
+        raise ConfigError(f"--price {options.price:g} is no price; give that of one GPU for an hour")
     if not isinstance(asked.config, PPOConfig):
         return _plan_stage(asked, options)
     from lockstep.planner.hardware import find_device

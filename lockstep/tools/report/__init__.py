@@ -52,4 +52,5 @@ def write_report(runs: Sequence[Path], out: Path, max_samples: int = 100_000) ->
     os.replace(draft, out)
     shown, found, size = collector.num_samples, collector.num_found, out.stat().st_size / 1e6
     samples = f"{shown} samples" if shown == found else f"{shown} of {found} samples"
-    return f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {samples}, {size:.1f} MB; open it in a browser"
+    problems = "".join(f"\nwarning: {run.name}: {problem}" for run in collector.runs for problem in run.problems())
+    return f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {samples}, {size:.1f} MB; open it in a browser{problems}"

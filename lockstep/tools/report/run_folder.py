@@ -84,7 +84,7 @@ class RunFolder:
     def problems(self) -> list[str]:
         """What the page should say about files that could not be read."""
         cut = [
-            f"{file.path.name}: {file.num_unreadable} lines cannot be read"
+            f"{file.path.name}: {file.num_unreadable} line{'s' if file.num_unreadable > 1 else ''} cannot be read"
             for file in (self._metrics, self._alarms)
             if file.num_unreadable
         ]

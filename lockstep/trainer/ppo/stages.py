@@ -33,7 +33,7 @@ _OPTIONAL_INPUTS = ("values", "reward_baselines", "old_log_probs", "ref_log_prob
 
 def token_columns(batch: DataProto) -> list[str]:
     """What a model reads of a row."""
-    return [name for name in ("prompts", "responses", "restarts") if name in batch]
+    return [name for name in ("prompts", "responses", "restarts", "experts") if name in batch]
 
 
 def make_prompts(dataset: Any, positions: Sequence[int], n: int, pad_token_id: int) -> DataProto:

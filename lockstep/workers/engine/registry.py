@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.config.engine import STRATEGIES, EngineChoice, check_lora
+from lockstep.config.engine import STRATEGIES, EngineChoice, check_learner
 from lockstep.errors import ConfigError
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.spec import EngineSpec
@@ -26,7 +26,7 @@ which imports no package that may be missing."""
 def make_engine(choice: EngineChoice, spec: EngineSpec) -> TrainEngine:
     """An engine with its model loaded. Raises ConfigError, before the model is loaded, for a model or a layout that the backend cannot
     do."""
-    check_lora(spec.model, choice, "actor", "model")
+    check_learner(spec.model, choice, "actor", "model")
     check_engine(choice, spec.hf_config(), dist.get_world_size(), spec.device.type)
     engine: TrainEngine = import_module(f"{__package__}.{_backend(choice)[0]}.make").make(choice, spec)
     return engine

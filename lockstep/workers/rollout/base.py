@@ -207,8 +207,8 @@ def requests_of(prompts: DataProto, step: int) -> list[Request]:
 
 
 def response_columns(completions: Sequence[Completion]) -> DataProto:
-    """The columns responses, rollout_log_probs, response_mask, finish_reason; a request that failed has an empty response, and a line on
-    standard output says so. Raises NumericalError when all of them failed."""
+    """The columns responses, rollout_log_probs, response_mask, finish_reason, and experts where they are kept. A request that failed has an
+    empty response, and a line on standard output says so. Raises NumericalError when all of them failed."""
     failures = [completion.error for completion in completions if completion.error]
     if failures:
         print(f"{len(failures)} of {len(completions)} requests have no response; the first: {failures[0]}", flush=True)
@@ -220,4 +220,6 @@ def response_columns(completions: Sequence[Completion]) -> DataProto:
         "rollout_log_probs": Ragged.from_rows([c.log_probs for c in completions], dtype=torch.float32),
         "response_mask": responses.like(torch.ones_like(responses.values)),
     }
+    if any(c.experts is not None for c in completions):
+        columns["experts"] = Ragged.from_rows([() if c.experts is None else c.experts for c in completions], dtype=torch.int16)
     return DataProto.from_dict(columns, {"finish_reason": [c.finish_reason for c in completions]})

@@ -11,14 +11,23 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_BITS = (1 << 64) - 1
 
 
 def request_keys(seed: int, keys: Sequence[tuple[int, int, int]]) -> Tensor:
-    """[rows] int64: one number for each (step, prompt, sample) under this seed."""
-    state = torch.full((len(keys),), seed, dtype=torch.int64)
-    for part in torch.tensor(keys, dtype=torch.int64).reshape(-1, 3).unbind(1):
-        state = _mix(state + _GOLDEN) ^ part
-    return _mix(state + _GOLDEN)
+    """[rows] int64: `request_key` of each."""
+    return torch.tensor([request_key(seed, key) for key in keys], dtype=torch.int64)
+
+
+def request_key(seed: int, key: tuple[int, int, int]) -> int:
+    """One signed 64-bit number for (step, prompt, sample) under this seed. In plain numbers: a tensor costs more than one request's sum."""
+    state = seed
+    for part in (*key, 0):
+        state = state + _GOLDEN & _BITS
+        state = (state ^ state >> 30) * _MIX_1 & _BITS
+        state = (state ^ state >> 27) * _MIX_2 & _BITS
+        state = (state ^ state >> 31) ^ part & _BITS
+    return state - (state >> 63 << 64)
 
 
 def uniforms(request_keys: Tensor, positions: Tensor) -> Tensor:

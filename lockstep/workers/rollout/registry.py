@@ -46,11 +46,16 @@ def make_rollout(
     A model that the engine would compute wrongly raises ConfigError; with `config.fallback_to_hf` transformers generates instead, and a
     line on standard output says so.
     """
-    engine = _module_rollout(config.name)(module, config, pad_token_id, decode_text)
+    if config.router_replay:
+        from lockstep.workers.rollout.native.routed import RoutedRollout
+
+        engine: ModuleRollout = RoutedRollout(module, config, pad_token_id, decode_text)
+    else:
+        engine = _module_rollout(config.name)(module, config, pad_token_id, decode_text)
     try:
         engine.check()
     except ConfigError as error:
-        if not config.fallback_to_hf:
+        if not config.fallback_to_hf or config.router_replay:
             raise
         print(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
         module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")

@@ -72,6 +72,8 @@ class Completion:
     """[P] float32, where asked for; NaN for a token that nothing comes before."""
     prompt_top_log_probs: TopLogProbs | None = None
     """[P], where both are asked for; empty where `prompt_log_probs` is NaN."""
+    experts: Tensor | None = None
+    """[P + T, layers * experts per token] int16, where they are kept (native/routed.py): what routers chose for each token; -1: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.algorithms import blocks
 from lockstep.algorithms.kl import FixedKLController
 from lockstep.compat.verl import functions, numbers
 from lockstep.compat.verl.names import table
 from lockstep.config import as_config
 from lockstep.data.padded import collate_fn
 from lockstep.errors import ConfigError
-from lockstep.padded import union_two_dict
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.files import copy_to_local
 
@@ -63,7 +61,7 @@ from lockstep.trainer.ppo.reward import extract_reward
 from lockstep.utils.config import omega_conf_to_dataclass, validate_config
 from lockstep.utils.device import auto_set_device, get_device_id, get_nccl_backend, get_torch_device, is_cuda_available, is_npu_available
 from lockstep.utils.import_utils import deprecated, import_external_libs, load_extern_object
-from lockstep.utils.metric import AggregationType, Metric, reduce_metrics
+from lockstep.utils.metric import reduce_metrics
 from lockstep.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, log_gpu_memory_usage, simple_timer
 from lockstep.utils.py_functional import append_to_dict, convert_to_regular_types
 from lockstep.utils.reward_score.math import compute_score, is_equiv, last_boxed_only_string, remove_boxed
@@ -87,7 +85,7 @@ def test_an_import_line_of_a_recipe_works(line):
         ("from lockstep.tools.base_tool import BaseTool", "agent.tools"),
         ("from lockstep.workers.actor.dp_actor import DataParallelPPOActor", "lockstep.workers.engine"),
         ("from lockstep.protocol import serialize_tensordict", "its own serialiser"),
-        ("from lockstep.utils.metric.utils import MetricValue", "lockstep.observability.metrics"),
+        ("from lockstep.utils.metric import Metric", "lockstep.observability.metrics"),
     ],
 )
 def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
@@ -97,18 +95,18 @@ def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
 
 def test_tensors_and_profilers():
     ids = torch.tensor([[5, 2, 7], [5, 6, 7]])
-    assert blocks.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert blocks.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
-    assert blocks.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
-    assert blocks.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
+    assert functions.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert functions.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert functions.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
+    assert functions.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
     logits = torch.randn(2, 3, 8, dtype=torch.float64)
     expected = logits.softmax(-1).log().gather(-1, ids[..., None])[..., 0]
-    torch.testing.assert_close(blocks.logprobs_from_logits(logits, ids), expected)
+    torch.testing.assert_close(functions.logprobs_from_logits(logits, ids), expected)
     assert functions.log_seqlen_unbalance([1, 2, 3, 4], [[0, 3], [1, 2]], "x") == {
         "x/min": 3, "x/max": 7, "x/minmax_diff": 4, "x/balanced_min": 5, "x/balanced_max": 5, "x/mean": 5.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match="different values"):
-        union_two_dict({"a": 1}, {"a": 2})
+        functions.union_two_dict({"a": 1}, {"a": 2})
 
     @functions.NoProfiler.annotate(color="red")
     def decorated():
@@ -117,18 +115,11 @@ def test_tensors_and_profilers():
     assert decorated() == 3
 
 
-def test_a_metric_is_reduced_as_it_says():
+def test_metrics_are_reduced_by_their_names():
     found = {}
-    for loss in (1.0, torch.tensor(2.0)):
-        functions.append_to_dict(found, {"loss": numbers.Metric("sum", loss), "lr": 0.5})
-    assert numbers.reduce_metrics(found) == {"loss": 3.0, "lr": 0.5}
-    ranks = [numbers.Metric("mean", 1.0), numbers.Metric("mean", 4.0)]
-    assert numbers.Metric.aggregate_dp(ranks) == 2.5
-    assert numbers.Metric.aggregate_dp([numbers.Metric("max", 1.0), numbers.Metric("max", 4.0)]) == 4.0
-    with pytest.raises(ValueError, match="single numbers"):
-        ranks[0].append(torch.zeros(2))
-    with pytest.raises(ValueError, match="one metric is a mean"):
-        ranks[0].extend(numbers.Metric("sum"))
+    for loss in (1.0, 2.0):
+        functions.append_to_dict(found, {"loss": loss, "loss/max": [loss, 5.0]})
+    assert numbers.reduce_metrics(found) == {"loss": 1.5, "loss/max": 5.0}
 
 
 def test_a_reward_manager_of_ones_own_has_its_name():

@@ -74,6 +74,7 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
         (["MODEL", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
         (["MODEL", "--prompt-length", "0"], "no mean of lengths"),
         (["MODEL", "--count", "12"], "up to 8 GPUs, or machines of 8"),
+        (["MODEL", "--price", "-3"], "--price -3 is no price"),
         (["MODEL", "--count", "8", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size"),
     ],
 )

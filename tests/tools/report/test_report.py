@@ -154,6 +154,13 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_shown(run):
     (head,) = unpacked(Collector([run]).collect(), "head")
     assert head["samples"]["shown"] == 48
     assert "train_2.npz cannot be read" in head["runs"][0]["notes"][0]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    said, *warnings = write_report([run], run / "report.html").splitlines()
+    assert "48 samples" in said
+    assert len(warnings) == 2
+    assert "train_2.npz cannot be read" in warnings[0]
+    assert warnings[1] == "warning: run: metrics.jsonl: 1 line cannot be read"
 
 
 def test_nothing_of_a_response_is_markup_in_the_file(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.mixtures import MIXTURES
 from helpers.run import make_trainer, roles, train
 from helpers.tiny import save_tiny_model
 
@@ -58,7 +59,8 @@ def everything(embedded_config, tmp_path):
     return embedded_config(
         "trainer.total_training_steps=1", "trainer.val_before_train=false", "algorithm.adv_estimator=remax", "critic.enable=true",
         "algorithm.rollout_correction.rollout_is=token", "reward_model.enable=true", "algorithm.gdpo_reward_keys=[model]",
-        f"reward_model.model.path={save_tiny_model(tmp_path / 'rm', score_head=True)}",
+        f"reward_model.model.path={save_tiny_model(tmp_path / 'rm', score_head=True)}", "actor_rollout_ref.rollout.router_replay=true",
+        f"actor_rollout_ref.model.path={save_tiny_model(tmp_path / 'mixture', 'mixtral', **MIXTURES['mixtral'])}",
     )  # fmt: skip
 
 

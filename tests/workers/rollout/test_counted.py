@@ -2,7 +2,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.workers.rollout.counted import request_keys, uniforms
+from lockstep.workers.rollout.counted import _mix, request_key, request_keys, uniforms
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3))
+def test_a_key_is_what_wrapping_arithmetic_says(seed: int, key: tuple[int, int, int]) -> None:
+    golden = torch.tensor(0x9E3779B97F4A7C15 - 2**64)
+    state = torch.tensor(seed)
+    for part in key:
+        state = _mix(state + golden) ^ torch.tensor(part)
+    assert request_key(seed, key) == int(_mix(state + golden)) == int(request_keys(seed, [key])[0])
 
 
 def test_uniforms_look_independent_and_uniform() -> None:

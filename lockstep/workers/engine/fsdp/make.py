@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
-from lockstep.config.engine import EngineChoice
+from lockstep.config.engine import EngineChoice, ModelConfig
+from lockstep.errors import ConfigError
 from lockstep.models import adapted
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import install_fast_layers
-from lockstep.models.load import check_packing, model_on_meta
+from lockstep.models.load import Head, check_packing, model_on_meta
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
+from lockstep.models.routers import FAMILIES, routers
 from lockstep.workers.engine.fsdp import sharded_model
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
+from lockstep.workers.engine.fsdp.mixture import MixtureEngine
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -24,6 +28,8 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     adapts = model.adapts and spec.optim is not None
     if adapts and model.lora_adapter_path is not None:
         _check_adapter(spec)
+    if model.router_aux_loss_coef:
+        engine_class(model, model_on_meta(model, spec.head, spec.pad_token_id), spec.head)
     # A rank that will keep a part of the model never holds the whole of it. One rank keeps what was loaded, without a copy.
     module, source = spec.load() if dist.get_world_size() > 1 else (spec.load_whole(), None)
     decoder = spec.decoder(module)
@@ -35,7 +41,7 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     apply_recompute(module, spec.recompute(module, dtype, fast))
     if config.use_torch_compile:
         compile_layers(module)
-    engine = FSDPEngine(
+    engine = engine_class(model, module, spec.head)(
         module,
         spec,
         version=_version(choice, adapts),
@@ -49,6 +55,18 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
             sharded_model.reshard(engine.module)
     engine.decoder = decoder
     return engine
+
+
+def engine_class(model: ModelConfig, module: PreTrainedModel, head: Head) -> type[FSDPEngine]:
+    """The engine of this model. Raises ConfigError for a load-balance loss in a model without routers."""
+    if routers(module) and head is not Head.SCORE:  # scores are not read where responses are predicted
+        return MixtureEngine
+    if model.router_aux_loss_coef:
+        raise ConfigError(
+            f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}, but {type(module).__name__} as {head.name.lower()} has no "
+            f"router that can be balanced (those of {', '.join(FAMILIES)} can); set it to 0"
+        )
+    return FSDPEngine
 
 
 def _check_adapter(spec: EngineSpec) -> None:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
 from lockstep.workers.rollout.base import Stopping, not_finite
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.counted import request_key
 from lockstep.workers.rollout.kinds import ModuleRollout
 from lockstep.workers.rollout.request import Completion, Job, Tokens, TopLogProbs
 from lockstep.workers.rollout.sampling import lower
@@ -41,7 +41,7 @@ class HFRollout(ModuleRollout):
         mask = prompts.like(torch.ones_like(prompts.values)).pad(0, side="left").to(device)
         finite = _CheckFinite(len(jobs))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(request_keys(params.seed, [jobs[0].request.key])[0]) + jobs[0].position)
+            torch.manual_seed(request_key(params.seed, jobs[0].request.key) + jobs[0].position)
             out = self.module.generate(  # type: ignore[operator]  # a causal language model has it
                 input_ids=prompts.pad(self.pad_token_id, side="left").to(device),
                 attention_mask=mask,

@@ -51,13 +51,16 @@ class NativeRollout(ModuleRollout):
     def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
         """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for. Nothing is left to
         others, so that what is computed does not depend on when it is."""
-        limits = [(len(r.prompt_ids), r.max_tokens or (r.sampling or sampling).max_tokens) for r in requests]
-        needs = sorted((min(sum(limit), self.context or 1 << 40) for limit in limits), reverse=True)
-        pages = 1 + sum(-(-need // self.backend.page_size) + 1 for need in needs[: self.config.max_num_seqs])
+        pages = self._pages_for(requests, sampling)
         if any(r.top_log_probs or r.prompt_log_probs for r in requests):
             own = self._scheduler(pages, OpenScheduler)
             return self._opened(OpenStream(self, sampling, self.backend, own, self._forget_stream))
         return self._opened(NativeStream(self, sampling, self.backend, self._scheduler(pages, Scheduler), self._forget_stream))
+
+    def _pages_for(self, requests: Sequence[Request], sampling: SamplingParams) -> int:
+        limits = [(len(r.prompt_ids), r.max_tokens or (r.sampling or sampling).max_tokens) for r in requests]
+        needs = sorted((min(sum(limit), self.context or 1 << 40) for limit in limits), reverse=True)
+        return 1 + sum(-(-need // self.backend.page_size) + 1 for need in needs[: self.config.max_num_seqs])
 
     def _opened(self, stream: Stream) -> Stream:
         self._stream = stream

@@ -22,9 +22,15 @@ class OpenScheduler(Scheduler):
         self._turns: dict[int, Prompt] = {}
         """What samples that may be continued have left, by their indices."""
 
+    def ids_before(self, index: int) -> list[int] | None:
+        """The tokens of a sample that was added with `keep`, if it has left a turn."""
+        turn = self._turns.get(index)
+        return None if turn is None else turn.ids
+
     def resume(self, prompt: Prompt, index: int) -> None:
         """A prompt that is about to be added starts with the tokens of a sample that was added with `keep`."""
         turn = self._turns.get(index)
+        prompt.known = turn.known if turn is not None else None
         if turn is not None and turn.pages:
             self._keep(prompt, turn.pages, turn.num_kept)
             self._kept[turn] = self._kept.pop(turn)  # the youngest now
@@ -47,7 +53,7 @@ class OpenScheduler(Scheduler):
 
     def append(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         if self.cache is not None and not sample.tokens:
-            self.cache.insert(sample.prompt.ids, sample.pages)
+            sample.prompt.known = self.cache.insert(sample.prompt.ids, sample.pages, sample.prompt.known)
         super().append(sample, tokens, log_probs)
 
     def finish(self, sample: Sample) -> None:
@@ -64,10 +70,11 @@ class OpenScheduler(Scheduler):
         self.num_unsettled -= 1
         cached = min(cached, len(sample) - 1)
         if reason != "error":
+            known = None
             if self.cache is not None:
-                self.cache.insert(sample.slice(0, cached), pages)
+                known = self.cache.insert(sample.slice(0, cached), pages, sample.prompt.known)
             if sample.keep:
-                turn = self._turns[sample.index] = Prompt([])
+                turn = self._turns[sample.index] = Prompt(sample.slice(0, len(sample)), known=known)
                 self._keep(turn, pages[: self.pool.pages_for(cached)], cached)
         self.pool.release(pages)
 
@@ -78,6 +85,8 @@ class OpenScheduler(Scheduler):
             return pages, num_kept
         # Whole pages, and not the one of the last token: nothing of the cache is ever written.
         found = self.cache.match(sample.slice(0, sample.most_reused))
+        if not sample.tokens:
+            sample.prompt.known = self.cache.last_of(found)
         num_found = len(found) * size
         return (found, num_found) if num_found > num_kept else (pages, num_kept)
 

@@ -67,9 +67,13 @@ class OpenStream(NativeStream):
         return job.index if alone else super()._group_of(job)
 
     def _prompt_of(self, job: Job) -> Prompt:
-        prompt = super()._prompt_of(job)
-        if job.request.continues is not None:
-            self._scheduler.resume(prompt, job.request.continues)
+        if job.request.continues is None:
+            return super()._prompt_of(job)
+        before = self._scheduler.ids_before(job.request.continues)
+        # A long list that is there is joined far faster than the tensor is read.
+        prompt = super()._prompt_of(job) if before is None else Prompt(before + job.request.prompt_ids.tolist())
+        assert len(prompt.ids) == len(job.ids)
+        self._scheduler.resume(prompt, job.request.continues)
         return prompt
 
     def _sample_of(self, job: Job, prompt: Prompt, key: int) -> Sample:

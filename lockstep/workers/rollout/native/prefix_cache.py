@@ -17,19 +17,21 @@ _AT_ONCE = 16
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class Node:
+    """A page that is stored, or was."""
+
     page: int
     tokens: tuple[int, ...] = ()
-    parent: _Node | None = None
-    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    parent: Node | None = None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
 
 
 class PrefixCache:
     """Over the pages of `pool`."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._pool, self._root = pool, _Node(SCRATCH)
-        self._nodes: dict[int, _Node] = {}
+        self._pool, self._root = pool, Node(SCRATCH)
+        self._nodes: dict[int, Node] = {}
         """Page -> node, the one that was used longest ago first; a node stands before its parent."""
 
     def __len__(self) -> int:
@@ -44,16 +46,25 @@ class PrefixCache:
         self._touch(path)
         return [node.page for node in path]
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Store the whole pages of `ids`, which `pages` hold. Where the same tokens are stored already, that page stays."""
-        size, path = self._pool.page_size, self._path(ids)
+    def last_of(self, pages: Sequence[int]) -> Node | None:
+        """Of the pages that `match` has just found: what `insert` takes as `known`."""
+        return self._nodes[pages[-1]] if pages else None
+
+    def insert(self, ids: Sequence[int], pages: Sequence[int], known: Node | None = None) -> Node | None:
+        """Store the whole pages of `ids`, which `pages` hold. Where the same tokens are stored already, that page stays.
+
+        Returns the last of these, None if there is none. `known` was returned for a start of `ids`: if it is still stored, so is all that
+        comes before it, and only what follows is looked up.
+        """
+        size, path = self._pool.page_size, self._path(ids, known)
         node = path[-1] if path else self._root
         for place in range(len(path), len(ids) // size):
             tokens = tuple(ids[place * size : (place + 1) * size])
             (page,) = self._pool.share([pages[place]])
-            node.children[tokens] = node = self._nodes[page] = _Node(page, tokens, node)
+            node.children[tokens] = node = self._nodes[page] = Node(page, tokens, node)
             path.append(node)
         self._touch(path)
+        return path[-1] if path else None
 
     def evict(self, count: int) -> bool:
         """Give up `count` pages that nobody else holds, or more, or as many as there are; whether there was one."""
@@ -77,15 +88,25 @@ class PrefixCache:
         self._nodes.clear()
         self._root.children.clear()
 
-    def _path(self, ids: Sequence[int]) -> list[_Node]:
-        size, node, path = self._pool.page_size, self._root, []
-        for start in range(0, len(ids) - size + 1, size):
+    def _path(self, ids: Sequence[int], known: Node | None = None) -> list[Node]:
+        size, path = self._pool.page_size, self._down_to(known)
+        node = path[-1] if path else self._root
+        for start in range(len(path) * size, len(ids) - size + 1, size):
             child = node.children.get(tuple(ids[start : start + size]))
             if child is None:
                 break
             path.append(node := child)
         return path
 
-    def _touch(self, path: list[_Node]) -> None:
+    def _down_to(self, node: Node | None) -> list[Node]:
+        """The nodes from the first page to this one; none if it is no longer stored."""
+        path: list[Node] = []
+        if node is not None and self._nodes.get(node.page) is node:
+            while node is not None and node is not self._root:
+                path.append(node)
+                node = node.parent
+        return path[::-1]
+
+    def _touch(self, path: list[Node]) -> None:
         for node in reversed(path):
             self._nodes[node.page] = self._nodes.pop(node.page)

@@ -1,6 +1,7 @@
 """Prompt: what samples that start with the same tokens have in common. A record, no code."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -14,3 +15,5 @@ class Prompt:
     """Pages that are kept for those."""
     num_kept: int = 0
     """How many tokens these hold."""
+    known: Any = None
+    """Up to where the prefix cache is known to have its tokens (a Node)."""

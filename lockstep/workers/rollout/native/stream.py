@@ -13,7 +13,7 @@ import torch
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.base import not_finite
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.counted import request_key
 from lockstep.workers.rollout.native.backend import Backend, Event
 from lockstep.workers.rollout.native.scheduler import Prompt, Sample, Scheduler
 from lockstep.workers.rollout.request import Completion, Job, Tokens
@@ -100,13 +100,13 @@ class NativeStream(Stream):
     def _samples(self, jobs: Sequence[Job]) -> list[Sample]:
         """A sample for each job, those of one prompt together, in the order in which the prompts first appear."""
         groups: dict[object, tuple[Prompt, list[Sample]]] = {}
-        for job, key in zip(jobs, _keys(jobs), strict=True):
+        for job in jobs:
             job.version = self._engine.version
             group = self._group_of(job)
             if group not in groups:
                 groups[group] = self._prompt_of(job), []
             prompt, samples = groups[group]
-            samples.append(self._sample_of(job, prompt, key))
+            samples.append(self._sample_of(job, prompt, request_key(job.params.seed, job.request.key)))
         return [sample for _, samples in groups.values() for sample in samples]
 
     def _group_of(self, job: Job) -> object:
@@ -126,11 +126,3 @@ class NativeStream(Stream):
             return [not_finite(job.index, job.request, len(sample.tokens) - 1, job.version)]
         ids, log_probs = torch.tensor(sample.tokens, dtype=torch.int64), torch.tensor(sample.log_probs, dtype=torch.float32)
         return [Completion(job.index, ids, log_probs, reason, job.version)]
-
-
-def _keys(jobs: Sequence[Job]) -> list[int]:
-    """`request_keys` of each job, under its own seed."""
-    seeds = {job.params.seed for job in jobs}
-    if len(seeds) == 1:
-        return request_keys(seeds.pop(), [job.request.key for job in jobs]).tolist()
-    return [int(request_keys(job.params.seed, [job.request.key])[0]) for job in jobs]

@@ -20,7 +20,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError, WorkerError
 from lockstep.workers.rollout.base import Stopping, failed
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.counted import request_key
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.request import Completion, Job, Request, Tokens
 from lockstep.workers.rollout.sglang.server import SGLangServer
@@ -129,7 +129,7 @@ class SGLangStream(Stream):
 
     def _work(self, arrived: Sequence[Job], aborted: set[int], left_s: float | None) -> list[Completion | Tokens]:
         for job in arrived:
-            (seed,) = request_keys(job.params.seed, [job.request.key]).tolist()
+            seed = request_key(job.params.seed, job.request.key)
             body = _body(job.request, job.limits, job.params, seed)
             self._asked[self._pool.submit(self._sglang.server.post, "/generate", body)] = job
         done, _ = wait(self._asked, left_s, FIRST_COMPLETED)

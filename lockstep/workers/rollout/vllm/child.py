@@ -15,7 +15,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.base import Stopping
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.counted import request_key
 from lockstep.workers.rollout.process import IDLE
 from lockstep.workers.rollout.request import Request, TopLogProbs
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
@@ -115,7 +115,7 @@ class VLLMChild:
 
     def _add(self, name: str, watches: bool, request: Request, params: SamplingParams, position: int) -> _Live:
         limits = Stopping.of(request, params, self._context, self._decode)
-        seed = int(request_keys(params.seed, [request.key])[0]) + position
+        seed = request_key(params.seed, request.key) + position
         own = self._params(request, limits, params, seed, watches)
         self._llm.llm_engine.add_request(name, {"prompt_token_ids": request.prompt_ids.tolist()}, own)
         return _Live(request, limits)

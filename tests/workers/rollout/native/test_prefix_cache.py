@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.workers.rollout.native.pages import PagePool
-from lockstep.workers.rollout.native.prefix_cache import PrefixCache
+from lockstep.workers.rollout.native.prefix_cache import Node, PrefixCache
 
 
 @settings(max_examples=60, deadline=None)
@@ -19,12 +19,17 @@ def test_the_longest_stored_start_is_found_and_what_is_given_up_was_used_longest
     cache, stored = PrefixCache(pool), dict[tuple[int, ...], int]()
     used = dict[tuple[int, ...], int]()
     held: list[int] = []
+    known: list[tuple[list[int], Node | None]] = []
     for clock in range(40):
         ids = [rng.randrange(2) for _ in range(rng.randint(0, 5 * size))]
         whole = [tuple(ids[:end]) for end in range(size, len(ids) + 1, size)]
         if rng.random() < 0.5 and pool.num_free >= len(whole) + 1:
             pages = pool.take(pool.pages_for(len(ids)))
-            cache.insert(ids, pages)
+            # What an earlier call has returned for a start of these tokens changes nothing, whether or not it was given up since.
+            starts = [node for start, node in known if ids[: len(start)] == start]
+            last = cache.insert(ids, pages, rng.choice([None, *starts]))
+            assert (last is None) == (not whole)
+            known.append((ids, last))
             for start, page in zip(whole, pages, strict=False):
                 stored.setdefault(start, page)
             pool.release(pages)
@@ -51,6 +56,29 @@ def test_the_longest_stored_start_is_found_and_what_is_given_up_was_used_longest
     cache.clear()
     assert pool.num_free == pool.capacity
     assert cache.match([0] * size) == []
+
+
+def test_what_is_known_is_not_looked_up_again() -> None:
+    """A conversation goes on: only its new pages are asked for."""
+    pool = PagePool(200, 4)
+    cache, asked = PrefixCache(pool), list[int]()
+
+    class Tokens(list[int]):
+        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+            asked.append(key.start)
+            return super().__getitem__(key)
+
+    ids, pages = list(range(400)), pool.take(110)
+    known = cache.insert(Tokens(ids), pages)
+    assert asked
+    asked.clear()
+    cache.insert(Tokens(ids + [1] * 40), pages, known)
+    assert min(asked) == 400
+    cache.clear()
+    asked.clear()
+    cache.insert(Tokens(ids), pages, known)
+    assert min(asked) == 0
+    assert cache.match(ids) == pages[:100]
 
 
 def is_leaf(start: tuple[int, ...], stored: set[tuple[int, ...]], size: int) -> bool:

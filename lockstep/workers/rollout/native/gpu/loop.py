@@ -29,7 +29,7 @@ from lockstep.workers.rollout.native.backend import Event, TakeAborts
 from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limit, num_splits
 from lockstep.workers.rollout.native.gpu.filters import make_filter
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, upload
-from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState
+from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState, read_outputs
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
 from lockstep.workers.rollout.native.pages import KVCache
 from lockstep.workers.rollout.native.scheduler import PENDING, PassRow, Sample, Scheduler
@@ -63,8 +63,8 @@ class _Seat:
 
 @dataclass(slots=True)
 class _Interval:
-    """Outputs of the rows that were `seats`, on their way to the host: generated, done, tokens, log-probs, and where somebody wants them
-    ids and log-probs of the most likely tokens."""
+    """Outputs of the rows that were `seats`, on their way to the host: `RowState.outputs`, and where somebody wants them ids and log-probs
+    of the most likely tokens."""
 
     seats: list[_Seat]
     outputs: list[Tensor]
@@ -178,12 +178,13 @@ class GenerationLoop:
             return
         page_size = self._cache.shape.page_size
         spans = [(row.sample, row.sample.num_cached, row.sample.num_cached + row.count) for row in rows]
-        all_slots = [_slots(sample.pages, end, page_size) for sample, _, end in spans]
-        packed = [
-            np.concatenate([sample.slice(start, end) for sample, start, end in spans]),
-            np.concatenate([np.arange(start, end) for _, start, end in spans]),
-            np.concatenate([places[start:] for places, (_, start, _) in zip(all_slots, spans, strict=True)]),
-        ]
+        packed = np.stack(
+            [
+                np.concatenate([sample.slice(start, end) for sample, start, end in spans]),
+                np.concatenate([np.arange(start, end) for _, start, end in spans]),
+                np.concatenate([_slots(sample.pages, start, end, page_size) for sample, start, end in spans]),
+            ]
+        )
         contexts, lengths = [start for _, start, _ in spans], [row.count for row in rows]
         scored = scored_rows(rows) if any(row.sample.scores for row in rows) else []
         wanted = np.array([*(np.cumsum(lengths) - 1), *places_of(scored)])
@@ -195,11 +196,12 @@ class GenerationLoop:
             and not self._batch_invariant
             and short.takes(lengths, contexts)
         ):
-            logits = short.logits(np.stack(packed), lengths, [sample.pages for sample, _, _ in spans], wanted)
+            logits = short.logits(packed, lengths, [sample.pages for sample, _, _ in spans], wanted)
         else:
-            key_slots = self._upload(np.concatenate(all_slots)) if any(contexts) else None
+            all_slots = [_slots(sample.pages, 0, end, page_size) for sample, _, end in spans] if any(contexts) else []
+            key_slots = self._upload(np.concatenate(all_slots)) if all_slots else None
             layout = PromptRows(lengths, contexts, self._upload(wanted), key_slots)
-            tokens, positions, slots = self._upload(np.stack(packed))
+            tokens, positions, slots = self._upload(packed)
             logits = self._decoder.prefill(tokens, positions, slots, layout)
         if scored:
             temperatures = [(row.sample.params or self._sampling).temperature for row in scored]
@@ -210,7 +212,9 @@ class GenerationLoop:
                 self._scheduler.advance(row)
         if draws:
             first = self._seat([sample for _, sample in draws])
-            chosen = logits[self._upload(np.array([number for number, _ in draws]))]
+            numbers = [number for number, _ in draws]
+            is_each = numbers == list(range(len(rows)))
+            chosen = logits[: len(rows)] if is_each else logits[self._upload(np.array(numbers))]
             self._runner.draw(chosen, first, self._keep, self._keeps_top)
             for _, sample in draws:
                 self._promise(sample, 1)
@@ -233,10 +237,8 @@ class GenerationLoop:
         rows, here = self._rows, slice(first, len(self._seats))
         # The draw adds one to the context: after it, all of the sample but the drawn token is in the cache.
         ints, floats = zip(*(self._numbers(s) for s in samples), strict=True)
-        rows.ints[:, here] = self._upload(np.array(ints, dtype=np.int32).T)
-        rows.floats[:, here] = self._upload(np.array(floats, dtype=np.float32).T)
-        rows.key[here] = self._upload(np.array([s.key for s in samples], dtype=np.int64))
-        rows.token[here] = self._upload(np.array([(s.tokens or s.prompt.ids)[-1] for s in samples], dtype=np.int64))
+        tokens = [(s.tokens or s.prompt.ids)[-1] for s in samples]
+        rows.put(first, np.array([tokens, [s.key for s in samples]]), np.array(ints).T, np.array(floats).T)
         if rows.seen is not None and rows.counts is not None:
             rows.seen[here] = False  # while it was padding, the filter has marked the padding's token
             rows.counts[here] = 0
@@ -331,7 +333,10 @@ class GenerationLoop:
         row_of = {id(seat): row for row, seat in enumerate(self._seats)}
         order = [row_of[id(seat)] for seat in seats]
         padding = bucket(len(self._seats)) - len(order)
-        self._rows.gather(self._upload(np.array(order + [self._rows.capacity] * padding, dtype=np.int64)))
+        if order:
+            self._rows.gather(self._upload(np.array(order + [self._rows.capacity] * padding, dtype=np.int64)))
+        else:
+            self._rows.clear(padding)
         self._seats = seats
         if self._is_special:
             self._choose_steps()
@@ -342,7 +347,7 @@ class GenerationLoop:
 
     def _send_outputs(self) -> None:
         rows, count = self._rows, len(self._seats)
-        outputs = [rows.generated[:count], rows.done[:count], rows.out_tokens[:count], rows.out_log_probs[:count]]
+        outputs = [rows.outputs(count)]
         if self._keeps_top and rows.top_ids is not None and rows.top_log_probs is not None:
             outputs += [rows.top_ids[:count], rows.top_log_probs[:count]]
         ready = None
@@ -367,7 +372,7 @@ class GenerationLoop:
             interval = self._in_flight.popleft()
             if interval.ready is not None:
                 interval.ready.synchronize()
-            generated, done, tokens, log_probs = (tensor.tolist() for tensor in interval.outputs[:4])
+            generated, done, tokens, log_probs = read_outputs(interval.outputs[0])
             for row, seat in enumerate(interval.seats):
                 sample, start, end = seat.sample, seat.read, generated[row]
                 if seat.over or end == start:
@@ -378,7 +383,7 @@ class GenerationLoop:
                 sample.tokens[start:end] = [tokens[row][place] for place in places]
                 sample.log_probs[start:end] = [log_probs[row][place] for place in places]
                 if sample.scores is not None and sample.scores.top:
-                    _take_top(sample, start, places, *(tensor[row] for tensor in interval.outputs[4:]))
+                    _take_top(sample, start, places, *(tensor[row] for tensor in interval.outputs[1:]))
                 seat.read = end
                 left = len(sample.tokens) >= sample.limits.max_tokens  # it left the scheduler when its last token was promised
                 reason = sample.find_end(start, end, done[row] != NOT_FINITE)
@@ -408,7 +413,8 @@ def _take_top(sample: Sample, start: int, places: list[int], ids: Tensor, log_pr
         sample.scores.response.append(with_drawn(top, sample.tokens[token], sample.log_probs[token]))
 
 
-def _slots(pages: list[int], count: int, page_size: int) -> np.ndarray:
-    """[count] int64: where the first `count` tokens of a sample with these pages lie."""
-    places = np.asarray(pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size)
-    return places.reshape(-1)[:count]
+def _slots(pages: list[int], start: int, end: int, page_size: int) -> np.ndarray:
+    """[end - start] int64: where the tokens from `start` to `end` of a sample with these pages lie."""
+    first = start // page_size
+    places = np.asarray(pages[first : -(-end // page_size)], dtype=np.int64)[:, None] * page_size + np.arange(page_size)
+    return places.reshape(-1)[start - first * page_size : end - first * page_size]

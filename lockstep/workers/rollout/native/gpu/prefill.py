@@ -42,6 +42,11 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def upload_into(target: Tensor, tensor: Tensor) -> None:
+    """The same into memory of the device that is there already."""
+    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
+
+
 def packed_prompt_attention(
     query: Tensor,
     key: Tensor,

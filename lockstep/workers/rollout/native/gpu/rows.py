@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
+from lockstep.workers.rollout.native.gpu.prefill import upload
 from lockstep.workers.rollout.request import MOST_TOP
 
 RING = 16
@@ -21,9 +23,10 @@ RING = 16
 RUNNING, STOPPED, TOO_LONG, NOT_FINITE = range(4)
 """Values of `RowState.done`: not finished; a stop token was drawn; the limit is reached; a log-prob is not finite."""
 
+LONGS = ("token", "key")
 INTS = ("context", "generated", "limit", "position", "done", "greedy", "stops", "top_k")
 FLOATS = ("inverse_temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_NAMED = ("context", "generated", "limit", "position", "done", "greedy", "stops", "inverse_temperature")
+_NAMED = ("token", "key", "context", "generated", "limit", "position", "done", "greedy", "stops", "inverse_temperature")
 
 
 @dataclass(slots=True)
@@ -50,8 +53,10 @@ class RowState:
     """[rows, RING] int32: token number i of the response is at i % RING."""
     out_log_probs: Tensor
     """[rows, RING] float32"""
+    longs: Tensor
+    """[LONGS, rows] int64: the numbers of each row that the host sets, in one block; `token` and `key` are its rows."""
     ints: Tensor
-    """[INTS, rows] int32: the numbers of each row that the host sets, in one block; `context` and others are its rows."""
+    """[INTS, rows] int32, likewise."""
     floats: Tensor
     """[FLOATS, rows] float32, likewise."""
     inverse_temperature: Tensor
@@ -86,15 +91,16 @@ class RowState:
         def zeros(*shape: int, kind: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
-        ints, floats = zeros(len(INTS), rows), torch.ones(len(FLOATS), rows, device=device)
+        longs, ints = zeros(len(LONGS), rows, kind=torch.int64), zeros(len(INTS), rows)
+        floats = torch.ones(len(FLOATS), rows, device=device)
         ints[INTS.index("done")] = TOO_LONG
-        numbers = dict(zip(INTS, ints, strict=True)) | dict(zip(FLOATS, floats, strict=True))
+        blocks = (LONGS, longs), (INTS, ints), (FLOATS, floats)
+        numbers = {name: row for names, block in blocks for name, row in zip(names, block, strict=True)}
         return RowState(
+            longs=longs,
             ints=ints,
             floats=floats,
             **{name: numbers[name] for name in _NAMED},
-            token=zeros(rows, kind=torch.int64),
-            key=zeros(rows, kind=torch.int64),
             page_table=zeros(rows, width),
             out_tokens=zeros(rows, RING),
             out_log_probs=zeros(rows, RING, kind=torch.float32),
@@ -111,11 +117,36 @@ class RowState:
 
     def gather(self, order: Tensor) -> None:
         """Row i becomes what row `order[i]` was, for the first len(order) rows; `capacity` makes a padding row."""
-        for tensor in (self.token, self.key, self.page_table, self.seen, self.counts):
+        for tensor in (self.page_table, self.seen, self.counts):
             if tensor is not None:
                 tensor[: len(order)] = tensor[order]
-        for block in (self.ints, self.floats):
+        for block in (self.longs, self.ints, self.floats):
             block[:, : len(order)] = block[:, order]
+
+    def clear(self, count: int | None = None) -> None:
+        """The first `count` rows (None: all) become padding."""
+        count = self.capacity if count is None else count
+        for tensor in (self.page_table, self.seen, self.counts):
+            if tensor is not None:
+                tensor[:count] = tensor[self.capacity]
+        for block in (self.longs, self.ints, self.floats):
+            block[:, :count] = block[:, self.capacity :]
+
+    def put(self, first: int, longs: np.ndarray, ints: np.ndarray, floats: np.ndarray) -> None:
+        """Set the numbers of the rows `first`...: [LONGS, count], [INTS, count] and [FLOATS, count], which travel together."""
+        kinds = (self.longs, longs, np.int64), (self.ints, ints, np.int32), (self.floats, floats, np.float32)
+        blocks = [(block, np.ascontiguousarray(values, dtype=kind)) for block, values, kind in kinds]
+        sent = upload(
+            torch.from_numpy(np.concatenate([values.reshape(-1).view(np.uint8) for _, values in blocks])), self.token.device
+        )
+        for block, values in blocks:
+            own, sent = sent[: values.nbytes], sent[values.nbytes :]
+            block[:, first : first + values.shape[1]] = own.view(block.dtype).view(values.shape)
+
+    def outputs(self, count: int) -> Tensor:
+        """[count * (2 + 2 * RING)] int32: what the host reads of the first rows, in one piece (see `read_outputs`)."""
+        parts = self.generated[:count], self.done[:count], self.out_tokens[:count], self.out_log_probs[:count].view(torch.int32)
+        return torch.cat([part.flatten() for part in parts])
 
     def shared_of(self, size: int) -> SharedPrefixes:
         """`shared` for the first `size` rows: a group has two rows or more."""
@@ -140,6 +171,10 @@ class RowState:
             self.top_ids = torch.zeros(shape, dtype=torch.int32, device=device)
             self.top_log_probs = torch.zeros(shape, device=device)
 
-    def clear(self) -> None:
-        """All rows become padding."""
-        self.gather(torch.full((self.capacity,), self.capacity, device=self.token.device))
+
+def read_outputs(sent: Tensor) -> tuple[list[int], list[int], list[list[int]], list[list[float]]]:
+    """`generated`, `done`, `out_tokens` and `out_log_probs` of the rows, from what `RowState.outputs` has sent."""
+    count = len(sent) // (2 + 2 * RING)
+    generated, done, tokens, log_probs = np.split(sent.numpy(), [count, 2 * count, (2 + RING) * count])
+    shape = count, RING
+    return generated.tolist(), done.tolist(), tokens.reshape(shape).tolist(), log_probs.view(np.float32).reshape(shape).tolist()

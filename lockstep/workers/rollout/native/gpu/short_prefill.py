@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.prefill import upload
+from lockstep.workers.rollout.native.gpu.prefill import upload_into
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of tokens that are captured."""
@@ -39,9 +39,9 @@ class ShortPrefill:
 
     def __init__(self, decoder: Decoder, width: int, block: int, device: torch.device) -> None:
         self._decoder, self._width, self._block, self._device = decoder, width, block, device
-        self._numbers = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
-        """Token, position and slot of each."""
-        self._tables = torch.zeros(SIZES[-1], width, dtype=torch.int32, device=device)
+        # Places of wanted tokens may be twice as many as tokens: where a prompt's log-probs are wanted, and its last token's to draw from.
+        self._inputs = torch.zeros(5 * SIZES[-1] + SIZES[-1] * width // 2 + 1, dtype=torch.int64, device=device)
+        """What a step reads, in one piece, so that one copy brings it (see `_parts`)."""
         self._graphs: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         """(tokens, tokens of a block) -> the graph and where it writes."""
 
@@ -57,18 +57,18 @@ class ShortPrefill:
         size = next(size for size in SIZES if size >= padded.sum())
         # Token i of the packed ones is computed at place[i]; what is between and behind them writes to the scratch page.
         place = np.arange(packed.shape[1]) + np.repeat(np.cumsum(padded) - padded - (np.cumsum(lengths) - lengths), lengths)
-        numbers = np.zeros((3, size), dtype=np.int64)
+        sent = torch.zeros(self._length(size, block) + len(wanted), dtype=torch.int64)
+        numbers, tables = (part.numpy() for part in self._parts(sent, size, block))
         ends = np.cumsum(lengths) - 1
         numbers[:2, : padded.sum()] = np.repeat(packed[:2, ends], padded, axis=1)
         numbers[:, place] = packed
-        tables = np.zeros((size // block, self._width), dtype=np.int32)
-        owners = np.repeat(np.arange(len(lengths)), padded // block)
-        for table, owner in zip(tables, owners.tolist(), strict=False):
-            table[: len(pages[owner])] = pages[owner]
-        self._numbers[:, :size] = upload(torch.from_numpy(numbers), self._device)
-        self._tables[: size // block] = upload(torch.from_numpy(tables), self._device)
-        at = upload(torch.from_numpy(place[wanted]), self._device)
-        return self._decoder.logits(self._computed(size, block)[at])
+        line = 0
+        for own, blocks in zip(pages, (padded // block).tolist(), strict=True):
+            tables[line : line + blocks, : len(own)] = own
+            line += blocks
+        sent[-len(wanted) :] = torch.from_numpy(place[wanted])
+        upload_into(self._inputs[: len(sent)], sent)
+        return self._decoder.logits(self._computed(size, block)[self._inputs[len(sent) - len(wanted) : len(sent)]])
 
     def forget(self) -> None:
         """Drop the graphs and the memory they hold."""
@@ -98,5 +98,14 @@ class ShortPrefill:
         return hidden
 
     def _step(self, size: int, block: int) -> Tensor:
-        tokens, positions, slots = self._numbers[:, :size]
-        return self._decoder.hidden(tokens, positions, slots, self._tables[: size // block], positions.int())
+        (tokens, positions, slots), tables = self._parts(self._inputs, size, block)
+        return self._decoder.hidden(tokens, positions, slots, tables, positions.int())
+
+    def _length(self, size: int, block: int) -> int:
+        return 3 * size + -(-size // block * self._width // 2)
+
+    def _parts(self, inputs: Tensor, size: int, block: int) -> tuple[Tensor, Tensor]:
+        """Views of what a step reads: token, position and slot of each [3, size] int64, and the page table of each block [size / block,
+        width] int32."""
+        tables = inputs[3 * size : self._length(size, block)].view(torch.int32)
+        return inputs[: 3 * size].view(3, size), tables[: size // block * self._width].view(-1, self._width)

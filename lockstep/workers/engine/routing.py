@@ -1,0 +1,150 @@
+"""Mixtures of experts: what their routers choose is watched, a loss that spreads tokens over experts is added where it is asked for, and
+routers choose what a sampler's chose where that is known (rollout.router_replay).
+
+The load-balance loss (Switch Transformer, equations 4 to 6) of a row and a layer is E sum_e f_e P_e: f_e is how often expert e was chosen
+per token, P_e its mean probability, over the tokens that predict the row's response. It is top_k where the load is even. The loss of an
+update is its mean over rows and layers, times model.router_aux_loss_coef. Taken row by row it does not depend on how rows are cut into
+micro-batches or divided among ranks, as the same over all tokens of a micro-batch would.
+
+Its gradient enters where the router's scores leave it (`_Attached`), inside the layer: so it works with recomputation and with shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.models.packing import PackedRows
+from lockstep.models.routers import RouterOutput, num_changed, replayed
+from lockstep.observability.metrics import Mean, Metric
+from lockstep.workers.engine.micro_batches import LazySequence
+from lockstep.workers.engine.replay import ROW, SampledExperts
+
+
+def check_balanced(coef: float, divided: bool) -> None:
+    """Raise ConfigError for a load-balance loss where rows are `divided` among ranks."""
+    if coef and divided:
+        raise ConfigError(
+            f"model.router_aux_loss_coef={coef:g} needs whole rows on each rank: set fsdp_config.tensor_parallel_size and "
+            "fsdp_config.ulysses_sequence_parallel_size to 1, or model.router_aux_loss_coef to 0"
+        )
+
+
+class Routing:
+    """Watches these routers. `coef` is the weight of the load-balance loss; gradients are averaged over `ranks`, so they are multiplied."""
+
+    def __init__(self, found: Sequence[nn.Module], coef: float, ranks: int) -> None:
+        self._coef, self._ranks, self._num_layers = coef, ranks, len(found)
+        self._packed: PackedRows | None = None
+        """The micro-batch that is computed, where it is watched."""
+        self._given: Tensor | None = None
+        """[N, layers, k]: what the sampler chose for its tokens."""
+        self._num_rows = self._num_packs = self._num_rows_seen = 0
+        self._losses: dict[tuple[int, int], Tensor] = {}
+        """(micro-batch, layer) -> the sum over its rows. A layer that is computed again writes the same."""
+        self._counts: dict[tuple[int, int], Tensor] = {}
+        """(micro-batch, layer) -> [experts]: tokens of each."""
+        self._changed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """(micro-batch, layer) -> tokens that would have gone to other experts than the sampler's, and those whose experts it said."""
+        for number, router in enumerate(found):
+            router.register_forward_hook(self._hook(number))
+
+    def begin(self, num_rows: int, device: torch.device) -> None:
+        """An update begins, with so many rows on this rank."""
+        total = torch.tensor(num_rows, device=device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        self._num_rows, self._num_packs, self._num_rows_seen = max(1, int(total)), 0, 0
+        self._losses.clear()
+        self._counts.clear()
+        self._changed.clear()
+
+    def end(self) -> dict[str, Metric]:
+        """It is over. The loss without its weight; tokens of the busiest expert over those of an even load, and the share of experts
+        without any, in the mean over layers and ranks."""
+        self._packed = self._given = None
+        if not self._losses:
+            return {}
+        rows = self._num_rows_seen
+        loss = float(torch.stack(list(self._losses.values())).sum()) / self._num_layers
+        layers = [[counts for (_, layer), counts in self._counts.items() if layer == number] for number in range(self._num_layers)]
+        counts = torch.stack([torch.stack(of_layer).sum(0) for of_layer in layers])
+        busiest = counts.max(1).values * counts.shape[1] / counts.sum(1)
+        metrics: dict[str, Metric] = {
+            "moe/aux_loss": Mean(loss, rows),
+            "moe/max_load": Mean(float(busiest.mean())),
+            "moe/idle_experts": Mean(float((counts == 0).float().mean())),
+        }
+        if self._changed:
+            changed, known = (int(torch.stack(part).sum()) for part in zip(*self._changed.values(), strict=True))
+            metrics["moe/rerouted"] = Mean(float(changed), float(max(known, 1)))
+        return metrics
+
+    def noted(self, packs: Sequence[PackedRows], sampled: SampledExperts | None) -> Sequence[PackedRows]:
+        """The micro-batches, each noted when it is read: it is then computed before the next is. Its routers choose what was `sampled`."""
+
+        def note(number: int) -> PackedRows:
+            packed = packs[number]
+            self._packed = None if packed.is_placeholder else packed
+            self._given = None
+            if sampled is not None and not packed.is_placeholder:
+                self._given = sampled.of_rows(packed.tokens.row_columns[ROW], packed.input_ids.device)
+            self._num_packs += 1
+            self._num_rows_seen += 0 if packed.is_placeholder else len(packed.tokens.rows)
+            return packed
+
+        return LazySequence(len(packs), note)
+
+    def _hook(self, layer: int) -> Callable[[nn.Module, Any, RouterOutput], RouterOutput | None]:
+        def watch(router: nn.Module, args: Any, output: RouterOutput) -> RouterOutput | None:
+            learns = self._packed is not None and torch.is_grad_enabled()
+            given = None if self._given is None else self._given[:, layer]
+            if given is not None:
+                if learns:
+                    self._changed[self._num_packs, layer] = num_changed(output[2], given)
+                output = replayed(router, output, given)
+            return self._balanced(layer, *output) if learns else output
+
+        return watch
+
+    def _balanced(self, layer: int, logits: Tensor, scores: Tensor, chosen: Tensor) -> RouterOutput:
+        """Note what the router of a layer chose; its output, with the load-balance loss attached."""
+        assert self._packed is not None
+        loss, counts = balance(logits, chosen, self._packed)
+        self._losses[self._num_packs, layer], self._counts[self._num_packs, layer] = loss.detach(), counts
+        if not self._coef:
+            return logits, scores, chosen
+        scale = self._coef * self._ranks / (self._num_rows * self._num_layers)
+        return logits, _Attached.apply(scores, loss, scale), chosen
+
+
+def balance(logits: Tensor, chosen: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
+    """The load-balance loss of one layer, summed over the rows of a micro-batch, and [experts] how many tokens each expert got."""
+    at, lengths = packed.predict_at, packed.tokens.rows.lengths.to(logits.device)
+    experts = logits.shape[-1]
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=logits.device), lengths)
+    probabilities = logits[at].float().softmax(-1)
+    picked = torch.zeros_like(probabilities).scatter_(-1, chosen[at], 1.0)
+    empty = torch.zeros(len(lengths), experts, device=logits.device)
+    shares = empty.index_add(0, row, picked) / lengths[:, None]
+    means = empty.index_add(0, row, probabilities) / lengths[:, None]
+    return experts * (shares * means).sum(), picked.sum(0)
+
+
+class _Attached(torch.autograd.Function):
+    """The first tensor as it is; in the backward pass the second gets `scale` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        return gradient, torch.full((), ctx.scale, device=gradient.device), None

@@ -1,0 +1,67 @@
+"""A run on a CPU that does not say how large it is: small there, as usual everywhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.first_run import ORIGIN, SIZES, first_run_on_cpu, in_words
+from lockstep.config.load import check_key, leaf_values, load_config, of_layers, read_layers
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.presets import ALGORITHMS
+from lockstep.config.resume import kept_values
+
+NAMED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+
+
+def loaded(*overrides, device="cpu", algorithm="ppo", file=None):
+    """The configuration and the origins of its layers, on a machine whose best device is `device`."""
+    layers = read_layers(PPOConfig, overrides, file, algorithm, lambda name: device if name == "auto" else name)
+    return of_layers(PPOConfig, layers), [layer.origin for layer in layers]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_on_a_cpu_a_step_has_32_responses_whatever_the_group(algorithm):
+    config, origins = loaded(*NAMED, algorithm=algorithm)
+    assert ORIGIN in origins
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 32
+    assert (config.data.max_response_length, config.trainer.total_training_steps) == (128, 6)
+
+
+def test_it_is_never_asked_of_a_gpu_nor_where_a_size_is_named_nor_by_a_program(tmp_path):
+    usual = load_config(NAMED)
+    assert usual.data.train_batch_size == 64
+    assert loaded(*NAMED, device="cuda") == (usual, ["command line"])
+    for key in SIZES:
+        check_key(key)
+        layers = read_layers(PPOConfig, [*NAMED, f"{key}=2"], device_of=lambda name: pytest.fail("the device was asked for"))
+        assert [layer.origin for layer in layers] == ["command line"], key
+    (tmp_path / "keys.yaml").write_text("data: {max_response_length: 512}\n")
+    assert loaded(*NAMED, file=tmp_path / "keys.yaml")[0] == usual
+    embedded, origins = loaded()
+    assert embedded == load_config()
+    assert ORIGIN not in origins
+
+
+def test_the_device_that_was_named_decides():
+    assert ORIGIN in loaded(*NAMED, "trainer.device=cpu", device="cuda")[1]
+    assert ORIGIN not in loaded(*NAMED, "trainer.device=cuda")[1]
+
+
+def test_it_has_a_folder_of_its_own_and_goes_on_with_its_keys_and_more_steps():
+    config, _ = loaded(*NAMED, algorithm="grpo")
+    keys = dict(leaf_values(first_run_on_cpu("grpo"))) | {"trainer.total_training_steps": 100}
+    longer = load_config([*NAMED, *(f"{key}={value}" for key, value in keys.items())], algorithm="grpo")
+    assert kept_values(longer) == kept_values(config)
+    assert longer.trainer.run_dir == config.trainer.run_dir
+    assert loaded(*NAMED, device="cuda", algorithm="grpo")[0].trainer.run_dir != config.trainer.run_dir
+
+
+def test_its_words_are_keys_to_copy():
+    words = in_words("grpo")
+    assert all(f"{key}={value}" in words for key, value in leaf_values(first_run_on_cpu("grpo")))
+
+
+def test_the_docs_say_the_keys_that_the_program_prints():
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    assert "\n".join(in_words("grpo").splitlines()[:2]) in page
+    assert all(f"`{key}`" in page for key in SIZES if key.startswith(("data.", "actor_rollout_ref.rollout", "trainer.total")))

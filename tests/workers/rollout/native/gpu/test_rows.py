@@ -1,0 +1,51 @@
+"""What the host sends to the rows of a device and reads from them, in one piece each. Plain tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from helpers.fake_gpu import rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def make() -> rows.RowState:
+    state = rows.RowState.make(6, 3, 50, 1, torch.device("cpu"))
+    for tensor in (state.longs, state.ints, state.page_table, state.out_tokens):
+        tensor.copy_(torch.randint(1, 99, tensor.shape))
+    for tensor in (state.floats, state.out_log_probs):
+        tensor.copy_(torch.randn(tensor.shape))
+    return state
+
+
+@given(first=st.integers(0, 5), count=st.integers(1, 6), seed=st.integers(0, 99))
+def test_numbers_arrive_at_their_rows_and_nowhere_else(first: int, count: int, seed: int) -> None:
+    count, rng, state = min(count, 6 - first), np.random.default_rng(seed), make()
+    before = [block.clone() for block in (state.longs, state.ints, state.floats)]
+    longs = rng.integers(-(2**63), 2**63, (len(rows.LONGS), count))
+    ints, floats = rng.integers(-99, 99, (count, len(rows.INTS))).T, rng.normal(size=(count, len(rows.FLOATS))).T
+    state.put(first, longs, ints, floats)
+    here = slice(first, first + count)
+    for block, old, new in zip((state.longs, state.ints, state.floats), before, (longs, ints, floats), strict=True):
+        old[:, here] = torch.from_numpy(np.ascontiguousarray(new)).to(block.dtype)
+        assert torch.equal(block, old)
+    assert state.token[here].tolist() == longs[0].tolist()
+    assert state.key[here].tolist() == longs[1].tolist()
+
+
+@given(count=st.integers(0, 6))
+def test_outputs_are_read_as_they_were(count: int) -> None:
+    state = make()
+    found = rows.read_outputs(state.outputs(count))
+    parts = state.generated, state.done, state.out_tokens, state.out_log_probs
+    assert list(found) == [part[:count].tolist() for part in parts]
+
+
+def test_cleared_rows_are_copies_of_the_scratch_row() -> None:
+    state, other = make(), make()
+    for name in ("longs", "ints", "floats", "page_table"):
+        getattr(other, name).copy_(getattr(state, name))
+    state.clear(4)
+    other.gather(torch.full((4,), 6))
+    for name in ("longs", "ints", "floats", "page_table"):
+        assert torch.equal(getattr(state, name), getattr(other, name))
