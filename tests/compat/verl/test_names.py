@@ -11,12 +11,12 @@ import torch
 
 from lockstep.algorithms.kl import FixedKLController
 from lockstep.compat.verl import functions, numbers
+from lockstep.compat.verl.functions import copy_to_local
 from lockstep.compat.verl.names import table
 from lockstep.config import as_config
 from lockstep.data.padded import collate_fn
 from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto, Ragged
-from lockstep.utils.files import copy_to_local
 
 
 def test_every_name_of_the_table_can_be_imported():
