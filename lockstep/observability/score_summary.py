@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -60,18 +58,3 @@ def _majority(scores: Sequence[float], preds: Sequence[str], k: int) -> float:
     winners = [Counter(preds[i] for i in choice).most_common(1)[0][0] for choice in choices]
     first = [next(i for i in choice if preds[i] == winner) for choice, winner in zip(choices, winners, strict=True)]
     return float(np.mean([scores[i] for i in first]))
-
-
-def bootstrap_metric(
-    data: Sequence[Any], subset_size: int, reduce_fns: Sequence[Callable[..., float]], n_bootstrap: int = 1000, seed: int = 42
-) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each function over subsets drawn with replacement."""
-    drawn = np.random.default_rng(seed).choice(len(data), size=(n_bootstrap, subset_size))
-    found = np.array([[function([data[i] for i in subset]) for function in reduce_fns] for subset in drawn])
-    return [(float(column.mean()), float(column.std())) for column in found.T]
-
-
-def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value of the first entry with the most frequent vote."""
-    winner = statistics.mode(entry[vote_key] for entry in data)
-    return float(next(entry[val_key] for entry in data if entry[vote_key] == winner))

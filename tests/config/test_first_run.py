@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.first_run import ORIGIN, SIZES, first_run_on_cpu, in_words
-from lockstep.config.load import check_key, leaf_values, load_config, of_layers, read_layers
+from lockstep.config.load import check_key, leaves, load_config, of_layers, read_layers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.resume import kept_values
@@ -49,7 +49,7 @@ def test_the_device_that_was_named_decides():
 
 def test_it_has_a_folder_of_its_own_and_goes_on_with_its_keys_and_more_steps():
     config, _ = loaded(*NAMED, algorithm="grpo")
-    keys = dict(leaf_values(first_run_on_cpu("grpo"))) | {"trainer.total_training_steps": 100}
+    keys = dict(leaves(first_run_on_cpu("grpo"))) | {"trainer.total_training_steps": 100}
     longer = load_config([*NAMED, *(f"{key}={value}" for key, value in keys.items())], algorithm="grpo")
     assert kept_values(longer) == kept_values(config)
     assert longer.trainer.run_dir == config.trainer.run_dir
@@ -58,7 +58,7 @@ def test_it_has_a_folder_of_its_own_and_goes_on_with_its_keys_and_more_steps():
 
 def test_its_words_are_keys_to_copy():
     words = in_words("grpo")
-    assert all(f"{key}={value}" in words for key, value in leaf_values(first_run_on_cpu("grpo")))
+    assert all(f"{key}={value}" in words for key, value in leaves(first_run_on_cpu("grpo")))
 
 
 def test_the_docs_say_the_keys_that_the_program_prints():

@@ -207,10 +207,9 @@ class VerlRewardManager(RewardManager):
     def __call__(self, data: DataProto, return_dict: bool = False, scoring: Any = None, ragged: bool = False) -> Any:
         """The rewards, less the penalty for length that `overlong_buffer_cfg` asks for. RewardError for a missing one, unless `ragged`."""
         whole: Any = super().__call__(data, True, scoring, ragged=True)
-        if any(whole["failures"]) and not (
-            ragged and return_dict
-        ):  # a loop of verl's knows no missing reward, and would take the zero
-            raise RewardError(f"a reward is missing: {next(filter(None, whole['failures'])).text}")
+        missing = next(filter(None, whole["failures"]), None)
+        if missing is not None and not (ragged and return_dict):  # a loop of verl's would take the zero
+            raise RewardError(f"a reward is missing: {missing.text}")
         if self._overlong is not None and self._overlong.enable:
             rows = DataProto({"responses": data.ragged("responses"), "token_level_scores": whole["reward_tensor"]})
             buffer = OverlongConfig(True, self._overlong.len, self._overlong.penalty_factor)

@@ -116,7 +116,7 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
 
     def _balance_batch(self, batch: DataProto, metrics: dict[str, Any], **ignored: Any) -> None:
         """Rows are dealt out by their lengths in every call; this only measures them."""
-        metrics |= balance_metrics(batch.token_counts(), share_rows(batch, self.inner.actor_wg.world_size))
+        metrics |= balance_metrics(batch.token_counts(), share_rows(batch, self.inner.actor_wg.world_size), "global_seqlen")
 
     def _log_rollout_data(self, batch: DataProto, reward_extra_infos_dict: Any, timing_raw: Any, rollout_data_dir: str) -> None:
         write_samples(rollout_data_dir, self.global_steps, batch, dict(reward_extra_infos_dict), self.tokenizer)

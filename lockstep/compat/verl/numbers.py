@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from lockstep.algorithms import mismatch
 from lockstep.algorithms.rows import Rows
-from lockstep.observability.score_summary import bootstrap_metric, calc_maj_val  # noqa: F401 (names of metric_utils)
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo import metrics
 from lockstep.trainer.ppo.validation import validation_metrics
@@ -90,10 +90,8 @@ def compute_rollout_correction_and_rejection_mask(
     if isinstance(rollout_is_threshold, bool):
         raise TypeError("rollout_is_threshold must be a float or a string threshold specification, not a boolean")
     options = (rollout_is, rollout_is_threshold or 2.0, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
-    columns, rows = (
-        (old_log_prob.flatten(), rollout_log_prob.flatten(), response_mask.flatten().bool()),
-        Rows.of_padded(response_mask),
-    )
+    columns = old_log_prob.flatten(), rollout_log_prob.flatten(), response_mask.flatten().bool()
+    rows = Rows.of_padded(response_mask)
     weights, kept, found = mismatch.correct(mismatch.make_correction(*options), *columns, rows, torch.arange(len(rows)))
     added = None if weights is None else DataProto({"rollout_is_weights": weights.view_as(old_log_prob)})
     return added, kept.view_as(response_mask).to(response_mask.dtype), {f"rollout_corr/{key}": x for key, x in found.items()}
@@ -116,3 +114,18 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     blocks: Any = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     weights, batch.batch["response_mask"], found = compute_rollout_correction_and_rejection_mask(*blocks, **options)
     return (batch if weights is None else batch.union(weights)), found
+
+
+def bootstrap_metric(
+    data: Sequence[Any], subset_size: int, reduce_fns: Sequence[Callable[..., float]], n_bootstrap: int = 1000, seed: int = 42
+) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each function over subsets drawn with replacement."""
+    drawn = np.random.default_rng(seed).choice(len(data), size=(n_bootstrap, subset_size))
+    found = np.array([[function([data[i] for i in subset]) for function in reduce_fns] for subset in drawn])
+    return [(float(column.mean()), float(column.std())) for column in found.T]
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """The value of the first entry with the most frequent vote."""
+    winner = statistics.mode(entry[vote_key] for entry in data)
+    return float(next(entry[val_key] for entry in data if entry[vote_key] == winner))

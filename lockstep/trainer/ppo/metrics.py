@@ -45,7 +45,7 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
     return metrics
 
 
-def balance_metrics(counts: Tensor, shares: list[list[int]], name: str = "global_seqlen") -> dict[str, float]:
+def balance_metrics(counts: Tensor, shares: list[list[int]], name: str) -> dict[str, float]:
     """{name}/*: tokens per rank, of `counts` per row, when rows are cut in order, and as they are shared out (`shares`: row numbers)."""
     in_order = [int(part.sum()) for part in counts.tensor_split(len(shares))]
     balanced = [int(counts[rows].sum()) for rows in shares]

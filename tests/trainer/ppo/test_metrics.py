@@ -76,7 +76,7 @@ def test_equal_returns_have_no_variance_to_explain():
 
 def test_balance_compares_rows_cut_in_order_with_rows_shared_out():
     batch = make_batch([(4, 4), (3, 3), (1, 1), (1, 0)])  # 8, 6, 2 and 1 tokens
-    assert balance_metrics(batch.token_counts(), [[0], [1, 2, 3]]) == {
+    assert balance_metrics(batch.token_counts(), [[0], [1, 2, 3]], "global_seqlen") == {
         "global_seqlen/min": 3,
         "global_seqlen/max": 14,
         "global_seqlen/minmax_diff": 11,
