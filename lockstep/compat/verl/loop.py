@@ -71,15 +71,8 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
         self.kl_ctrl_in_reward, self.train_dataset = self.inner.kl_control, self.inner.train_dataset
         size = OmegaConf.select(self.config, "data.gen_batch_size") or ours.data.train_batch_size
         self.train_dataloader = prompt_loader(
-            self.train_dataset,
-            self.inner.prompts,
-            size,
-            ours.data,
-            ours.data_seed,
-            tokenizer.pad_token_id,
-            train_sampler,
-            collate_fn,
-        )
+            self.train_dataset, self.inner.prompts, size, ours.data, ours.data_seed, tokenizer.pad_token_id, train_sampler, collate_fn,
+        )  # fmt: skip
         self.total_training_steps = ours.trainer.total_training_steps or len(self.train_dataloader) * ours.trainer.total_epochs
         self.inner.total_steps = self.total_training_steps
 
