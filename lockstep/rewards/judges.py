@@ -15,8 +15,9 @@ The first of these that says something holds:
 4. the rule of the data_source; without one, the reward model.
 """
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from lockstep.data.tag import Tag
@@ -37,7 +38,8 @@ class BatchCall:
 
     def __call__(self, **lists: Any) -> dict[str, Any]:
         """Ask about a batch."""
-        return {"score": 0.0, "results": list(self.func(**lists))}
+        results = self.func(**lists)
+        return {"score": 0.0, "results": list(asyncio.run(_awaited(results)) if inspect.isawaitable(results) else results)}
 
 
 class JudgeFunction(NamedTuple):
@@ -111,7 +113,7 @@ class Judges:
             function: Callable[..., Any] = code.compute_score
         else:
             function = self._rule(data_source) if judge == RULE else self.functions[judge]
-        parameters = inspect.signature(function).parameters
+        parameters = _parameters(function)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         takes_batch = "solution_strs" in parameters
         given = {f"{name}s": name for name in _ARGUMENTS} if takes_batch else {name: name for name in _ARGUMENTS}
@@ -148,6 +150,29 @@ class Judges:
         for name in weights:
             if name not in known:
                 raise ConfigError(f"{where} names the judge {name!r}; known: {', '.join(known)}. Add yours to reward.functions")
+
+
+async def _awaited(results: Awaitable[Any]) -> Any:
+    return await results
+
+
+def _name(function: Callable[..., Any]) -> str:
+    while hasattr(function, "func"):
+        function = function.func
+    return str(getattr(function, "__name__", function))
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Of a function, which may have some of its arguments already. Raises ConfigError for those that it does not take."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        taken = list(inspect.signature(getattr(function, "func", function)).parameters)
+        given = [name for name in getattr(function, "keywords", {}) if name not in taken]
+        raise ConfigError(
+            f"reward.custom_reward_function.reward_kwargs has {', '.join(given)}, which the reward function {_name(function)!r} does not "
+            f"take; it takes {', '.join(taken)}"
+        ) from None
 
 
 def _is_built_in(rule: Callable[..., Any]) -> bool:

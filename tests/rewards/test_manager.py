@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lockstep.config.reward import CustomRewardConfig, RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.manager import RewardManager
+from lockstep.trainer.setup import reward_arguments
 
 WORDS = ["<unk>", "<eos>", "####", *map(str, range(20))]
 
@@ -290,6 +292,26 @@ def test_a_function_of_lists_is_asked_once_about_the_whole_batch():
     manager.close()
     assert answer["reward_extra_info"] == {"score": [0.0, 2.0, 1.0], "words": [1, 3, 2]}
     assert answer["reward_tensor"].sum(-1).tolist() == [0.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_of_lists_in_a_file_of_the_users_has_its_arguments_from_the_configuration(kind, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"{kind} score(data_sources, solution_strs, ground_truths, extra_infos, scale):\n    return [scale * 2.0 for _ in solution_strs]\n"
+    )
+    custom = CustomRewardConfig(path=str(path), name="score", reward_kwargs={"scale": 3.0})
+    manager = RewardManager(make_tokenizer(), 0, **reward_arguments(RewardConfig(custom_reward_function=custom)))
+    answer = manager(make_batch(["6", "7"]), return_dict=True)
+    manager.close()
+    assert answer["failures"] == [None, None]
+    assert answer["reward_extra_info"] == {"score": [6.0, 6.0]}
+
+
+def test_an_argument_in_the_configuration_that_the_function_does_not_take_is_found_before_training():
+    manager = RewardManager(make_tokenizer(), 0, compute_score=functools.partial(batch_lengths, scale=1.0))
+    with pytest.raises(ConfigError, match=r"reward_kwargs has scale, which the reward function 'batch_lengths' does not take"):
+        manager.check([Tag("any")])
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,11 @@ def _reference(function: Callable[..., Any]) -> FunctionReference:
     """Raises ValueError for a function that another process cannot find."""
     modules: dict[str, str | None] = {}
     try:
-        for part in (function, getattr(function, "func", None), type(function)):
+        # Functions may be wrapped several times: a call for a batch, around reward_kwargs, around the user's function.
+        parts: list[Any] = [function]
+        while hasattr(parts[-1], "func"):
+            parts.append(parts[-1].func)
+        for part in (*parts, *map(type, parts)):
             name = getattr(part, "__module__", None)
             if name == "__main__":
                 raise pickle.PicklingError("it is defined in the running script")
