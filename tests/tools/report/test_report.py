@@ -14,6 +14,7 @@ from lockstep.tools.report import main, write_report
 from lockstep.tools.report.assemble import SCRIPTS, STYLES, _read
 from lockstep.tools.report.collector import Collector, Limits
 from lockstep.tools.report.kept import td_errors
+from lockstep.tools.report.settings import read_settings
 
 
 def unpacked(blocks, kind):
@@ -99,6 +100,22 @@ def test_settings_say_what_differs_from_the_defaults(run):
     assert rows["algorithm.gamma"] == ("0.5", "1.0", True)
     assert rows["algorithm.adv_estimator"] == ('"gae"', '"gae"', False)
     assert rows["algorithm.lam"] == ("1.0", "1.0", False)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss", "name"),
+    [
+        ("gae", "vanilla", "ppo"),
+        ("grpo", "vanilla", "grpo"),
+        ("grpo", "gspo", "gspo"),
+        ("rloo", "gpg", "rloo"),
+        ("a/b.py:best", "vanilla", "best"),
+    ],
+)
+def test_a_run_is_called_after_its_algorithm(tmp_path, estimator, loss, name):
+    values = {"algorithm": {"adv_estimator": estimator}, "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": loss}}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(values))
+    assert read_settings(tmp_path / "config.yaml")["recipe"] == name
 
 
 def test_only_what_is_new_is_read_again(run):
