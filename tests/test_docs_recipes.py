@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import Qwen2Config
 
+from benchmarks.workload import SHAPES
 from lockstep.config.arithmetic import describe
 from lockstep.config.load import check_key, load_config, load_recipe
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
+from lockstep.tools.plan.command import main as plan
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples/launch"
@@ -41,6 +44,26 @@ def test_a_recipe_is_a_configuration_that_can_work(words, monkeypatch):
         load_config(arguments[1:])
     else:
         assert command == "report"
+
+
+def for_gpus():
+    """Words of `lockstep plan` for each command that is for GPUs, in the recipes and the launch files, and the size of its model."""
+    job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())["spec"]["entrypoint"].split()[1:]
+    for words in (*commands((ROOT / "docs/recipes.md").read_text()), job):
+        size = re.search(r"model\.path=\S*Qwen2\.5-(?:Coder-)?([\d.]+)B", " ".join(words))
+        if size and words[0] in (*ALGORITHMS, *ROOTS):
+            yield pytest.param(words, f"{size[1]}b", id=" ".join(words)[:60])
+
+
+@pytest.mark.parametrize(("words", "size"), for_gpus())
+def test_what_is_for_gpus_fits_on_them(words, size, tmp_path, monkeypatch, capsys):
+    """Models of the same shape stand for those of the hub. A reward model is a model of the first recipe's size."""
+    monkeypatch.chdir(ROOT)
+    Qwen2Config(**SHAPES[size], architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    arguments = [re.sub(r"model\.path=.*", f"model.path={tmp_path}", word) for word in words]
+    status = plan([*arguments, "--gpu", "h200", *(["--json"] if words[0] in ALGORITHMS else [])])
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
 
 
 def test_the_slurm_script_is_shell_and_its_keys_are_valid():

@@ -45,7 +45,7 @@ def _reason(error: Exception) -> str:
     first = str(error).strip().splitlines()[0]
     if "ignore_mismatched_sizes" in first:  # its table was for a terminal
         return "tensors in them have other sizes than config.json says; are both of one model?"
-    return f"{first.removeprefix('Error ')}; copy or download it again" if "no file named" in first else first
+    return f"{first.removeprefix('Error ').rstrip('.')}; copy or download it again" if "no file named" in first else first
 
 
 def load_model(

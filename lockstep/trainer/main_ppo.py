@@ -15,6 +15,7 @@ from lockstep.config import PPOConfig, first_run
 from lockstep.config.data import EMBEDDED
 from lockstep.config.load import of_layers, read_layers
 from lockstep.observability.spans import progress
+from lockstep.observability.waiting import leave_terminal
 from lockstep.trainer.program import read_tokenizer, run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
 
@@ -37,6 +38,7 @@ def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo")
     check_arguments(overrides)
     layers = read_layers(PPOConfig, overrides, config_file, algorithm, _device_of)
     if any(layer.origin == first_run.ORIGIN for layer in layers):
+        leave_terminal()  # keys that are to be copied are not wrapped
         print(first_run.in_words(algorithm), flush=True)
     return of_layers(PPOConfig, layers)
 

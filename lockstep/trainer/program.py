@@ -53,11 +53,13 @@ def run_program(
             print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
             return 0
         config_file, overrides = _split_arguments(arguments)
-        with shown_waits(sys.stdout, is_live_terminal(sys.stdout)):
+        is_live = is_live_terminal(sys.stdout)
+        with shown_waits(sys.stdout, is_live):  # it may have to import PyTorch to know the device
             config = load(overrides, config_file)
-            check_trackers(config.trainer.logger)
-            print(f"the run's folder: {config.trainer.run_dir}", flush=True)
-            check_folder(config.trainer.run_dir)
+        check_trackers(config.trainer.logger)
+        print(f"the run's folder: {config.trainer.run_dir}", flush=True)
+        check_folder(config.trainer.run_dir)
+        with shown_waits(sys.stdout, is_live):
             with progress("importing PyTorch and transformers"):
                 import_module("lockstep.workers.engine_workers")
             run(config)

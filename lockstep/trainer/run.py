@@ -181,7 +181,7 @@ class Run(ABC):
         config = self.section
         self.open_folder()
         try:
-            with StopSignals(config.stop_deadline_s) as stop:
+            with StopSignals(config.stop_deadline_s, self._ended) as stop:
                 self._resume()
                 self.alarms.resume(self._metrics_file, self.global_steps)
                 (config.run_dir / "config.yaml").write_text(to_yaml(self.config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,11 +17,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignals:
     """Inside, a first signal sets `asked`; a second one, or `deadline_s` seconds after the first, raises Stopped where the program is.
 
-    Only the main thread gets signals: elsewhere this does nothing.
+    `ended` makes of the reason what the user is told: what is left of the run. Only the main thread gets signals: elsewhere this does
+    nothing.
     """
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, deadline_s: float, ended: Callable[[str], str]) -> None:
+        self._deadline_s, self._ended = deadline_s, ended
         self._before: dict[signal.Signals, Any] = {}
         self.asked: signal.Signals | None = None
         """The signal that came first."""
@@ -48,8 +50,8 @@ class StopSignals:
             os.write(2, text.encode())  # a handler may come in the middle of a print, which cannot be entered again
         else:
             assert self.asked is not None
-            why = "after a second signal" if number != signal.SIGALRM else f"after {self._deadline_s:g} s (trainer.stop_deadline_s)"
-            raise Stopped(self.asked, f"{self.asked.name}: ended {why}, before the step was saved")
+            why = "a second signal" if number != signal.SIGALRM else f"{self._deadline_s:g} s (trainer.stop_deadline_s) were over"
+            raise Stopped(self.asked, self._ended(f"{self.asked.name}: {why} before this step was saved"))
 
 
 def end_on_sigterm() -> None:

@@ -34,11 +34,10 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ImportError: the library has no one class for this
-        # The first line of some ends where a list would begin.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(":")
-        expected = (
-            "a folder with tokenizer.json and tokenizer_config.json" if is_local else "an existing folder, or a hub id within reach"
-        )
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        expected = "a folder with tokenizer files" if is_local else "an existing folder, or a hub id within reach"
+        if is_local and not any((*Path(source).glob("*token*"), *Path(source).glob("vocab*"))):
+            reason = "there are none; copy tokenizer.json and tokenizer_config.json of its model there"
         raise DataError(f"cannot load a tokenizer from {path}; expected {expected}: {reason}") from error
     # From a folder with a model config alone, the library makes a tokenizer that knows nothing and raises nothing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):

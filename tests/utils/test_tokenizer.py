@@ -43,6 +43,7 @@ def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path, files):
     with pytest.raises(DataError, match=str(tmp_path)) as caught:
         hf_tokenizer(str(tmp_path))
     assert "expected" in str(caught.value)
+    assert ("copy tokenizer.json" in str(caught.value)) == (not files)
     assert "\n" not in str(caught.value)
 
 

@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--samples", type=int, default=100_000, help="the most samples in it (default: %(default)s)")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if options.samples < 0:
+        parser.error(f"--samples {options.samples}: at least 0")
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
     try:
         print(write_report(options.runs, out, options.samples))
@@ -52,5 +54,7 @@ def write_report(runs: Sequence[Path], out: Path, max_samples: int = 100_000) ->
     os.replace(draft, out)
     shown, found, size = collector.num_samples, collector.num_found, out.stat().st_size / 1e6
     samples = f"{shown} samples" if shown == found else f"{shown} of {found} samples"
-    problems = "".join(f"\nwarning: {run.name}: {problem}" for run in collector.runs for problem in run.problems())
+    problems = "".join(
+        f"\nwarning: {run.name}: {' '.join(problem.split())}" for run in collector.runs for problem in run.problems()
+    )
     return f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {samples}, {size:.1f} MB; open it in a browser{problems}"

@@ -11,7 +11,8 @@ from lockstep.errors import ConfigError
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """{"recipe": its command, "keys": [[key, value, default, differs, meaning], ...], "values": the values by key} of a run's config.yaml.
+    """{"recipe": its algorithm, or its command where that has only one, "keys": [[key, value, default, differs, meaning], ...], "values":
+    the values by key} of a run's config.yaml.
 
     Values are text, as JSON. A key that this version does not know has no default and no meaning. Raises ConfigError where the file is no
     YAML.
@@ -28,7 +29,15 @@ def read_settings(file: Path) -> dict[str, Any]:
             default, meaning = known[recipe].get(key, (None, ""))
             value = values.get(key, default)
             rows.append([key, _text(value), _text(default), _text(value) != _text(default), meaning])
-    return {"recipe": recipe, "keys": rows, "values": values}
+    return {"recipe": _algorithm(values) if recipe == "ppo" else recipe, "keys": rows, "values": values}
+
+
+def _algorithm(values: dict[str, Any]) -> str:
+    """PPO by its name, and its relatives by the estimator or, where that is grpo's, by a loss of their own."""
+    estimator = str(values.get("algorithm.adv_estimator", "gae"))
+    loss = str(values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"))
+    name = loss if estimator == "grpo" and loss != "vanilla" else estimator
+    return "ppo" if name == "gae" else name.rpartition(":")[2]
 
 
 def _leaves(value: Any, key: str = "") -> Any:

@@ -14,6 +14,7 @@ from lockstep.tools.report import main, write_report
 from lockstep.tools.report.assemble import SCRIPTS, STYLES, _read
 from lockstep.tools.report.collector import Collector, Limits
 from lockstep.tools.report.kept import td_errors
+from lockstep.tools.report.settings import read_settings
 
 
 def unpacked(blocks, kind):
@@ -101,6 +102,22 @@ def test_settings_say_what_differs_from_the_defaults(run):
     assert rows["algorithm.lam"] == ("1.0", "1.0", False)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "loss", "name"),
+    [
+        ("gae", "vanilla", "ppo"),
+        ("grpo", "vanilla", "grpo"),
+        ("grpo", "gspo", "gspo"),
+        ("rloo", "gpg", "rloo"),
+        ("a/b.py:best", "vanilla", "best"),
+    ],
+)
+def test_a_run_is_called_after_its_algorithm(tmp_path, estimator, loss, name):
+    values = {"algorithm": {"adv_estimator": estimator}, "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": loss}}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(values))
+    assert read_settings(tmp_path / "config.yaml")["recipe"] == name
+
+
 def test_only_what_is_new_is_read_again(run):
     collector = Collector([run])
     collector.collect()
@@ -156,11 +173,13 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_shown(run):
     assert "train_2.npz cannot be read" in head["runs"][0]["notes"][0]
     with (run / "metrics.jsonl").open("a") as file:
         file.write("no JSON\n")
+    (run / "config.yaml").write_text("data: [\n")
     said, *warnings = write_report([run], run / "report.html").splitlines()
     assert "48 samples" in said
-    assert len(warnings) == 2
-    assert "train_2.npz cannot be read" in warnings[0]
-    assert warnings[1] == "warning: run: metrics.jsonl: 1 line cannot be read"
+    assert len(warnings) == 3
+    assert "config.yaml" in warnings[0]
+    assert "train_2.npz cannot be read" in warnings[1]
+    assert warnings[2] == "warning: run: metrics.jsonl: 1 line cannot be read"
 
 
 def test_nothing_of_a_response_is_markup_in_the_file(tmp_path):
@@ -210,6 +229,12 @@ def test_a_wrong_command_is_one_line_with_the_fix(run, tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_fewer_samples_than_none_are_refused(run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), "--samples", "-1"])
+    assert "--samples -1: at least 0" in capsys.readouterr().err
 
 
 def test_runs_of_the_same_name_get_their_parents(tmp_path):
