@@ -105,6 +105,38 @@ def test_an_address_makes_a_message_a_call_in_any_channel():
     assert PARSERS["harmony"].parse(text, SCHEMAS).calls == (ToolCall("f", {"a": 3}),)
 
 
+THOUGHT = "<|channel|>analysis<|message|>f to=functions.f, so {...}<|end|><|start|>assistant"
+HARMONY = [  # the forms of the format's own page: text, content, calls
+    (THOUGHT + '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":3}', "", [("f", {"a": 3})]),
+    (THOUGHT + '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a":3}<|call|>', "", [("f", {"a": 3})]),
+    # The recipient in the section of the role: after the generation prompt, or in a later message.
+    (' to=functions.f<|channel|>commentary json<|message|>{"a": 3}<|call|>', "", [("f", {"a": 3})]),
+    (THOUGHT + ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 3}<|call|>', "", [("f", {"a": 3})]),
+    # What the user is told before the call.
+    (
+        THOUGHT
+        + "<|channel|>commentary<|message|>**Plan**:\n1. f\n---\na < b<|end|><|start|>assistant<|channel|>commentary to=functions.g"
+        "<|message|>{}<|call|>",
+        "**Plan**:\n1. f\n---\na < b",
+        [("g", {})],
+    ),
+    (THOUGHT + "<|channel|>final<|message|>2 + 2 = 4.<|return|>", "2 + 2 = 4.", []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), HARMONY, ids=range(len(HARMONY)))
+def test_the_forms_that_harmony_publishes_are_read(text, content, calls):
+    parsed = PARSERS["harmony"].parse(text, SCHEMAS)
+    assert (parsed.content, parsed.calls, parsed.faults) == (content, tuple(ToolCall(*call) for call in calls), ())
+
+
+def test_code_for_harmonys_own_python_is_told_to_be_no_call():
+    """That tool takes a program in the analysis instead of JSON; ours are functions."""
+    parsed = PARSERS["harmony"].parse("<|channel|>analysis to=python code<|message|>print(1)<|call|>", SCHEMAS)
+    assert parsed.calls == ()
+    assert len(parsed.faults) == 1
+
+
 def test_mistrals_names_may_stand_before_their_arguments():
     for text in ('[TOOL_CALLS]f[ARGS]{"a": 3}[TOOL_CALLS]g{}', '[TOOL_CALLS]f{"a": 3}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}'):
         parsed = PARSERS["mistral"].parse(text, SCHEMAS)
