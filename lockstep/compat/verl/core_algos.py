@@ -11,8 +11,6 @@ Thin adapters over `lockstep.algorithms`, which is where the formulas are. What 
 docs/algorithms/verl.md lists where the numbers differ from verl's, and why.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable, Mapping

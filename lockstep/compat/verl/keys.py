@@ -1,7 +1,5 @@
 """What becomes of a key of verl's: accepted, translated, ignored with a reason, or refused with a reason. The rows are in keys.txt."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +19,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values that switch a thing off, which needs no refusal."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """`key`, what becomes of it, why, and the Lockstep keys with their values that say the same."""
 
