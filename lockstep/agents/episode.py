@@ -1,7 +1,5 @@
 """Episode: the tokens of one conversation between a policy and its environment, and what is known of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ thread   anything else (a class of the running script, a closure): what hangs is
 ```
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

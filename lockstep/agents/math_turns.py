@@ -1,7 +1,5 @@
 """Math with a Python tool over several turns: what GSM8K is as an environment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lockstep.agents.environment import Action, Turn

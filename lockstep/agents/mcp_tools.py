@@ -4,8 +4,6 @@ Every episode has servers of its own, so that none sees what another did; one is
 that cannot be started, dies or breaks the protocol is the environment's failure; what a tool reports as its error is text for the policy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The tools that a configuration names: functions of the user, those that ship, those of MCP servers."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """One episode to be played."""
 
@@ -52,7 +52,7 @@ class Task:
     """Tool -> JSON schema of its parameters."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Limits:
     """What an episode may use."""
 

@@ -5,8 +5,6 @@ new rendering goes on from the tokens of the row so far, only what it adds is pu
 sampled. Where it does not, the policy sees the new rendering from its first token, and the episode goes on in a new context.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

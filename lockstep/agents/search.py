@@ -8,8 +8,6 @@ where f is how often w stands in d, n_w in how many of the N passages. Of two wi
 (in the order of their names) is first: the same query has the same answer everywhere.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -28,7 +26,7 @@ _SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
 _WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Passage:
     """A piece of text that can be found."""
 

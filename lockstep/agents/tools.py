@@ -27,7 +27,7 @@ class ToolError(Exception):
     """Raised by a tool for what the policy did wrong: its text is the result. Any other exception is the tool's own failure."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tool:
     """A function with the JSON schema that the policy is shown."""
 

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Denominators:
     """What a mini-batch is divided by, counted over all its ranks and micro-batches.
 

@@ -41,7 +41,7 @@ _MAX_LOG_RATIO = 20.0
 _SECTION = "algorithm.rollout_correction"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bounds:
     """An interval [low, high]; `low` is 0 where only the upper end was given."""
 
@@ -49,7 +49,7 @@ class Bounds:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Correction:
     """What `algorithm.rollout_correction` asks for."""
 

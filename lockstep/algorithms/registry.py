@@ -43,7 +43,7 @@ def input_names(what: str, function: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in parameters}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossTable:
     """Losses by name. A loss may have a `prepare`, which is called once with a whole mini-batch before it is cut."""
 

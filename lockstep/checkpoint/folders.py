@@ -10,8 +10,6 @@ run.lock                    who writes here
 ```
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

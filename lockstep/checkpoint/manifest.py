@@ -1,7 +1,5 @@
 """`manifest.json`: size and SHA-256 of every file of a checkpoint, written last. What was damaged since then has a name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ the last. A process of its own, so that writing and hashing never hold the inter
 has no names of files, so one whose run was killed cannot touch what the next run writes. It imports nothing of ours and no package.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

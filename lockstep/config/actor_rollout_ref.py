@@ -11,7 +11,7 @@ from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """The parts of the policy that one worker holds."""
 
@@ -31,7 +31,7 @@ POLICY_ROLES = {
 """Role of an ActorRolloutRefWorker -> its parts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PolicyKeys:
     """What messages and metrics call a policy and its keys."""
 

@@ -8,7 +8,7 @@ from lockstep.config.check import at_least, in_range
 from lockstep.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a call, or of one request, are drawn. Raises ConfigError, naming the parameter, when one is out of range."""
 

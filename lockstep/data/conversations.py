@@ -30,7 +30,7 @@ _PROBE = "\ue000"
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MarkedText:
     """A text and the spans of it that are trained, in order. `is_rendered`: by a template, so it has all its special tokens."""
 

@@ -9,7 +9,7 @@ import torch
 from lockstep.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PromptSchedule:
     """The order of prompts. There is no state: a resumed run needs only the step number.
 

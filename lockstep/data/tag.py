@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.errors import DataError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tag:
     """What a row says about its reward."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenRow:
     """The tokens of a text, as arrays of one entry per token."""
 

@@ -30,7 +30,7 @@ _NUM_CHECKED = 32
 """How many of the longest rows, and of rows spread over the files, are tried before training."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReadRow:
     """A row of the files, its number in them, and the tokens of each text that it became."""
 

@@ -38,7 +38,7 @@ _CARELESS = 0.6
 _IGNORE = -100  # torch's cross entropy skips these targets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EmbeddedTask:
     """Where the files are, and how good the model was when the warm-up stopped."""
 

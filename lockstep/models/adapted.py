@@ -4,8 +4,6 @@ Merged into half-precision weights, an adapter is rounded to their few bits, and
 the rounding of activations. Beside them it is what trains: W x + s B (A x). (cpu/linears.py, whose copy is float32, puts the two together.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

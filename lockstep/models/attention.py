@@ -115,7 +115,7 @@ def packed_attention(
     group = layout.group
     if group is not None:
         query, key, value = ulysses.heads_for_tokens(query, key, value, layout.num_tokens, group)
-        s_aux = None if s_aux is None else ulysses.own_heads(s_aux, group)
+        s_aux = None if s_aux is None else s_aux.chunk(group.size())[group.rank()]  # of its own heads
     window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
     out = _attend(query, key, value, layout, Variant(scaling, window, softcap, s_aux))
     return out if group is None else ulysses.tokens_for_heads(out, group), None

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 CACHED = "lockstep_cached"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """How one layer attends, beside its queries, keys and values."""
 

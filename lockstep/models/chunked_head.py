@@ -31,7 +31,7 @@ MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 """Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenOutputs:
     """What a model says about M tokens of some rows, [M] each if nothing else is said."""
 
@@ -58,7 +58,7 @@ LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
 mini-batch's loss; metrics may be pending on the device."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossPass:
     """What a backward pass over a mini-batch asks of every micro-batch, and what was found so far."""
 

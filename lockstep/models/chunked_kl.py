@@ -38,7 +38,7 @@ Layer = tuple[Tensor, Tensor, Tensor | None]
 """Hidden states [M, H], and weight [V, H] and bias [V] of an output layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Divergence:
     """What is compared."""
 

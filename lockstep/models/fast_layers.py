@@ -7,8 +7,6 @@ The residual stream is float32 from layer to layer, also where everything else i
 places as in generation (workers/rollout/native/gpu/fused.py): the log-probs of the two then differ less.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

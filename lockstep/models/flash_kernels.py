@@ -2,8 +2,6 @@
 # (Triton kernels take no Python types.)
 """Join two attention passes over the same queries, in place and in one pass over their outputs."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

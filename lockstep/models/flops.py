@@ -20,7 +20,7 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelCost:
     """What one token costs, as counts that the functions below put together."""
 

@@ -3,8 +3,6 @@
 """The parts of a decoder layer that are no matrix product, each in one pass over memory, forward and backward: RMS norm, rotary position
 embedding, the gate of an MLP, and the sums of the residual stream. Sums are float32, and results are rounded once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ engine and its decoder (adapted.py) nobody knows: exported weights are W + s B A
 trained whole.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator

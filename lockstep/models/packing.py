@@ -18,7 +18,7 @@ MIN_SHARED = 32
 """A shorter prompt is computed for each of its rows: attention to a prompt apart costs more than it saves."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
     """How much one micro-batch may hold. It bounds memory and never changes a result."""
 
@@ -32,7 +32,7 @@ class Budget:
         return replace(self, max_tokens=self.max_tokens * ranks)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenRows:
     """M response tokens of some rows, end to end, with what a loss reads of them."""
 
@@ -64,7 +64,7 @@ class TokenRows:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedRows:
     """One micro-batch: rows end to end, without padding. N tokens, M of them response tokens.
 

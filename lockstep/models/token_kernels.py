@@ -5,8 +5,6 @@
 Written out in torch the same takes a dozen passes over the largest tensor of the training step.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -44,11 +44,6 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.transpose(0, 1).flatten(1, 2)[None]
 
 
-def own_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The entries of `x` [H] that belong to the heads which this rank gets."""
-    return x.chunk(group.size())[group.rank()]
-
-
 def gather_columns(column: Tensor, most: int, places: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Put together what the ranks computed: entry i of the result [M] is number `places[i]` of all ranks' columns end to end.
 

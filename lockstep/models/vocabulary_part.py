@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VocabularyPart:
     """The rows of an output layer that one rank of `group` has."""
 

@@ -3,8 +3,6 @@
 The format: 8 bytes with the length of a JSON header, the header (name -> type, shape, place), then the tensors end to end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 from collections.abc import Iterable, Iterator, Mapping

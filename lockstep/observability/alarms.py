@@ -25,7 +25,7 @@ _SHOWN = 200
 """Characters of a sample's text that are shown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Alarm:
     """Something that a user would want to know."""
 

@@ -26,7 +26,7 @@ from lockstep.observability.eta import Due, Eta
 from lockstep.observability.waiting import LINES, leave_terminal, now_running
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """Which metrics of a step are shown."""
 

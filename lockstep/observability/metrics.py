@@ -32,7 +32,7 @@ class _Kind:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mean(_Kind):
     """A weighted mean: `total` is the weighted sum of what was measured, `weight` the sum of weights (tokens, rows).
 
@@ -51,7 +51,7 @@ class Mean(_Kind):
         return self.total / self.weight if self.weight else math.nan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sum(_Kind):
     """A count or another amount that adds up."""
 
@@ -61,7 +61,7 @@ class Sum(_Kind):
         return Sum(self.value + other.value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Max(_Kind):
     """The largest of what was measured. A nan stays: it is never hidden behind a larger number."""
 
@@ -71,7 +71,7 @@ class Max(_Kind):
         return Max(max(self.value, other.value, key=lambda value: (math.isnan(value), value)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Min(_Kind):
     """The smallest of what was measured. A nan stays: it is never hidden behind a smaller number."""
 

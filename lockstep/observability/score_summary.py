@@ -3,8 +3,6 @@
 Validation in training and `lockstep eval` both show these.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

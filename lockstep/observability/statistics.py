@@ -11,8 +11,6 @@ two models on the same questions            the difference per question: Tango's
 Functions that take arrays take any number of leading axes, so that `benchmarks/intervals.py` can simulate with the code that is used.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -35,7 +33,7 @@ Array = NDArray[np.float64]
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
     """A measured number and where the true one is with 95 % confidence; no interval where the data cannot say."""
 
@@ -46,7 +44,7 @@ class Estimate:
         return f"{self.value:.3f}" + ("" if self.interval is None else " [{:.3f}, {:.3f}]".format(*self.interval))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Difference:
     """How much better one model is than another on the questions that both answered."""
 

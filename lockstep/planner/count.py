@@ -32,7 +32,7 @@ LEAST_SEQUENCES = 64
 _FLOAT = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Load:
     """What one rank computes at once. A row is a prompt with its response."""
 

@@ -37,7 +37,7 @@ SPREAD = 0.55
 """The standard deviation of the logarithm of response lengths where only their mean is known."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generation:
     """What one rank generates."""
 

@@ -10,7 +10,7 @@ _CONTEXT = int(0.7 * _GIB)
 """What the CUDA context of a process takes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Device:
     """One kind of GPU."""
 

@@ -34,7 +34,7 @@ Contents = Counter[str]
 """What lies on the device at one moment: what it is -> bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Keys:
     """Where the configuration says what a plan may not change."""
 
@@ -48,7 +48,7 @@ class Keys:
     """What is recomputed, as key=value that leaves it to the plan; None where the model does not learn."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """One model as one rank has it on its device. Sizes are bytes."""
 
@@ -84,7 +84,7 @@ class Model:
         return Counter({f"{self.name} {name.rpartition('_')[2]}": getattr(self, name) for name in names})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rollout:
     """What generates, as one rank has it on its device. Sizes are bytes."""
 
@@ -104,7 +104,7 @@ class Rollout:
     """Whether the cache does."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryPlan:
     """What is decided for one model."""
 

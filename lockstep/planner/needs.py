@@ -17,7 +17,7 @@ C = TypeVar("C", bound=EngineChoice)
 T = TypeVar("T", bound=CriticConfig | RewardModelConfig)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Needs:
     """What the models of one worker need, and what its device and its machine have before anything is loaded."""
 

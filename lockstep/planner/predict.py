@@ -1,7 +1,5 @@
 """What a configuration of `lockstep ppo` will take: memory and time of each stage. Nothing is loaded, and no GPU is needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter
@@ -36,7 +34,7 @@ _SAVED = 12
 """Bytes of a checkpoint per parameter that learns: the weight and two moments."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lengths:
     """Mean tokens of prompts and responses."""
 
@@ -44,7 +42,7 @@ class Lengths:
     response: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pool:
     """GPUs that hold the same models."""
 

@@ -1,7 +1,5 @@
 """What a configuration of `lockstep sft`, `reward-model` or `dpo` will take: one update of rows from files."""
 
-from __future__ import annotations
-
 from lockstep.config.actor_rollout_ref import Parts
 from lockstep.config.dpo import DPOConfig
 from lockstep.config.reward_train import RewardTrainConfig

@@ -9,7 +9,7 @@ from lockstep.models.load import Head
 from lockstep.planner.built import build
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """The sizes of one model that decide how long it computes."""
 

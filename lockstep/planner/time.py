@@ -31,7 +31,7 @@ EXPOSED = 0.1
 """Of communication that hides behind computation, what does not."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """The rows that one rank computes: groups of `n` responses that share a prompt."""
 
@@ -70,7 +70,7 @@ class Rows:
         return max(1, -(-int(self.tokens) // self.budget))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ranks:
     """Who computes a model together."""
 

@@ -156,7 +156,8 @@ async def _awaited(results: Awaitable[Any]) -> Any:
     return await results
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Any) -> str:
+    """What a user calls a function, whatever arguments are bound to it."""
     while hasattr(function, "func"):
         function = function.func
     return str(getattr(function, "__name__", function))
@@ -177,9 +178,3 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 def _is_built_in(rule: Callable[..., Any]) -> bool:
     return str(getattr(rule, "__module__", "")).startswith("lockstep.rewards.graders")
-
-
-def _name(function: Any) -> str:
-    """What a user calls a function, bound arguments or not."""
-    function = getattr(function, "func", function)
-    return str(getattr(function, "__name__", function))

@@ -1,18 +1,19 @@
 """What became of the question for a reward: a score, or the reason why there is none."""
 
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.rewards.killable.child import describe
+
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
 FAILURE_KINDS = ("raised", "timeout", "crashed", "invalid")
 """raised: an exception; timeout: no answer before the deadline; crashed: its process ended; invalid: not a finite number."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Score:
     """A finite number, and what else the function returned."""
 
@@ -22,7 +23,7 @@ class Score:
     """How long the call took."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """Why a reward is missing."""
 
@@ -56,5 +57,4 @@ def check_score(result: Any) -> Outcome:
 
 def raised(error: BaseException) -> Failure:
     """The failure of a call that raised, without the frame that called it."""
-    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    return Failure("raised", "".join(traceback.format_exception(type(error), error, tail)))
+    return Failure("raised", describe(error))

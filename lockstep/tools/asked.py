@@ -11,7 +11,7 @@ from lockstep.config.reference import ROOTS
 from lockstep.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Asked:
     """A training command and its configuration."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.data import DataConfig
 from lockstep.config.sft import TRAIN_ON
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import DataError, as_command
 from lockstep.utils.model_source import SMOLLM2
 
 if TYPE_CHECKING:
@@ -24,14 +24,11 @@ _NUM_SUMMED = 1000
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status: 1 when a row cannot be used."""
     options = _parser().parse_args(list(arguments))
-    try:
-        return _show_prompts(options) if options.form == "rl" else _show_rows(options)
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return _show_prompts(options) if options.form == "rl" else _show_rows(options)
 
 
 def _show_rows(options: argparse.Namespace) -> int:

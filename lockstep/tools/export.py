@@ -72,7 +72,7 @@ def export(path: str, out: Path, dtype: str, merge: bool) -> str:
     return what
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """Where what is exported lies."""
 

@@ -32,7 +32,7 @@ POLICY = "actor"
 """The folder of a checkpoint that has the model that generates."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSource:
     """Where a model's files are."""
 
@@ -44,7 +44,7 @@ class ModelSource:
     """Of a checkpoint: its step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadedModel:
     """A model that can generate."""
 
@@ -140,7 +140,7 @@ def load(
     from lockstep.utils.hf_config import stop_token_ids
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.rollout.kinds import ModuleRollout
-    from lockstep.workers.rollout.registry import check_installed, get_rollout, make_rollout, start_rollout
+    from lockstep.workers.rollout.registry import check_installed, get_rollout, make_rollout, process_rollout
 
     check_installed(rollout.name)
     kind = get_rollout(rollout.name)
@@ -161,7 +161,7 @@ def load(
             f"--engine {rollout.name} reads a model's own folder: merge the adapter first (lockstep export), or use native"
         )
     else:
-        engine = start_rollout(config, rollout, tokenizer.pad_token_id, place, number, decode_text)
+        engine = process_rollout(rollout.name)(config, rollout, tokenizer.pad_token_id, place, number, decode_text)
     return LoadedModel(source, tokenizer, engine, stop_token_ids(source.path, tokenizer))
 
 

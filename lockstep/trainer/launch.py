@@ -1,7 +1,5 @@
 """Workers: from roles and pools to groups of running workers, each with its model on its device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,7 +15,7 @@ TRAINED, FROZEN = 16, 4
 """Bytes per parameter in float32: weight, gradient and two moments; or the weight alone."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoleSpec:
     """What a role's workers are."""
 

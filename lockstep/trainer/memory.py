@@ -1,7 +1,5 @@
 """Models that share a device are counted before any is loaded, and those that have to be offloaded to host memory in turn are told so."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import TypeVar

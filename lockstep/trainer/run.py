@@ -10,8 +10,6 @@ run is killed, every step is there once.
 A recipe is a subclass: it says what a step, a validation and a checkpoint are. What is trained, and on what, is not known here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time
@@ -41,7 +39,7 @@ from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FitResult:
     """What a run came to."""
 

@@ -7,8 +7,6 @@ rows of the files -> prepare -> update (-> evaluate on the validation rows)
 A recipe is a subclass: it opens its data, and makes readable metrics of what the workers measured.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

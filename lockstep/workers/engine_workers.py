@@ -5,8 +5,6 @@
 live in.
 """
 
-from __future__ import annotations
-
 import functools
 import socket
 import time

@@ -1,7 +1,5 @@
 """What the two worker classes share: memory that is counted before models are loaded, peaks of stages, and checkpoints."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

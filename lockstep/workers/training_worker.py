@@ -1,7 +1,5 @@
 """TrainingWorker: the critic or the reward model."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Mapping

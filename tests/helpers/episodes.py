@@ -113,7 +113,7 @@ class Case:
         sampling = SamplingParams(
             temperature=temperature, max_tokens=self.max_tokens, stop_token_ids=(tokenizer.eos_token_id,), seed=SEED
         )
-        limits = Limits(*(changes.get(name, getattr(self.limits, name)) for name in Limits.__slots__))
+        limits = Limits(*(changes.get(name, getattr(self.limits, name)) for name in Limits.__dataclass_fields__))
         return Player(engine, tokenizer, PARSERS["hermes"].parse, sampling, limits).play(tasks)
 
     def _task(self, plan: dict, delay: float, folder: Path) -> Task:

@@ -13,8 +13,6 @@ which goes back to the policy as text.
 | harmony | gpt-oss | `<|channel|>commentary to=functions.f<|message|>{...}<|call|>` |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +29,7 @@ Parse = Callable[[str, Mapping[str, dict[str, Any]]], Parsed]
 """(response, JSON schema of the parameters of each tool) -> content, calls, faults. A user's own is one too."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parser:
     """How a model writes its calls."""
 

@@ -1,7 +1,5 @@
 """gpt-oss's form: a response is several messages, each in a channel; a call is one in the commentary that names its recipient."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

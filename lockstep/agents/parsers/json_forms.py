@@ -1,7 +1,5 @@
 """Calls that are JSON objects: Hermes and Qwen, Llama 3, Mistral."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

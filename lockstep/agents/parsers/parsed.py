@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.agents.environment import Fault, ToolCall
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parsed:
     """A response, read."""
 

@@ -1,7 +1,5 @@
 """Calls that look like Python: read as a syntax tree, of which only names and literal values are taken. Nothing is evaluated."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

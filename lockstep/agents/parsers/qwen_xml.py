@@ -1,7 +1,5 @@
 """Qwen3-Coder's calls: tags around a function's name and its parameters, whose types only the schema knows."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from lockstep.compat.verl.keys import Verdict, judge_all, overrides, table
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.load import has_key, leaves, plain, read_file, readable_errors
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, as_command
 from lockstep.utils.shell import started_commands
 
 _USAGE = "usage: lockstep verl-keys SCRIPT.sh|CONFIG.yaml [key=value ...]"
@@ -27,20 +27,17 @@ _HYDRAS = (*_FLAGS, "--config", "-m", "--multirun", "-r", "--run", "-c", "--cfg"
 """How Hydra's flags begin."""
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Print the Lockstep command of a verl script or YAML file, and the table of its keys. 1 when a key is refused, 2 for a wrong call."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if arguments else 2
-    try:
-        path = Path(arguments[0])
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist; {_USAGE}")
-        read = read_yaml if path.suffix in (".yaml", ".yml") else read_script
-        verdicts = judge_all(read(path) | read_arguments(arguments[1:]))
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    path = Path(arguments[0])
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; {_USAGE}")
+    read = read_yaml if path.suffix in (".yaml", ".yml") else read_script
+    verdicts = judge_all(read(path) | read_arguments(arguments[1:]))
     print(" \\\n    ".join(["lockstep ppo", *map(shlex.quote, overrides(verdicts))]) + "\n")
     print(table(verdicts))
     return int(any(verdict.kind in ("refused", "unknown") for verdict in verdicts))

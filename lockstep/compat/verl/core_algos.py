@@ -5,8 +5,6 @@ prompt ids, becomes the group of each row. Losses come aggregated over the batch
 `global_batch_info` with the counts of a larger one. docs/algorithms/verl.md lists where the numbers differ from verl's, and why.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What becomes of a key of verl's: accepted, translated, ignored with a reason, or refused with a reason. The rows are in keys.txt."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +21,7 @@ _DYNAMIC = {"actor_rollout_ref.actor": "ppo_", "critic": "ppo_", "actor_rollout_
 """Section -> how its size in rows begins, which use_dynamic_bsz switches off."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """`key`, what becomes of it, why, and the Lockstep keys with their values that say the same."""
 

@@ -4,8 +4,6 @@
 stages are those of `trainer.ppo.stages`; the order, the metrics and when to save are what the class's `fit` says.
 """
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 from abc import ABC

@@ -4,8 +4,6 @@ names.txt has the modules and where their names are. Importing another name of s
 it. A module that Lockstep has keeps its own names; those of the table are added to it.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -1,7 +1,6 @@
 """`lockstep preprocess DATASET --source PATH_OR_HUB_ID --out FOLDER`."""
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from lockstep.data.preprocess import chat, full_hh_rlhf, gsm8k, hellaswag, human
 from lockstep.data.preprocess.recipe import Recipe
 from lockstep.data.preprocess.sources import SourceFiles, find_files
 from lockstep.data.preprocess.writing import write_split
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import DataError, as_command
 
 RECIPES = {
     "gsm8k": gsm8k.RECIPE,
@@ -26,17 +25,14 @@ PREFERENCES = {"full_hh_rlhf": full_hh_rlhf.RECIPES, "ultrafeedback": full_hh_rl
 TRAIN_FILE, HELD_OUT_FILE = "train.parquet", "test.parquet"
 
 
+@as_command
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     parsed = _parser().parse_args(list(arguments))
-    try:
-        if parsed.dataset in PREFERENCES:
-            preprocess(PREFERENCES[parsed.dataset][parsed.split], parsed.source, Path(parsed.out))
-        else:
-            preprocess(RECIPES[parsed.dataset], parsed.source, Path(parsed.out), getattr(parsed, "instruction", None))
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if parsed.dataset in PREFERENCES:
+        preprocess(PREFERENCES[parsed.dataset][parsed.split], parsed.source, Path(parsed.out))
+    else:
+        preprocess(RECIPES[parsed.dataset], parsed.source, Path(parsed.out), getattr(parsed, "instruction", None))
     return 0
 
 
@@ -101,7 +97,3 @@ def _parser() -> argparse.ArgumentParser:
         elif recipe.has_prompt:
             command.add_argument("--instruction", help="text after the question, instead of our own; '' for none")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,7 @@ class UnusableRow(Exception):
     """A row that cannot be used; the message is the reason, worded so that rows with the same fault share it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WrittenRow:
     """A row as it is written, without what is the same for all rows."""
 
@@ -30,7 +30,7 @@ class WrittenRow:
     """None is the recipe's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How one dataset is read and written."""
 

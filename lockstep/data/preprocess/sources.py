@@ -22,7 +22,7 @@ _CONVERTED = "refs/convert/parquet"
 """Where the hub keeps parquet copies of datasets that are a loading script."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SourceFile:
     """A file that may be read: its name within the source, and what gives its path (for the hub: after a download)."""
 
@@ -30,7 +30,7 @@ class SourceFile:
     fetch: Callable[[], Path]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SourceFiles:
     """The files of a dataset by split ("train", "validation", "test"), each in the order of names, and the names of those not used."""
 

@@ -21,7 +21,7 @@ _MAX_DEPTH = 8
 _MAX_UNORDERED = 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """Several parts. `kind`: "list" and "union" (no order), brackets such as "[)", "matrix 2" or "det 2" (with the number of columns),
     or the relation signs between the parts, such as "<" and "< <=".

@@ -14,7 +14,7 @@ class Undecided(Exception):
     """Two values can only be compared by algebra."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Leaf:
     """One value as spelled, without its unit."""
 

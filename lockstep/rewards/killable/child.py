@@ -21,7 +21,7 @@ MARK = "LOCKSTEP_KILLABLE_CHILD"
 """The environment variable that a child has: the process id of its parent."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FunctionReference:
     """A function as the child can find it again."""
 
@@ -60,8 +60,13 @@ def _answer(reference: FunctionReference, arguments: bytes | None) -> bytes:
             value = asyncio.run(_awaited(value))
         return pickle.dumps(("ok", value), pickle.HIGHEST_PROTOCOL)
     except BaseException as error:  # SystemExit too: the function may call exit()
-        tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        return pickle.dumps(("raised", "".join(traceback.format_exception(type(error), error, tail))))
+        return pickle.dumps(("raised", describe(error)))
+
+
+def describe(error: BaseException) -> str:
+    """Its traceback, without the frame that caught it."""
+    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return "".join(traceback.format_exception(type(error), error, tail))
 
 
 async def _awaited(value: Any) -> Any:

@@ -23,7 +23,7 @@ time). The others name the limit at which the sandbox ended the whole process tr
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """What one program may use. Memory is that of the whole process tree; scratch files come on top of it."""
 
@@ -43,12 +43,12 @@ class Limits:
     """Length of stdout, and of stderr."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in self.__dataclass_fields__:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"the sandbox's limit {name} must be more than 0, not {getattr(self, name)!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """What a program did."""
 

@@ -23,7 +23,7 @@ _REMOVE_S = 2.0
 _numbers = count()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Groups:
     """A folder in which groups can be made."""
 
@@ -48,7 +48,7 @@ class Groups:
         return Group(folder, self.events)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """One group."""
 

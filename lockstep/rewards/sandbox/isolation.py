@@ -49,7 +49,7 @@ exec(compile(program, "program.py", "exec") if isinstance(program, bytes) else p
 """The first Python inside: sets the limits, says that the sandbox stands, becomes the program."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Isolation:
     """How programs are started on this machine; see `find_isolation`."""
 
@@ -84,7 +84,12 @@ class Isolation:
         become_nobody = [self.setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"] if self.setpriv else []
         is_hidden = bool(self.setpriv) and self.prefix is not None and not _others_reach(self.prefix)
         bound_at = _REACHABLE if is_hidden else self.prefix
-        around = _around(self.prefix) if is_hidden and self.prefix else []
+        # For root: bind the interpreter where everyone reaches it, for nobody but what follows. These commands become what follows: a
+        # process between it and this one could not pass on that this one died, since root without capabilities may not signal nobody.
+        bind = f'mount --bind "$0" {_REACHABLE} && exec "$@"'
+        around = (
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", bind, self.prefix] if is_hidden and self.prefix else []
+        )
         report = ["--info-fd", str(info), "--seccomp", str(seccomp)]
         return [
             *(group.entering() if group is not None else []),
@@ -148,14 +153,6 @@ def _inside(bwrap: str, prefix: str | None, bound_at: str | None, scratch_bytes:
         words += ["--dev-bind", "/dev/null", "/dev/zero"]
     words += ["--remount-ro", "/dev"]
     return [*words, "--size", str(scratch_bytes), "--tmpfs", SCRATCH, "--chdir", SCRATCH, "--remount-ro", "/"]
-
-
-def _around(prefix: str) -> list[str]:
-    """Commands, for root, that bind the interpreter where everyone reaches it, for nobody but the command that follows. They become
-    that command: a process between it and this one could not pass on that this one died, since root without capabilities may not
-    signal nobody.
-    """
-    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'mount --bind "$0" {_REACHABLE} && exec "$@"', prefix]
 
 
 def _system() -> list[str]:

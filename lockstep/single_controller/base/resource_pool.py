@@ -39,10 +39,6 @@ class ResourcePool:
         self.cpus_per_process, self.memory_per_process = cpus_per_process, memory_per_process
         self.world_size = sum(process_on_nodes)
         """Number of processes."""
-        self.local_rank_list = [local_rank for count in process_on_nodes for local_rank in range(count)]
-        """For each rank, its position on its node."""
-        self.local_world_size_list = [count for count in process_on_nodes for _ in range(count)]
-        """For each rank, the number of the pool's processes on its node."""
 
     def needs(self, num_processes: int) -> _Amount:
         """What that many processes of this pool take."""

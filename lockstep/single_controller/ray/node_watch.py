@@ -4,8 +4,6 @@ Every few seconds each node's Ray daemon is asked for a connection. The system o
 only a machine that is gone, cut off, or behind a network that no longer carries anything fails to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import select

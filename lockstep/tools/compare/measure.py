@@ -56,7 +56,7 @@ _HOW_TO_RECORD = {
 _MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measured:
     """One algorithm on the batch."""
 

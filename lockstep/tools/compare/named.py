@@ -24,7 +24,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Algorithm:
     """One column of a comparison."""
 

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_NUM_TOKENS = 2
 _MIN_WIDTH = 132
 """Columns of the tables where the output is no terminal."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenPush:
     """One token of a response and what an algorithm does with it."""
 
@@ -35,7 +36,7 @@ class TokenPush:
     """Its probability now over that before the update."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AlgorithmResult:
     """One algorithm on the batch. Fractions are of tokens; None is a number that does not exist (a mean over nothing)."""
 
@@ -76,7 +77,7 @@ SHARES = {
 """Heading -> the field of a result."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Excerpt:
     """A piece of one response under every algorithm."""
 
@@ -93,7 +94,7 @@ class Excerpt:
     """Whether the response goes on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Comparison:
     """What `lockstep compare` found."""
 
@@ -124,16 +125,15 @@ def describe_source(source: dict[str, Any]) -> str:
     )
 
 
-def print_comparison(comparison: Comparison, stream: TextIO, num_tokens: int = 2) -> None:
-    """The tables: numbers and cosines, then the tokens that each algorithm pushes most (`num_tokens` up and as many down)."""
+def print_comparison(comparison: Comparison, stream: TextIO) -> None:
+    """The tables: numbers and cosines, then the tokens that each algorithm pushes most (two up and two down)."""
     console = Console(file=stream)
     if not console.is_terminal:
         console = Console(file=stream, width=max(_MIN_WIDTH, console.width))
     console.print(describe_source(comparison.source), highlight=False)
     console.print(_numbers_table(comparison.results))
     console.print(_cosine_table(comparison))
-    if num_tokens:
-        console.print(_tokens_table(comparison.results, num_tokens))
+    console.print(_tokens_table(comparison.results))
     for name, reason in comparison.not_comparable:
         console.print(Text.assemble((f"not comparable: {name}: ", "bold"), reason))
 
@@ -163,12 +163,12 @@ def _cosine_table(comparison: Comparison) -> Table:
     return table
 
 
-def _tokens_table(results: Sequence[AlgorithmResult], num_tokens: int) -> Table:
+def _tokens_table(results: Sequence[AlgorithmResult]) -> Table:
     table = _table("the tokens pushed most", "share", "advantage", "ratio", "row")
     table.add_column("token in its place", no_wrap=True)
     for r in results:
         for pushed, sign, style in ((r.pushed_up, "+", "bold green"), (r.pushed_down, "-", "bold red")):
-            for token in pushed[:num_tokens]:
+            for token in pushed[:_NUM_TOKENS]:
                 place = Text.assemble(visible(token.before), (f"[{visible(token.token)}]", style), visible(token.after))
                 numbers = (f"{token.advantage:+.2f}", f"{token.ratio:.3f}", str(token.row))
                 table.add_row(Text(r.name), f"{sign}{token.share:.2%}", *numbers, place)

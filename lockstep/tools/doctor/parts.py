@@ -27,7 +27,7 @@ _USES = {
 _NEEDLESS = {"dev"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """Something that is there or not."""
 

@@ -15,7 +15,7 @@ from lockstep.trainer.ppo.validation import VALIDATION_STEPS
 from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Drawing:
     """How answers are drawn: as SamplingParams, without what only a loaded model knows."""
 

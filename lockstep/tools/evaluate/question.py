@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.data.encoder import ChatPrompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """One question, as a model is asked it and as its answers are judged."""
 

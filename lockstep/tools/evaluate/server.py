@@ -1,7 +1,5 @@
 """A model behind an OpenAI endpoint: `/v1/chat/completions`, `/v1/completions`, and for likelihoods completions with `echo`."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

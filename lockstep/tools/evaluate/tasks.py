@@ -20,7 +20,7 @@ from lockstep.tools.evaluate import grading
 from lockstep.tools.evaluate.question import Question, digest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One of the tasks that ship."""
 

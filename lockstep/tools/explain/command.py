@@ -1,7 +1,5 @@
 """The command line of `lockstep explain`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line of `lockstep plan`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Which keys would make a configuration faster, or make it fit, each with its reason. The plan is asked; nothing is guessed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,7 @@ _WORTH = 0.02
 Predict = Callable[[PPOConfig], Prediction]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Proposal:
     """Keys to set, and why."""
 

@@ -1,7 +1,5 @@
 """What `lockstep plan` prints: a row per stage, then what it comes to."""
 
-from __future__ import annotations
-
 from lockstep.planner.hardware import Device
 from lockstep.planner.memory import SHARE, Contents
 from lockstep.planner.predict import SAVE, Prediction

@@ -4,8 +4,6 @@ The rows come from the capsule, the weights from the checkpoint that it names. E
 same kind of device the numbers come out the same to rounding. What environments said is in the capsule too: none of them is asked.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -20,7 +20,7 @@ _TYPES = {"uint8": "u1", "uint16": "u2", "int32": "i4", "float32": "f4", "float1
 """What a column may be -> its name in the header. float16 is read as uint16 by browsers that lack it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """One piece of a report's data."""
 

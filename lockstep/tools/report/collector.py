@@ -21,7 +21,7 @@ _MIN_CHARACTERS = 300
 _MAX_SAID = 2_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Limits:
     """The most that a page holds."""
 
@@ -119,7 +119,7 @@ class Collector:
         return {"run": number, "texts": new}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Shares:
     """Which part of each batch is shown, so that the whole keeps within the limits."""
 

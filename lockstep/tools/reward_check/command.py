@@ -6,8 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +101,10 @@ def check(
                 sampled = choose_rows(datasets, model_samples, len(sources), config.trainer.seed)
                 answered = make_subjects(manager, sampled, config.reward_model.enable, config.reward.timeout_s)
                 cases += _model_samples(config, tokenizer, manager, datasets, answered)
-            with _progress(console, 2 * len(cases)) as advance:
-                results = score_twice(manager, cases, config.reward.num_workers or min(os.cpu_count() or 1, 8), advance)
+            with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as progress:
+                task = progress.add_task("scoring", total=2 * len(cases))
+                num_at_once = config.reward.num_workers or min(os.cpu_count() or 1, 8)
+                results = score_twice(manager, cases, num_at_once, lambda: progress.advance(task))
             escapes = traps.sprung()
     finally:
         manager.close()
@@ -164,14 +165,6 @@ def _notes(config: PPOConfig, num_model_only: int, missed: set[str | None], mode
     return notes
 
 
-@contextmanager
-def _progress(console: Console | None, total: int) -> Iterator[Callable[[], None]]:
-    """Inside: a bar on a terminal, moved on by calling what is yielded."""
-    with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as progress:
-        task = progress.add_task("scoring", total=total)
-        yield lambda: progress.advance(task)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep rewards check",
@@ -193,7 +186,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,7 @@ class Earns(StrEnum):
     NO_ESCAPE = "nothing, unless it left the sandbox"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Response:
     """One response to try."""
 

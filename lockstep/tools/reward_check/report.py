@@ -29,7 +29,7 @@ _NUM_STORED = 4000
 """Characters kept of a response and of a traceback."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Example:
     """One response that shows a problem."""
 
@@ -41,7 +41,7 @@ class Example:
     response: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """One kind of problem with one data_source."""
 
@@ -59,7 +59,7 @@ class Problem:
         return self.kind in ERRORS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SourceSummary:
     """What is known of one data_source."""
 
@@ -77,7 +77,7 @@ class SourceSummary:
     max_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KindSummary:
     """What one kind of response got."""
 
@@ -90,7 +90,7 @@ class KindSummary:
     max_score: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Groups:
     """What group-relative advantages would find in the model's samples."""
 
@@ -102,7 +102,7 @@ class Groups:
     mean_score: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """Everything that the check found."""
 

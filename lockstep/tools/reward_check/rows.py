@@ -14,7 +14,7 @@ _MAX_VISITED = 20_000
 """Rows that are read in search of a rare data_source."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TriedRow:
     """One row of the data, as a reward sees it."""
 

@@ -25,7 +25,7 @@ _ODD_ROWS = 2
 """Rows of each data_source that get the expensive responses."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Subject:
     """A row with its judges and its right answer."""
 
@@ -36,7 +36,7 @@ class Subject:
     gold: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
     """One response to one row."""
 
@@ -44,7 +44,7 @@ class Case:
     response: Response
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CaseResult:
     """What the judges said of a case."""
 

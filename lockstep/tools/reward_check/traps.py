@@ -12,8 +12,8 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from lockstep.tools.reward_check.fuzz import Earns, Response
@@ -89,7 +89,7 @@ class Traps:
         self._folder.chmod(0o777)  # a program may run as another user
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         del os.environ[_VARIABLE]
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -113,11 +113,10 @@ class Traps:
         found = []
         if (self._folder / "written").exists():
             found.append("a program in a response wrote a file outside the sandbox")
-        try:
+        with suppress(BlockingIOError):
             self._socket.accept()[0].close()
-        except BlockingIOError:
-            return found
-        return [*found, "a program in a response opened a connection to this machine"]
+            found.append("a program in a response opened a connection to this machine")
+        return found
 
 
 def _hash_of(path: str) -> str:

@@ -28,7 +28,7 @@ class NoAnswer(Exception):
     """The engine could not answer one request."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scored:
     """Tokens with their log-probs, and those of the most likely tokens at each place (None: not asked for)."""
 

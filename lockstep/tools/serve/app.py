@@ -39,7 +39,7 @@ _READ_ON = 64
 """How many times the longest body is read, and thrown away, before the connection is cut: who still sends does not see the answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """What a server allows."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NewerWeights:
     """Weights that were read, and not yet used."""
 

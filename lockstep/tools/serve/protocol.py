@@ -22,7 +22,7 @@ _LARGE = 2**31 - 1
 Prompt = str | list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Drawing:
     """How the tokens of an answer are drawn, and when it ends."""
 
@@ -43,7 +43,7 @@ class Drawing:
     seed: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Call:
     """A request for answers."""
 
@@ -139,7 +139,7 @@ def read_chat(body: bytes) -> Call:
     return call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenizeCall:
     """A request for token ids, of a text or of a conversation through the chat template."""
 

@@ -1,7 +1,5 @@
 """HTTP/1.1 as uvicorn speaks it, for clients that must say what they want in time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import h11

@@ -1,7 +1,5 @@
 """Runs whose prompts become episodes. What they need of `lockstep.agents` is imported by them alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lockstep.config.ppo import PPOConfig

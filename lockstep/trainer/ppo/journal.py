@@ -11,8 +11,6 @@ deleted when the step's metrics are written. It is safetensors with its SHA-256 
 code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -10,8 +10,6 @@ samples/train_12.npz   step 12; val_12.npz: the validation after it
 Nothing here is part of a step or of its time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import warnings
@@ -34,7 +32,7 @@ _COLUMNS = ("turn", "entropys", "values", "token_level_rewards", "advantages", "
 _HALF = float(np.finfo(np.float16).max)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SampleKeeper:
     """Writes samples into `run_dir`/samples. `num_rows` are kept of each batch (-1: all; 0: none, and no file)."""
 

@@ -6,8 +6,6 @@ generate -> score -> old_log_prob -> ref_log_prob -> values -> correct -> advant
 ```
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum

@@ -29,7 +29,7 @@ PREFIX = "step_"
 _BATCH, _CONFIG, _MODEL = "batch.pt", "config.yaml", "model"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recording:
     """What one folder holds."""
 

@@ -16,7 +16,7 @@ from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.utils.files import load_reference
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimation:
     """How advantages are made of scores."""
 
@@ -44,7 +44,7 @@ class Estimation:
         return cls(estimator, config.kl_penalty if config.use_kl_in_reward else None, config.gdpo_reward_keys, per_turn)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PolicyUpdate:
     """What an update of the policy wants of a mini-batch before it is cut."""
 

@@ -1,7 +1,5 @@
 """What some runs need of rewards beyond the score: a reward model, a penalty for length, parts, a baseline, groups with a signal."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

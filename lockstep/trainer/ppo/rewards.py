@@ -28,7 +28,7 @@ from lockstep.trainer.ppo.reward_columns import model_scores, penalise_overlong,
 from lockstep.trainer.ppo.scored import Scored
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Judge:
     """Asks `reward_fn`, and writes down which rewards are missing."""
 
@@ -52,7 +52,7 @@ class Judge:
         return score(self.reward_fn, batch, self.max_failure_rate, scoring, record)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scorer(Judge):
     """The score stage of a step: the reward model (or None), the function, and what the configuration adds."""
 

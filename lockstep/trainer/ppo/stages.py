@@ -3,8 +3,6 @@
 Stages act on the batch in place and return metrics. They know worker groups by their methods, not by their classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

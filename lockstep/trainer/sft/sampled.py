@@ -17,7 +17,7 @@ from lockstep.trainer.ppo.validation import validate
 from lockstep.utils.hf_config import stop_token_ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SampledAnswers:
     """Prompts, how they are answered, and who judges."""
 

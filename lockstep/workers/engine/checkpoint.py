@@ -37,7 +37,7 @@ Write = Callable[[Path, Specs, Tensors], None]
 """(file, what comes, the tensors as they come) -> None: `write_weights`, or what does it later. Takes all of the tensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """This rank among those that write a checkpoint."""
 
@@ -45,7 +45,7 @@ class Place:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Progress:
     """How far an optimizer is."""
 
@@ -54,7 +54,7 @@ class Progress:
     """Name -> the updates of each weight; fewer than `updates` where one had no gradient."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFolder:
     """A model as a Hugging Face folder: all that is written of it but the values of its weights."""
 

@@ -1,7 +1,5 @@
 """HostFile: the bytes of a file of tensors in host memory that another process can write to the disk."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

@@ -37,12 +37,9 @@ class MemoryWatch:
             raise ResourceError(_advice(name, token_counts, budget, key, str(error))) from error
         if self._device.type == "cuda":
             peaks = _peaks.setdefault(self._device, {})
-            for kind, peak in (
-                ("allocated", torch.cuda.max_memory_allocated(self._device)),
-                ("reserved", torch.cuda.max_memory_reserved(self._device)),
-            ):
-                metric = f"perf/max_memory_{kind}_gb/{name}"
-                peaks[metric] = Max(peak / _GIB).merge(peaks[metric]) if metric in peaks else Max(peak / _GIB)
+            for kind, peak in (("allocated", torch.cuda.max_memory_allocated), ("reserved", torch.cuda.max_memory_reserved)):
+                metric, own = f"perf/max_memory_{kind}_gb/{name}", Max(peak(self._device) / _GIB)
+                peaks[metric] = own.merge(peaks.get(metric, own))
 
     def take_peaks(self) -> dict[str, Metric]:
         """perf/max_memory_{allocated,reserved}_gb/NAME of every stage of this process since the last call. Empty on a CPU."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.workers.engine.base import TrainEngine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimResult:
     """What one optimizer step did."""
 

@@ -13,7 +13,7 @@ from lockstep.errors import NumericalError
 from lockstep.observability.metrics import Max, Mean, Metric, Sum
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pending:
     """A metric, or a check that gives none, which is made from `numbers` [any shape] once they are read."""
 

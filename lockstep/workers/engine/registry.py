@@ -1,14 +1,12 @@
 """Which backend stands behind actor.strategy, critic.strategy and reward_model.strategy. It is imported when it is chosen."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.config.check import one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, check_learner
-from lockstep.errors import ConfigError
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -43,6 +41,5 @@ def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, device_t
 
 
 def _backend(choice: EngineChoice) -> tuple[str, str]:
-    if choice.strategy not in _BACKENDS:
-        raise ConfigError(f"strategy={choice.strategy} is not known; choose one of: {', '.join(STRATEGIES)}")
+    one_of("strategy", choice.strategy, STRATEGIES)
     return _BACKENDS[choice.strategy]

@@ -4,8 +4,6 @@ A rank whose disk is full must not leave the others alone in a collective, so no
 is in the report.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

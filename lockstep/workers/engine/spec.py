@@ -13,7 +13,7 @@ from lockstep.models.recompute import choose_recompute, free_memory
 from lockstep.utils.hf_config import read_model_config
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSpec:
     """One model for one engine. The backend and its own section are said apart from it (config/engine.py: EngineChoice)."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lockstep.workers.engine.base import TrainEngine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Teacher:
     """The student's forward pass runs inside the teacher's: there, and nowhere else, both have their output layers gathered, whatever
     shards them, so neither weights nor logits are copied."""

@@ -1,7 +1,5 @@
 """The actor: the policy that learns, and the way its weights take to a rollout in other workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

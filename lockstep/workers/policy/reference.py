@@ -1,7 +1,5 @@
 """The reference: the policy that training started from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from lockstep.models.packing import Budget
 from lockstep.workers.engine.base import TrainEngine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReferencePart:
     """An engine of its own, or an actor's that trains adapters."""
 

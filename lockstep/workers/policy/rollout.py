@@ -22,12 +22,12 @@ from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.policy.actor import ActorPart
 from lockstep.workers.rollout.base import DecodeText, RolloutEngine
 from lockstep.workers.rollout.kinds import ModuleRollout
-from lockstep.workers.rollout.registry import check_installed, get_rollout, make_rollout, start_rollout
+from lockstep.workers.rollout.registry import check_installed, get_rollout, make_rollout, process_rollout
 from lockstep.workers.weight_sync.sent import SentWeights, make_sender
 from lockstep.workers.weight_sync.shared import SharedWeights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolloutPart:
     """An engine and where its weights come from: they are its own unless it borrows those of the actor in the same worker."""
 
@@ -36,7 +36,7 @@ class RolloutPart:
     """Inside it the engine has its present weights; gives the number of bytes that were copied for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolloutChoice:
     """How a worker generates, decided before anything is loaded."""
 
@@ -67,10 +67,10 @@ def make_rollout_part(
     seed: int,
     pad_token_id: int,
 ) -> RolloutPart:
-    """Load or start what was chosen. Raises as `make_rollout` and `start_rollout` do."""
+    """Load or start what was chosen. Raises as `make_rollout` and ProcessRollout do."""
     decode_text = _decode_text(config.model) if config.rollout.stop else None
     if choice.attention is None:
-        process = start_rollout(config.model, config.rollout, pad_token_id, device, dtype, decode_text)
+        process = process_rollout(config.rollout.name)(config.model, config.rollout, pad_token_id, device, dtype, decode_text)
         method = choice.weight_sync
         if actor is None or method is None:
             return RolloutPart(process)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.workers.rollout.stream import Stream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stopping:
     """When a response ends: after a stop token, after the token that completes a stop string, or at its limit."""
 

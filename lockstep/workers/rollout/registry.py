@@ -3,11 +3,10 @@
 from importlib import import_module
 from importlib.util import find_spec
 
-import torch
 from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
-from lockstep.config.engine import ModelConfig
+from lockstep.config.check import one_of
 from lockstep.errors import ConfigError
 from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
@@ -25,8 +24,7 @@ _CLASSES = {"native": "NativeRollout", "hf": "HFRollout", "vllm": "VLLMRollout",
 
 def get_rollout(name: str) -> type[RolloutEngine]:
     """The engine class named by actor_rollout_ref.rollout.name. Raises ConfigError for a name that is not known."""
-    if name not in _CLASSES:
-        raise ConfigError(f"actor_rollout_ref.rollout.name={name} is not known; choose one of: {', '.join(ROLLOUTS)}")
+    one_of("actor_rollout_ref.rollout.name", name, ROLLOUTS)
     return getattr(import_module(f"lockstep.workers.rollout.{name}.engine"), _CLASSES[name])
 
 
@@ -63,22 +61,12 @@ def make_rollout(
     return engine
 
 
-def start_rollout(
-    model: ModelConfig,
-    config: RolloutConfig,
-    pad_token_id: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    decode_text: DecodeText | None = None,
-) -> ProcessRollout:
-    """The engine named by `config.name`, which generates in a process of its own, with the weights of the model's folder.
-
-    Raises ConfigError when it is not installed or cannot serve the model, WorkerDied or WorkerTimeout when it does not start.
-    """
-    check_installed(config.name)
-    engine = get_rollout(config.name)
-    assert issubclass(engine, ProcessRollout), f"{config.name} generates from a module of this process"
-    return engine(model, config, pad_token_id, device, dtype, decode_text)
+def process_rollout(name: str) -> type[ProcessRollout]:
+    """The engine class of that name, which generates in a process of its own. Raises ConfigError when it is not installed."""
+    check_installed(name)
+    engine = get_rollout(name)
+    assert issubclass(engine, ProcessRollout), f"{name} generates from a module of this process"
+    return engine
 
 
 def _module_rollout(name: str) -> type[ModuleRollout]:

@@ -21,7 +21,7 @@ TopLogProbs = list[list[tuple[int, float]]]
 """At each place the most likely tokens and their log-probs, the likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One response to generate. The limits are those of its sampling parameters where they are None."""
 
@@ -50,7 +50,7 @@ class Request:
     """A request of this stream that has finished and was added with `keep`: this one goes on after its response. Positions count on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Completion:
     """One response, or why there is none."""
 
@@ -76,7 +76,7 @@ class Completion:
     """[P + T, layers * experts per token] int16, where they are kept (native/routed.py): what routers chose for each token; -1: unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tokens:
     """A piece of a response that is not finished, for a request with `streams`. All pieces together are the completion's tokens."""
 
@@ -107,7 +107,7 @@ class Job:
     """Of the weights that drew its first token."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Turn:
     """What a kept request leaves for those that continue it."""
 

@@ -1,7 +1,5 @@
 """Draw tokens from logits: temperature, penalties, top-k, top-p, min-p. The random numbers come from `counted.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -41,7 +41,8 @@ class DiskSender(WeightSender):
 
     def __init__(self, version: int, parent: str | None = None) -> None:
         self._version = version
-        self._parent = parent if parent is not None else memory_folder()
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+        self._parent = parent if parent is not None else in_memory
         self._folder: str | None = None
 
     def send(self, weights: Weights) -> Manifest:
@@ -63,8 +64,3 @@ class DiskSender(WeightSender):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-
-def memory_folder() -> str:
-    """A folder in memory where there is one (/dev/shm), else the one for temporary files."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()

@@ -5,8 +5,6 @@ are made for the time of one generation and dropped after it. On one GPU such a 
 captured graphs hold its addresses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol

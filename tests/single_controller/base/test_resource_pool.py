@@ -14,8 +14,6 @@ GIB = 1024**3
 def test_ranks_of_a_pool() -> None:
     pool = ResourcePool([2, 1], name="global")
     assert (pool.world_size, pool.store) == (3, [2, 1])
-    assert pool.local_rank_list == [0, 1, 0]
-    assert pool.local_world_size_list == [2, 2, 1]
 
 
 @pytest.mark.parametrize("processes", [[], [2, 0], [-1]])

@@ -6,7 +6,7 @@ from lockstep.config.engine import EngineChoice
 from lockstep.errors import ConfigError
 from lockstep.workers.engine.sequence import check_sequence_ranks
 
-SPLIT_KINDS = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+SPLIT_KINDS = {"colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce"}
 """What may be said of a layer in a family's plan (transformers' base_model_tp_plan)."""
 
 

@@ -1,7 +1,5 @@
 """FSDPEngine: a Hugging Face module sharded by FSDP or FSDP2, with AdamW."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

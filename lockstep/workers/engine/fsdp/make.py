@@ -1,7 +1,5 @@
 """An FSDPEngine from the configuration."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel

@@ -40,7 +40,7 @@ _STRATEGIES = {
 """FSDP1's name for (dimensions of the mesh: all ranks in a row, or copies x ranks of one copy; whether layers are freed after use)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Meshes:
     """How the ranks are laid out: those that share layers next to each other."""
 

@@ -24,6 +24,7 @@ _HEADS_DIM = 2
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
 }
 
@@ -55,7 +56,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan = {f"{prefix}.{pattern}": _STYLES[kind]() for pattern, kind in (model.config.base_model_tp_plan or {}).items()}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    plan[names[embedding]] = _STYLES["embedding_rowwise"]()
     if type(output) is nn.Linear:
         plan[names[output]] = _SplitRows()
     parallelize_module(model, mesh, plan, src_data_rank=None)

@@ -108,7 +108,7 @@ class QueryKeyValue(GateUp):
         return self.rows[1] // self.head_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placed:
     """A piece and the parameter that it fills."""
 

@@ -174,10 +174,7 @@ class MegatronEngine(TrainEngine):
         return self._weights.export(lambda parameter: parameter, self.dtype)
 
     def _saved_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._export(MASTER)
-
-    def _export_moments(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        return self._export(kind)
+        return self._export_moments(MASTER)
 
     def _read_weights(self, path: Path, files: WeightFiles) -> None:
         self._fill(files.read)
@@ -190,7 +187,7 @@ class MegatronEngine(TrainEngine):
         assert self._optimizer is not None
         self._optimizer.set_steps(progress.updates)
 
-    def _export(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def _export_moments(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Master weights or a moment, in float32; of a frozen engine its weights."""
         optimizer = self._optimizer
         if optimizer is None:

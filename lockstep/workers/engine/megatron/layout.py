@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.workers.engine.megatron.library import model_parallel_cuda_manual_seed, parallel_state
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MegatronLayout:
     """The place of this rank, and the ranks that it works with."""
 

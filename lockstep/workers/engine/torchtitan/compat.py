@@ -4,8 +4,6 @@ Nothing here changes torch or triton for anyone else: what is set are names of t
 2.12 do not have.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from types import ModuleType

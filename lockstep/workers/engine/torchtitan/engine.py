@@ -1,7 +1,5 @@
 """TorchtitanEngine: a Hugging Face model as torchtitan computes it, on a grid of pipeline x data x tensor parallel ranks, with AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ Face's frequencies and in its precision, since what samples is a Hugging Face mo
 some tokens instead of giving logits of all. Legend: N tokens, M asked for, H hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,7 @@ from lockstep.models.vocabulary_part import VocabularyPart
 from lockstep.workers.engine.sharded import local_part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """What is wanted of a forward pass."""
 

@@ -4,8 +4,6 @@ Parameters are DTensors: torchtitan divides them over the tensor-parallel ranks 
 has its own layers only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """HFRollout: transformers' own generate. Slow, and the standard that the native engine is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """NativeRollout: continuous batching over pages, from the trainer's own weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TypeVar

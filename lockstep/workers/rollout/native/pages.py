@@ -75,7 +75,7 @@ class PagePool:
         return self._holders[page] == 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheShape:
     """What one token's keys and values look like."""
 

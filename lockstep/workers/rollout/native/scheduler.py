@@ -100,7 +100,7 @@ class Sample:
         return reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PassRow:
     """What a pass computes of one sample: `count` tokens after those that are cached."""
 

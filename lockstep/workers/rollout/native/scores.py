@@ -48,7 +48,7 @@ class Scores:
         self.parts.clear()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScoredRow:
     """Tokens of a pass, from `place` in it on, after which the tokens `targets` of the sample's prompt come."""
 

@@ -5,8 +5,6 @@ Written after SGLang's documentation of its native API (/generate with input_ids
 speak that API with a server of their own.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

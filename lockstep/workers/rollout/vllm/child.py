@@ -1,7 +1,5 @@
 """What runs in vLLM's process: the engine, driven pass by pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field

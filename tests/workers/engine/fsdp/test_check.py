@@ -42,3 +42,10 @@ def test_a_layout_that_cannot_be_is_refused_by_its_key(strategy: str, keys: dict
 def test_a_family_that_cannot_be_split_is_refused(family: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_engine(engine_choice(tensor_parallel_size=2), tiny_config(family), 2, "cpu", "critic")
+
+
+def test_an_embedding_in_the_plan_is_split_as_it_is_anyway() -> None:
+    """transformers 5.17 names a tied embedding in the plan of every config."""
+    config = tiny_config(tie_word_embeddings=True)
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    check_engine(engine_choice(tensor_parallel_size=2), config, 2, "cpu", "critic")

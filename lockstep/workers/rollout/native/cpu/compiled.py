@@ -1,7 +1,5 @@
 """The C functions of this folder compiled into one library, which is kept in the cache folder by source, compiler and processor."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -4,8 +4,6 @@ The weights are copies of the module's, made for the time of one generation. Act
 function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +17,7 @@ from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
-from lockstep.workers.rollout.native.cpu.kernels import (
-    Library,
-    Pages,
-    attention_blocks,
-    draw,
-    rms_norm,
-)
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, rms_norm
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of

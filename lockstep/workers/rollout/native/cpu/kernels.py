@@ -45,7 +45,7 @@ def _c_type(value: Tensor | int | float | None) -> Any:
     return ctypes.c_float if isinstance(value, float) else ctypes.c_int64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pages:
     """Keys and values of one layer, each [pages, page size, K, D]."""
 
@@ -103,24 +103,6 @@ def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     library.call("rms_norm", x, weight, out, *x.shape, eps)
     return out
-
-
-def rotate(
-    library: Library,
-    qk: Tensor,
-    num_queries: int,
-    angles: tuple[Tensor, Tensor],
-    positions: Tensor,
-    norms: tuple[Tensor | None, Tensor | None],
-    eps: float,
-) -> None:
-    """Turn the heads qk [N, heads, D] by their positions [N] int64, in place; `angles` are cos and sin [positions, D / 2].
-
-    `norms` are the weights of the norms that come before it, of the first `num_queries` heads and of the others.
-    """
-    tokens, heads, dim = qk.shape
-    _check(torch.float32, qk[0])
-    library.call("rotate", qk, *angles, positions, *norms, qk.stride(0), tokens, heads, num_queries, dim, eps)
 
 
 def draw(library: Library, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,6 @@ A matrix product with few rows spends much of its time on rearranging the weight
 it is rearranged once; prepacked.py does it for models that the C functions do not compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Copies of linear layers' weights in oneDNN's layout for products with few rows, for the time of one generation (see linears.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """All layers of a pass in one call of the C functions (decoder.c): with few tokens the way through Python takes longer than some layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

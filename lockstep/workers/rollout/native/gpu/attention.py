@@ -14,8 +14,6 @@ In large batches the pages that samples of one prompt share are read once for al
 queries of a group of neighbouring rows together and leaves its state, from which `_attend` goes on with each row's own pages.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +27,7 @@ _MOST_SPLITS = 16
 _GROUP_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SharedPrefixes:
     """Groups of neighbouring rows whose first pages are the same. Group g is rows first[g]..first[g] + size[g]; 0 is no group."""
 

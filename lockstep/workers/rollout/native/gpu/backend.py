@@ -1,7 +1,5 @@
 """GPUBackend: memory for pages, rows and graphs on a CUDA device, and a scheduler's samples run to their ends on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ As in attention.py, whose layout this is; but a program computes a block of toke
 where a prefill is captured (short_prefill.py).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ a uniform within rounding of a border may fall on its other side; nothing depend
 `filters.py` says which tokens may be drawn where not all may.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -6,8 +6,6 @@ A program computes 64 outputs for all rows over a part of the inputs. Where 64 o
 into parts, and the partial sums are left to the kernel that reads them next: that saves the launch that would add them up.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -16,8 +16,6 @@ Sums are taken in the same order in every batch. They are monotone in the tokens
 step leaves the answer where the sums say it is.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

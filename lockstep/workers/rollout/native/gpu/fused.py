@@ -7,8 +7,6 @@ Face module's own; only the order of the arithmetic is written here. Results are
 (models/fast_layers.py), and the residual stream is float32. Every other family goes through `hf_layers.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The layer function is compiled with the layer as an argument: one graph serves a
 layer it is. That is why the pages travel as keyword arguments and `layer_idx` is never read.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, cast
 

@@ -12,8 +12,6 @@ Everything that changes rows or pages is enqueued behind the steps that used the
 held them has left the batch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ The matrices A lie behind the weights (`fused.fuse_projections`), so the product
 product's parts and the bias, adds s B (A x), applies the gate where there is one, and rounds once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

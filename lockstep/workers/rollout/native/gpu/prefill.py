@@ -1,7 +1,5 @@
 """Attention of new tokens that lie end to end in one packed sequence: whole prompts, or what follows a part that is in the cache."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ when a size is first needed. They hold addresses: of the rows, the pages and the
 replays; when they move, the owner calls `forget`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

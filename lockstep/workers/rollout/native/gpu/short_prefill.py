@@ -5,8 +5,6 @@ one request arrives or a conversation goes on. Long rows are cut into blocks of 
 their last block is filled up with tokens that write to the scratch page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

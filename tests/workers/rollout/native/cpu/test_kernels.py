@@ -1,9 +1,10 @@
 import pytest
 import torch
+from helpers.cpu_kernels import rotate
 
 from lockstep.models.cached_attention import Variant
 from lockstep.models.masked_attention import masked_attention
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, attention_blocks, draw, rms_norm, rotate, store
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, attention_blocks, draw, rms_norm, store
 from lockstep.workers.rollout.sampling import sample
 
 KV_HEADS = 2

@@ -3,13 +3,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cpu_kernels import rotate
 from helpers.families import FAMILIES
 from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
 from lockstep.workers.rollout.native.cpu import fused
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, rms_norm, rotate, store
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, rms_norm, store
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 
 
