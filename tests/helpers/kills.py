@@ -24,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from helpers.warm import warm_workers
 from lockstep.tools.verify_resume.compare import differences
 
 Start = Callable[[Path], None]
@@ -153,10 +154,10 @@ def program_runs(main: Callable[[list[str]], int], keys: dict[str, Any]) -> Star
 # -- the long command --------------------------------------------------------------------------------------------------------
 
 
-def small_runs(task: Any, *more: str, ray_address: str | None = None) -> Start:
+def small_runs(task: Any, *more: str, ray_init: dict[str, Any] | None = None) -> Start:
     """Seven PPO steps of the embedded task, saved every other step and validated now and then; `more` are further keys.
 
-    With the address of a Ray cluster it has two processes there, of which the driver is killed.
+    With arguments of `ray.init`, the address of a cluster among them, it has two processes there, and its driver is killed.
     """
     from helpers.run import make_trainer, roles
     from lockstep.config import load_config
@@ -172,12 +173,14 @@ def small_runs(task: Any, *more: str, ray_address: str | None = None) -> Start:
             ]
         )  # fmt: skip
         names = roles("ActorRollout", "Critic") if config.use_critic else roles("ActorRollout")
-        if ray_address is None:
+        if ray_init is None:
             trainer = make_trainer(config, {"global_pool": [1]}, names)
         else:
-            from lockstep.single_controller.ray import RayWorkerGroup, connect
+            import ray
 
-            connect(address=ray_address, log_to_driver=False)
+            from lockstep.single_controller.ray import RayWorkerGroup
+
+            ray.init(log_to_driver=False, **ray_init)
             trainer = make_trainer(config, {"global_pool": [2]}, names, RayWorkerGroup)
         try:
             trainer.init_workers()
@@ -199,18 +202,19 @@ CASES = {
 
 
 @contextmanager
-def ray_cluster() -> Iterator[str]:
-    """The address of a cluster of its own process: one that runs Ray cannot be forked. It asks nobody for a token, which Ray makes for
-    the process that starts it."""
+def ray_cluster() -> Iterator[dict[str, Any]]:
+    """What `ray.init` takes to join a cluster of its own process (one that runs Ray cannot be forked), whose workers have their modules
+    imported. It asks nobody for a token, which Ray makes for the process that starts it."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     code = "import ray; c = ray.init(address='local', num_cpus=8, include_dashboard=False); "
     code += "print(c.address_info['gcs_address'], flush=True); input()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.communicate("\n", timeout=60)
+    with TemporaryDirectory() as folder, warm_workers(Path(folder)) as executable:
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            yield {"address": process.stdout.readline().strip(), "runtime_env": {"py_executable": executable}}
+        finally:
+            process.communicate("\n", timeout=60)
 
 
 def main() -> int:
@@ -240,7 +244,7 @@ def main() -> int:
         results = json.loads(arguments.out.read_text())["cases"]
     about = {"torch": torch.__version__, "processes": 2 if arguments.ray else 1}
     cases = {name: more for name, more in CASES.items() if "fsdp2" in name or not arguments.ray}
-    with TemporaryDirectory() as folder, ray_cluster() if arguments.ray else nullcontext() as address:
+    with TemporaryDirectory() as folder, ray_cluster() if arguments.ray else nullcontext() as ray_init:
         task = prepare(Path(folder) / "task", seed=0)
         for number, (name, more) in enumerate(cases.items()):
             share = arguments.kills * (number + 1) // len(cases) - arguments.kills * number // len(cases)
@@ -256,7 +260,7 @@ def main() -> int:
                 if arguments.out is not None:
                     arguments.out.write_text(json.dumps(about | {"cases": results}, indent=1) + "\n")
 
-            start = small_runs(task, *more, ray_address=address)
+            start = small_runs(task, *more, ray_init=ray_init)
             kill_runs(start, Path(folder) / str(number), share - before["kills"], arguments.seed + number + before["kills"], tell)
             told = results[name]
             print(
