@@ -32,7 +32,7 @@ def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo")
     """The configuration that the command line describes."""
     if "--from-verl" in overrides:
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
-    check_arguments(overrides)
+    check_arguments(overrides, config_file)
     return load_config(overrides, config_file, algorithm)
 
 

@@ -69,10 +69,10 @@ def our_config(config: Any, *ignored: Any, **also_ignored: Any) -> PPOConfig:
     return load_config(overrides(said))
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are among the arguments."""
+def check_arguments(arguments: Sequence[str], config_file: Path | None = None) -> None:
+    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are in the file or among the arguments."""
     try:
-        given = read_arguments(arguments)
+        given = (read_yaml(config_file) if config_file else {}) | read_arguments(arguments)
     except ConfigError:
         return  # whoever reads them next says what is wrong
     strange = {key: value for key, value in given.items() if not has_key(key)}
