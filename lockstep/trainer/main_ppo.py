@@ -35,7 +35,7 @@ def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo")
     """The configuration that the command line describes."""
     if "--from-verl" in overrides:
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
-    check_arguments(overrides)
+    check_arguments(overrides, config_file)
     layers = read_layers(PPOConfig, overrides, config_file, algorithm, _device_of)
     if any(layer.origin == first_run.ORIGIN for layer in layers):
         leave_terminal()  # keys that are to be copied are not wrapped

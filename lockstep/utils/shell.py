@@ -9,9 +9,10 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 
 _READ_TIMEOUT_S = 20.0
-# What a script would start is printed when it fits the patterns, and fails otherwise; what would end or leave the script does nothing.
+# What a script would start is printed when it fits the patterns, and fails otherwise, but for Ray's commands, which scripts wait for; what
+# would end or leave the script does nothing.
 _PRELUDE = """
-command_not_found_handle() { case "$*" in PATTERNS) printf '\\2%s' "$@"; printf '\\1';; *) return 1;; esac; } >&2
+command_not_found_handle() { case "$*" in PATTERNS) printf '\\2%s' "$@"; printf '\\1';; "ray "*) ;; *) return 1;; esac; } >&2
 set() { :; }; exit() { :; }; source() { :; }; cd() { :; }; kill() { :; }; trap() { :; }; wait() { :; }; exec() { "$@"; }
 basename() { local p="${1%/}"; printf '%s\\n' "${p##*/}"; }; dirname() { case "$1" in */*) printf '%s\\n' "${1%/*}";; *) echo .;; esac; }
 date() { case "$1" in +*) printf "%(${1#+})T\\n" -1;; *) printf '%(%c)T\\n' -1;; esac; }
@@ -28,7 +29,7 @@ def started_commands(path: Path, patterns: str) -> tuple[list[list[str]], str]:
     if bash is None:
         raise ConfigError("reading a shell script needs bash, which is not on the PATH; pass its key=value arguments instead")
     # Redirections are taken out: restricted bash refuses those to files, and what is started is said on stderr.
-    text = re.sub(r"(?<=\s)>\([^()]*\)", "", path.read_text()).replace("|&", "|")
+    text = re.sub(r"(?<=\s)>\([^()]*\)", "", path.read_text(errors="replace")).replace("|&", "|")
     text = re.sub(r"(?<=\s)(?:[0-9]?>>?|&>>?)\s*(?:&[0-9]|[^\s;&|)<]+)", "", text)
     try:
         done = subprocess.run(

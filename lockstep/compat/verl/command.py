@@ -69,14 +69,14 @@ def our_config(config: Any, *ignored: Any, **also_ignored: Any) -> PPOConfig:
     return load_config(overrides(said))
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are among the arguments, or an option that
-    neither has."""
+def check_arguments(arguments: Sequence[str], config_file: Path | None = None) -> None:
+    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are in the file or among the arguments, or
+    an option that neither has."""
     for word in arguments:
         if word.startswith("-") and not word.partition("=")[0].startswith(_HYDRAS):
             raise ConfigError(f"there is no option {word}; expected --config FILE, --from-verl, --help, or key=value")
     try:
-        given = read_arguments(arguments)
+        given = (read_yaml(config_file) if config_file else {}) | read_arguments(arguments)
     except ConfigError:
         return  # whoever reads them next says what is wrong
     strange = {key: value for key, value in given.items() if not has_key(key)}

@@ -74,6 +74,7 @@ def test_variables_arithmetic_arrays_and_branches_are_read(tmp_path, monkeypatch
         "bash -c \"cd /x && python -m verl.trainer.main_ppo data.seed=7 trainer.project_name='a b' && echo done; sleep 1\"\n",
         "A='data.seed=7 trainer.project_name=\"a\\ b\"'\neval python -m verl.trainer.main_ppo $A\n",
         'python verl/trainer/main_ppo.py data.seed=7 trainer.project_name="a b" | tee >(grep -v x > log.txt)\n',
+        'ray start --head\nuntil ray status; do sleep 5; done\npython -m verl.trainer.main_ppo data.seed=7 trainer.project_name="a b"\n',
         'accelerate launch --dir=/x/main_y verl/trainer/main_ppo.py data.seed=7 trainer.project_name="a b"\n',
     ],
 )

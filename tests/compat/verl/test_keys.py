@@ -134,6 +134,17 @@ def test_pasted_into_lockstep_ppo_all_of_verls_keys_are_in_one_error(capsys):
     assert "trainer.nonsense" in said
 
 
+def test_a_file_of_verls_is_one_error_with_its_whole_table_and_runs_with_from_verl(tmp_path, capsys):
+    path = tmp_path / "verl.yaml"
+    path.write_text("actor_rollout_ref: {rollout: {mode: async}}\ntrainer: {balance_batch: true, device: npu}\n")
+    assert main(["--config", str(path)]) == 1
+    said = capsys.readouterr().err
+    for word in ("--from-verl", "actor_rollout_ref.rollout.mode", "trainer.balance_batch"):
+        assert word in said
+    assert main(["--from-verl", "--config", str(path)]) == 1
+    assert "CUDA and CPU only" in capsys.readouterr().err
+
+
 def test_a_refused_key_stops_from_verl(capsys):
     assert main(["--from-verl", "trainer.device=npu", "algorithm.use_pf_ppo=True"]) == 1
     said = capsys.readouterr().err
