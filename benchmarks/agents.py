@@ -58,12 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tokenizer = hf_tokenizer("smollm2-135m")
+    tokenizer = hf_tokenizer(options.tokenizer)
     result: dict[str, Any] = _about(options, device, dtype)
     model = _model(options, tokenizer, device)  # in float32
     table = []
     if options.check:
-        result["check"] = _reuse(_Bench(model, tokenizer, options), options.check, 0)
+        bench = _Bench(model, tokenizer, options)
+        result["check"] = _reuse(bench, options.check, 0)
+        bench.close()
         table.append(_check_line(result["check"]))
         print(table[-1], flush=True)
     bench = _Bench(model.to(dtype), tokenizer, options)
@@ -86,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help="a Hugging Face folder or smollm2-135m, instead of random weights; with SmolLM2's vocabulary"
     )
+    parser.add_argument("--tokenizer", default="smollm2-135m", help="or a folder with a tokenizer and its chat template")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
@@ -184,6 +187,10 @@ class _Bench:
         self._words = [name for name in names if len(tokenizer(name, add_special_tokens=False)["input_ids"]) == 1]
         self.noted: Any = None
 
+    def close(self) -> None:
+        """Give the memory of pages back."""
+        self._engine.sleep()
+
     def play(self, count: int, turn_tokens: int, delays: list[list[float]] | None = None, reuses: bool = True) -> list[Episode]:
         """Play `count` episodes at once. `delays[episode][turn]` are those of the environments; None: they answer at once."""
         options, bench = self.options, self
@@ -197,7 +204,8 @@ class _Bench:
             context = self._engine.context
 
             def open(self, sampling: SamplingParams) -> Any:
-                bench.noted = _Noted(bench._engine.open(sampling, num_tokens=count * (room + 64)), reuses)
+                # Twice: without reuse a turn that is kept and the one that goes on after it have pages of their own.
+                bench.noted = _Noted(bench._engine.open(sampling, num_tokens=2 * count * (room + 64)), reuses)
                 return bench.noted
 
         kwargs = {"words": self._words, "length": options.observation, "turns": options.turns}
