@@ -200,11 +200,8 @@ class EngineChoice:
 
 def check_learner(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
     """Raise ConfigError when the model is to have adapters, or its experts a balanced load, and its engine has no such thing."""
-    if model.router_aux_loss_coef and choice.strategy not in ("fsdp", "fsdp2"):
-        raise ConfigError(
-            f"{model_key}.router_aux_loss_coef={model.router_aux_loss_coef:g} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; "
-            "set it to 0"
-        )
+    if model.router_aux_loss_coef:
+        _check_balanced(f"{model_key}.router_aux_loss_coef={model.router_aux_loss_coef:g}", choice, key)
     if not model.adapts:
         return
     name = "lora_rank" if model.lora_rank else "lora_adapter_path"
@@ -252,3 +249,14 @@ class OptimConfig:
         at_least(self, prefix, -1, "lr_warmup_steps")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"{prefix}.betas={self.betas} must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]")
+
+
+def _check_balanced(asked: str, choice: EngineChoice, key: str) -> None:
+    if choice.strategy not in ("fsdp", "fsdp2"):
+        raise ConfigError(f"{asked} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; set it to 0")
+    for name in ("tensor_parallel_size", "ulysses_sequence_parallel_size"):
+        size = getattr(choice.fsdp_config, name)
+        if size > 1:
+            raise ConfigError(
+                f"{asked} needs whole rows on each rank: set {key}.fsdp_config.{name}={size} to 1, or the coefficient to 0"
+            )

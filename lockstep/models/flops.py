@@ -81,6 +81,16 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def mlp_width(config: Any) -> int:
+    """Numbers inside the MLP of a layer for one token, with this text config; of a mixture, those of the experts that it goes through."""
+    width = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not chosen:
+        return width
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return chosen * (getattr(config, "moe_intermediate_size", None) or width) + shared
+
+
 def _windows(config: object) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     layers: int = config.num_hidden_layers  # type: ignore[attr-defined]

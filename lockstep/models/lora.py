@@ -23,6 +23,7 @@ from lockstep.errors import ConfigError, DataError, MissingExtra
 from lockstep.models.adapted import adapt
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.models.routers import FAMILIES
 
 ADAPTER = "adapter"
 """The folder of a checkpoint with the adapter in peft's format."""
@@ -51,7 +52,7 @@ class Lora:
         asked = f"model.target_modules={options['target_modules']}"
         options["exclude_modules"] = options.get("exclude_modules") or heads or None
         if options["target_modules"] == "all-linear":
-            options["target_modules"] = linear_layers(model, heads)
+            options["target_modules"] = linear_layers(model)
         self._config = LoraConfig(**options)
         try:
             inject_adapter_in_model(self._config, model)
@@ -140,14 +141,16 @@ class Lora:
         return {wanted[name]: files.read(name, 0, shape[0]) for name, shape in files.shapes.items()}
 
 
-def linear_layers(model: PreTrainedModel, heads: Iterable[str]) -> str | list[str]:
-    """What all-linear is in this model. In a mixture of experts the names of its linear layers, which are not those that peft would adapt:
-    its routers and its experts, which are parameters of three dimensions and no layers, stay as they are."""
-    if all(parameter.dim() < 3 for parameter in model.parameters()):
+def linear_layers(model: PreTrainedModel) -> str | list[str]:
+    """What all-linear is in this model. In a mixture of experts the names of the linear layers of attention and of shared experts.
+
+    Its routers and its experts, which are parameters of three dimensions and no layers, stay as they are, though peft would adapt them;
+    and so do MLPs of layers without experts, whose names peft takes for those of experts.
+    """
+    if model.config.model_type not in FAMILIES:
         return "all-linear"
-    output = model.get_output_embeddings()
-    linear = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not output)
-    return [name for name, _ in linear if name.split(".")[0] not in heads]
+    linear = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
+    return [name for name in linear if ".self_attn." in name or ".shared_expert" in name]
 
 
 class AdaptedSource(WeightSource):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lockstep.errors import ConfigError
+from lockstep.models.flops import mlp_width
 from lockstep.utils.memory import free_device_memory
 
 KINDS = ("none", "selective", "full")
@@ -50,7 +51,7 @@ def choose_recompute(
         return "full"
     config = model.config.get_text_config()
     hidden = config.hidden_size
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    intermediate = mlp_width(config)
     state = _TRAINED * sum(p.numel() for p in model.parameters()) // world_size
     room = _SHARE * (free - state)
     fitting = (

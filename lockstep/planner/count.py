@@ -21,6 +21,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
 from lockstep.models.chunked_head import MAX_LOGITS
 from lockstep.models.fast_layers import has_fast_layers
+from lockstep.models.flops import mlp_width
 from lockstep.models.load import Head
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import activation_bytes, possible_kinds
@@ -78,7 +79,7 @@ def count_model(
 
     text = module.config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
-    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+    intermediate = mlp_width(text)
     logits = {
         kind: min(n * text.vocab_size, MAX_LOGITS["cuda"]) if head is Head.LANGUAGE_MODEL else 0 for kind, n in tokens.items()
     }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lockstep.config.engine import ModelConfig
 from lockstep.models.fast_layers import has_fast_layers
-from lockstep.models.flops import ModelCost, head_size, model_cost
+from lockstep.models.flops import ModelCost, head_size, mlp_width, model_cost
 from lockstep.models.load import Head
 from lockstep.planner.built import build
 
@@ -35,7 +35,7 @@ def read_shape(model: ModelConfig, head: Head) -> Shape:
         parameters=sum(p.numel() for p in module.parameters()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate=mlp_width(text),
         vocabulary=text.vocab_size,
         cache_numbers=2 * text.num_hidden_layers * kv_heads * head_size(text),
         fast=has_fast_layers(module),

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from helpers.families import FAMILIES
-from helpers.tiny import tiny_model
+from helpers.tiny import tiny_config, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.models.flops import model_cost, peak_flops, visible_pairs
+from lockstep.models.flops import mlp_width, model_cost, peak_flops, visible_pairs
 
 
 @given(length=st.integers(0, 12), window=st.none() | st.integers(1, 14))
@@ -47,6 +47,14 @@ def test_training_costs_three_forward_passes() -> None:
     cost = model_cost(model)
     masked = sum(81 - visible_pairs(9, window) for window in cost.windows)
     assert counted(model, 9, 4, backward=True) - 6 * cost.widths * masked == cost.training([9], 4)
+
+
+def test_the_mlp_of_a_mixture_is_as_wide_as_the_experts_of_a_token() -> None:
+    assert mlp_width(tiny_config()) == 48
+    assert mlp_width(tiny_config("mixtral", num_local_experts=8, num_experts_per_tok=3)) == 3 * 48
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 10}
+    assert mlp_width(tiny_config("qwen3_moe", **experts)) == 30
+    assert mlp_width(tiny_config("qwen2_moe", **experts, shared_expert_intermediate_size=7)) == 37
 
 
 def test_of_the_experts_only_those_that_a_token_takes_count() -> None:

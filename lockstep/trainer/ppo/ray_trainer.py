@@ -107,7 +107,9 @@ class RayPPOTrainer(Run):
         self.drift = Drift(config, self.display.message)
         kl = algorithm.kl_ctrl
         self.kl_control = make_kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
-        self.estimation, self.policy_update = Estimation.of(algorithm), PolicyUpdate.of(config.actor_rollout_ref.actor)
+        policy = config.actor_rollout_ref
+        self.policy_update = PolicyUpdate.of(policy.actor, balances=policy.model.router_aux_loss_coef > 0)
+        self.estimation = Estimation.of(algorithm)
         self.correction = read_correction(algorithm.rollout_correction)
         self.actor_prompts, self.critic_prompts = config.actor_mini_batch_prompts, config.critic_mini_batch_prompts
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)

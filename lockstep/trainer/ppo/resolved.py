@@ -51,14 +51,15 @@ class PolicyUpdate:
     prepare: Bound | None
     """Computes columns from the whole of it."""
     skips_rows: bool
-    """Whether a row whose advantages are all 0 has no part in the gradient: neither entropy, nor KL, nor the policy loss moves it."""
+    """Whether a row whose advantages are all 0 has no part in the gradient: neither entropy, nor KL, nor the load of a mixture's experts,
+    nor the policy loss moves it."""
 
     @classmethod
-    def of(cls, config: ActorConfig) -> PolicyUpdate:
-        """Raises ConfigError when there is no such loss."""
+    def of(cls, config: ActorConfig, balances: bool = False) -> PolicyUpdate:
+        """`balances`: whether the loss has a load-balance loss in it. Raises ConfigError when there is no such loss."""
         mode = config.policy_loss.loss_mode
         loss = load_reference(mode) or get_policy_loss(mode)
-        is_flat = loss in FLAT_WITHOUT_ADVANTAGE and not config.entropy_coeff and not config.use_kl_loss
+        is_flat = loss in FLAT_WITHOUT_ADVANTAGE and not (config.entropy_coeff or config.use_kl_loss or balances)
         return cls(bind_prepare(loss, config.loss_parameters), is_flat)
 
 

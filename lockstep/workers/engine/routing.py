@@ -18,21 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
 from lockstep.models.packing import PackedRows
 from lockstep.models.routers import RouterOutput, num_changed, replayed
 from lockstep.observability.metrics import Mean, Metric
 from lockstep.workers.engine.micro_batches import LazySequence
 from lockstep.workers.engine.replay import ROW, SampledExperts
-
-
-def check_balanced(coef: float, divided: bool) -> None:
-    """Raise ConfigError for a load-balance loss where rows are `divided` among ranks."""
-    if coef and divided:
-        raise ConfigError(
-            f"model.router_aux_loss_coef={coef:g} needs whole rows on each rank: set fsdp_config.tensor_parallel_size and "
-            "fsdp_config.ulysses_sequence_parallel_size to 1, or model.router_aux_loss_coef to 0"
-        )
 
 
 class Routing:

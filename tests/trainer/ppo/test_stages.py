@@ -394,6 +394,7 @@ def test_a_row_without_advantage_leaves_the_update_where_it_has_no_gradient(conf
     advantages = [[0.0, 1.0], [0.0], [5.0, 0.0], [-1.0]]
     batch = make_batch([[1] * 2, [1], [1] * 2, [1]], [[1, 1], [1], [0, 1], [1]], old_log_probs=advantages, advantages=advantages)
     assert stages.rows_with_gradient(batch, PolicyUpdate.of(config)).tolist() == kept
+    assert stages.rows_with_gradient(batch, PolicyUpdate.of(config, balances=True)).tolist() == [0, 1, 2, 3]
 
 
 def test_an_update_is_made_even_where_no_row_has_an_advantage():

@@ -16,7 +16,7 @@ from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.replay import ROW, SampledExperts
-from lockstep.workers.engine.routing import Routing, check_balanced
+from lockstep.workers.engine.routing import Routing
 from lockstep.workers.engine.spec import EngineSpec
 
 
@@ -33,11 +33,9 @@ class MixtureEngine(FSDPEngine):
 
     def __init__(self, module: PreTrainedModel, spec: EngineSpec, **options: Any) -> None:
         super().__init__(module, spec, **options)
-        coef, divided = spec.model.router_aux_loss_coef, self.model_group is not None
-        check_balanced(coef, divided)
-        if spec.optim is not None and not divided:
+        if spec.optim is not None and self.model_group is None:
             self._num_routers, self._replays = len(routers(module)), spec.head is Head.LANGUAGE_MODEL
-            self._routing = Routing(routers(module), coef, self.gradient_ranks)
+            self._routing = Routing(routers(module), spec.model.router_aux_loss_coef, self.gradient_ranks)
 
     def forward_backward(self, data: DataProto, *args: Any, **options: Any) -> dict[str, Metric]:
         if self._routing is None:

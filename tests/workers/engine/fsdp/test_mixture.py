@@ -15,20 +15,19 @@ from helpers.tiny import save_tiny_model, tiny_model
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lockstep.config.engine import EngineChoice, ModelConfig, check_learner
+from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig, check_learner
 from lockstep.errors import ConfigError
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.workers.engine.base import TokenOutputs, TokenRows
 from lockstep.workers.engine.fsdp.make import engine_class
 from lockstep.workers.engine.fsdp.mixture import MixtureEngine
-from lockstep.workers.engine.routing import check_balanced
 
 CASES: dict[str, tuple[Layout, str | None]] = {
     "mixtral": (Layout("fsdp2", 1), "full"),
     "qwen2_moe": (Layout("fsdp2", 2), None),
     "qwen3_moe": (Layout("fsdp", 2), None),
-    "olmoe": (Layout("fsdp2", 2), "full"),
+    "olmoe": (Layout("fsdp2", 2, {"ulysses_sequence_parallel_size": 2}), "full"),
 }
 COEF = {"router_aux_loss_coef": 0.3}
 
@@ -97,8 +96,9 @@ def test_a_load_balance_loss_needs_a_mixture_and_whole_rows() -> None:
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.3, but LlamaForCausalLM as language_model has no router"):
         engine_class(ModelConfig(**COEF), tiny_model(), LM)
     assert engine_class(ModelConfig(**COEF), tiny_model("mixtral", **MIXTURES["mixtral"]), LM) is MixtureEngine
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.3 needs whole rows on each rank"):
-        check_balanced(0.3, divided=True)
+    divided = EngineChoice("fsdp2", fsdp_config=FSDPConfig(ulysses_sequence_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.3 needs whole rows on each rank: set b\.fsdp_config\.ulysses"):
+        check_learner(ModelConfig(**COEF), divided, "b", "a")
     with pytest.raises(ConfigError, match=r"a\.router_aux_loss_coef=0.3 needs b\.strategy=fsdp2 or fsdp, not megatron"):
         check_learner(ModelConfig(**COEF), EngineChoice("megatron"), "b", "a")
     with pytest.raises(ConfigError, match=r"model\.router_aux_loss_coef=-1.0 is too small"):

@@ -66,12 +66,15 @@ def test_all_linear_is_attention_and_shared_experts_and_trains_as_peft_does(
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_all_linear_adapts_linear_layers_only(family: str) -> None:
-    model = tiny_model(family, **MIXTURES[family])
+@pytest.mark.parametrize("dense", [[], [0]])
+def test_all_linear_adapts_linear_layers_only(family: str, dense: list[int]) -> None:
+    """In layers without experts (Qwen's mlp_only_layers) attention alone."""
+    has_dense = bool(dense) and family.startswith("qwen")
+    model = tiny_model(family, **MIXTURES[family], **({"mlp_only_layers": dense} if has_dense else {}))
     lora = Lora(model, ModelConfig(path="x", **LORA), LM, seed=0)
     layers = ATTENTION + (SHARED if family == "qwen2_moe" else [])
     found = {name.split(".lora_")[0] for name in lora.trained}
-    assert len(found) == 2 * len(layers)
+    assert len(found) == 2 * len(layers) - (len(SHARED) if has_dense and family == "qwen2_moe" else 0)
     assert all(any(name.endswith(layer) for layer in layers) for name in found)
 
 
