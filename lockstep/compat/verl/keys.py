@@ -29,7 +29,7 @@ class Verdict:
     sets: tuple[tuple[str, Any], ...] = ()
 
 
-class Row(NamedTuple):
+class KeyRule(NamedTuple):
     """A row of keys.txt; `sign` is the first of its verdict: - -- ! ? > or =."""
 
     pattern: re.Pattern[str]
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def rows() -> list[Row]:
+def rows() -> list[KeyRule]:
     """The table."""
     found = []
     for line in read_rows("keys.txt"):
@@ -53,7 +53,7 @@ def rows() -> list[Row]:
         rest, _, allowed = rest.partition(" ! ") if sign in (">", "=") else ("", "", rest)
         keys, _, values = rest.partition(" : ")
         words = dict(word.rpartition("=")[::2] for word in values.split(", ") if word)
-        found.append(Row(re.compile(regex), sign, keys.split(", "), words, allowed.split(", ") if allowed else [], why))
+        found.append(KeyRule(re.compile(regex), sign, keys.split(", "), words, allowed.split(", ") if allowed else [], why))
     return found
 
 
@@ -66,7 +66,7 @@ def judge(key: str, value: Any) -> Verdict:
     return verdict
 
 
-def _ruled(row: Row, found: re.Match[str], value: Any) -> Verdict:
+def _ruled(row: KeyRule, found: re.Match[str], value: Any) -> Verdict:
     key, same, text = found.string, _same(found.string, value), _text(value).lower()
     ours = same.kind == "accepted"
     if row.sign in ("-", "--") or (row.sign == "?" and ours and value is not None):
@@ -79,7 +79,7 @@ def _ruled(row: Row, found: re.Match[str], value: Any) -> Verdict:
     return _translated(row, found, value, next((new for old, new in row.values.items() if fnmatchcase(text, old)), None))
 
 
-def _translated(row: Row, found: re.Match[str], value: Any, new: str | None) -> Verdict:
+def _translated(row: KeyRule, found: re.Match[str], value: Any, new: str | None) -> Verdict:
     """Under the row's keys, with the value `new` of the row's table where it has one: nothing is ignored, ! refused."""
     key, why = found.string, row.why
     if new in ("", "!"):
