@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--n", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--n", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--updates", type=int, default=2, help="measured updates, after one that is not")

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--n", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--n", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=3)
@@ -148,7 +148,7 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['tokens']} tokens a step; first step done after {result['launch_to_first_step_s']} s, "
+        f"{result['tokens']} tokens per step; first step done after {result['launch_to_first_step_s']} s, "
         f"the program after {result['whole_program_s']} s",
         f"{'stage':16}{'first':>10}{'then':>10}",
     ]

@@ -51,7 +51,7 @@ def mixed(num_prompts: int = 64, seed: int = 0, vocabulary: int = 40_000) -> Loa
 
 
 def grouped(num_prompts: int = 8, n: int = 8, seed: int = 1) -> Load:
-    """The same with n samples a prompt."""
+    """The same with n samples per prompt."""
     prompts, lengths = mixed(num_prompts * n, seed)
     return [prompts[i // n * n] for i in range(len(prompts))], lengths
 

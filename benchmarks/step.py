@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--algorithm", nargs="+", choices=("grpo", "ppo"), default=["grpo", "ppo"])
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--n", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--n", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that is not")
@@ -182,7 +182,7 @@ def _score(batch: DataProto, step: int) -> None:
 
 def _table(algorithm: str, result: dict[str, Any]) -> str:
     lines = [
-        f"{algorithm}: {result['tokens']} tokens a step; {result['start_up_s']} s to start",
+        f"{algorithm}: {result['tokens']} tokens per step; {result['start_up_s']} s to start",
         f"{'stage':16}{'first':>10}{'then':>10}",
     ]
     for name, seconds in result["first_step_s"].items():

@@ -236,7 +236,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Runs of neighbouring rows as one row each: dense columns become [new_batch_size, rows a run, ...], object entries arrays."""
+    """Runs of neighbouring rows as one row each: dense columns become [new_batch_size, rows per run, ...], object entries arrays."""
     if len(data) % new_batch_size:
         raise ValueError(f"{len(data)} rows cannot be folded into {new_batch_size}")
     run = len(data) // new_batch_size

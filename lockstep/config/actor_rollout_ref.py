@@ -203,7 +203,7 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     """Makes tokens that the prompt or the response already has less likely (above 1)."""
     n: int = 1
-    """Samples a prompt."""
+    """Samples per prompt."""
 
     def __post_init__(self) -> None:
         check_sampling(self.prefix, self, "n")
@@ -216,7 +216,7 @@ class RolloutConfig:
     name: str = "native"
     """Generation engine: native (decodes from the trainer's own weights), hf (transformers.generate, slow reference), vllm, or sglang."""
     n: int = 1
-    """Samples a prompt."""
+    """Samples per prompt."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in training alike."""
     top_k: int = -1

@@ -85,7 +85,7 @@ class FSDPConfig:
     ulysses_sequence_parallel_size: int = 1
     """Ranks that divide the tokens of one micro-batch; attention exchanges heads for tokens (Ulysses). Divides the attention heads."""
     param_offload: bool | str = "auto"
-    """Keep the weights (and gradients that wait) in host memory while the model is idle: 4 bytes a parameter, moved for each stage. auto:
+    """Keep the weights (and gradients that wait) in host memory while the model is idle: 4 bytes per parameter, moved for each stage. auto:
     when the models on a GPU do not fit otherwise (docs/training.md)."""
     optimizer_offload: bool | str = "auto"
     """Keep AdamW's moments in host memory between updates: 8 bytes of GPU memory a parameter for the time of two copies. auto: when the

@@ -189,7 +189,7 @@ class PPOConfig:
         if self.algorithm.use_kl_in_reward and control.type == "adaptive" and 0.2 * rows >= control.horizon:
             raise ConfigError(
                 f"algorithm.kl_ctrl.horizon={control.horizon} is too short for data.train_batch_size * actor_rollout_ref.rollout.n = "
-                f"{rows} rows a step: one step could take the adaptive KL weight to zero; set it above {0.2 * rows:g}"
+                f"{rows} rows per step: one step could take the adaptive KL weight to zero; set it above {0.2 * rows:g}"
             )
         if self.actor_rollout_ref.rollout.temperature == 0:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rows of a JSON file: one list of objects, or one object a line."""
+"""Rows of a JSON file: one list of objects, or one object per line."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ class JsonFile:
         try:
             self._rows = _parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot read {path} as JSON (a list of objects, or one object a line): {error}") from error
+            raise DataError(f"cannot read {path} as JSON (a list of objects, or one object per line): {error}") from error
         self.num_rows = len(self._rows)
         self.columns: Sequence[str] = list(dict.fromkeys(name for row in self._rows for name in row))
 

@@ -14,7 +14,7 @@ import torch
 from lockstep.data.conversations import MarkedText, Message, choose_messages, read_messages
 from lockstep.data.text_sizes import row_sizes
 from lockstep.data.token_rows import TokenRow, columns, fit, too_long, up_to_last_trained
-from lockstep.data.training_rows import Row, TrainingRows
+from lockstep.data.training_rows import FileRow, TrainingRows
 from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
@@ -80,7 +80,7 @@ class PairDataset(TrainingRows):
         objects = {"uid": [str(place) for place, _, _ in rows], "index": [part.index for _, part, _ in rows]}
         return DataProto.from_dict(tensors, objects, {"pad_token_id": self._tokenizer.pad_token_id})
 
-    def mark(self, row: Row) -> list[MarkedText]:
+    def mark(self, row: FileRow) -> list[MarkedText]:
         if not self.is_paired:
             return [self._answer(row, row.get("completion") if row.get("completion") is not None else row.get("response"))]
         chosen: Any = row["chosen"]
@@ -141,7 +141,7 @@ class PairDataset(TrainingRows):
             raise DataError(f"chosen and rejected are the same in all {len(rows)} rows")
         return np.setdiff1d(rows, identical, assume_unique=True)
 
-    def _answer(self, row: Row, answer: Any) -> MarkedText:
+    def _answer(self, row: FileRow, answer: Any) -> MarkedText:
         """An answer after the row's prompt."""
         if not self.is_paired and not isinstance(row.get("label"), bool):
             raise DataError(f"label must be true or false, not {row.get('label')!r}")
@@ -153,7 +153,7 @@ class PairDataset(TrainingRows):
             return MarkedText(prompt + answer, ((len(prompt), len(prompt + answer)),), False)
         return self._chat(*conversation, row)
 
-    def _chat(self, messages: list[Message], start: int, row: Row) -> MarkedText:
+    def _chat(self, messages: list[Message], start: int, row: FileRow) -> MarkedText:
         return self._template.mark(messages, choose_messages(messages, "assistant", start), self._tools(row))
 
 

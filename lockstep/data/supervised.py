@@ -10,7 +10,7 @@ from lockstep.config.check import one_of
 from lockstep.config.sft import TRAIN_ON
 from lockstep.data.conversations import MarkedText, choose_messages, read_messages
 from lockstep.data.token_rows import TokenRow, columns, fit, up_to_last_trained
-from lockstep.data.training_rows import Row, TrainingRows
+from lockstep.data.training_rows import FileRow, TrainingRows
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
 
@@ -59,7 +59,7 @@ class SupervisedDataset(TrainingRows):
         cuts = [row.num_prompt for row in rows]
         return DataProto.from_dict(columns(rows, cuts), objects, {"pad_token_id": self._tokenizer.pad_token_id})
 
-    def mark(self, row: Row) -> list[MarkedText]:
+    def mark(self, row: FileRow) -> list[MarkedText]:
         answer = row.get("completion") if row.get("completion") is not None else row.get("response")
         if row.get("messages") is not None:
             messages, start = read_messages(row["messages"]), 0

@@ -23,7 +23,7 @@ from lockstep.observability.spans import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]
+FileRow = dict[str, Any]
 Result = TypeVar("Result")
 
 _NUM_CHECKED = 32
@@ -35,7 +35,7 @@ class ReadRow:
     """A row of the files, its number in them, and the tokens of each text that it became."""
 
     index: int
-    row: Row
+    row: FileRow
     tokens: list[TokenRow]
 
 
@@ -131,7 +131,7 @@ class TrainingRows:
         """Those of the row numbers that are used."""
         return rows
 
-    def mark(self, row: Row) -> list[MarkedText]:
+    def mark(self, row: FileRow) -> list[MarkedText]:
         """The texts that a row of the files becomes. Raises DataError for a row that cannot be used."""
         raise NotImplementedError
 
@@ -139,7 +139,7 @@ class TrainingRows:
         """The tokens of these texts within `max_length`. Raises DataError where that cannot be."""
         raise NotImplementedError
 
-    def _row(self, index: int) -> Row:
+    def _row(self, index: int) -> FileRow:
         row = self._files.rows([index])[0]
         if self._files.path(index).suffix == ".parquet" and _is_filled_up(row, False):
             raise DataError(
@@ -163,7 +163,7 @@ class TrainingRows:
         return [*before, *after], len(before)
 
     @staticmethod
-    def _tools(row: Row) -> Any:
+    def _tools(row: FileRow) -> Any:
         tools = read_json("tools", row.get("tools"))
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise DataError(f"tools must be a list of objects, or that as JSON text, not {row['tools']!r}")

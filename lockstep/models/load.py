@@ -35,9 +35,9 @@ class Head(Enum):
     LANGUAGE_MODEL = AutoModelForCausalLM
     """Logits over the vocabulary: actor, reference, rollout."""
     VALUE = AutoModelForTokenClassification
-    """One number a token (token classification with one label): critic."""
+    """One number per token (token classification with one label): critic."""
     SCORE = AutoModelForSequenceClassification
-    """One number a sequence (sequence classification with one label): reward model."""
+    """One number per sequence (sequence classification with one label): reward model."""
 
 
 def _reason(error: Exception) -> str:

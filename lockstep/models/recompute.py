@@ -23,13 +23,13 @@ KINDS = ("none", "selective", "full")
 _SHARE = 0.6
 """Of the memory that is free when an engine starts, what activations may take: other models may still come."""
 _TRAINED = 16
-"""Bytes a parameter: float32 weight, gradient and two moments."""
+"""Bytes per parameter: float32 weight, gradient and two moments."""
 
 
 def activation_bytes(kind: str, tokens: int, layers: int, hidden: int, intermediate: int, element: int, fast: bool = False) -> int:
-    """Bytes kept for the backward pass of `tokens` tokens, with `element` bytes a number.
+    """Bytes kept for the backward pass of `tokens` tokens, with `element` bytes per number.
 
-    Numbers a token and layer: 16 hidden + 3 intermediate when everything is kept (inputs of norms, projections, rotary embedding and
+    Numbers per token and layer: 16 hidden + 3 intermediate when everything is kept (inputs of norms, projections, rotary embedding and
     attention; gate, up and their product); 10 hidden without the MLP; 1 hidden, and one whole layer, with full recomputation. `fast`
     layers (models/fast_layers.py) keep 10 hidden + 2 intermediate, 9 hidden without the MLP, and 2 hidden of a layer's input: their
     residual stream is float32; 4 hidden once are its gradient before and after a layer.

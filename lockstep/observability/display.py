@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live view on a terminal, one line a step everywhere else.
+"""What the user sees while a run goes on: a live view on a terminal, one line per step everywhere else.
 
 ```text
 step 12/60  reward 0.412  ref kl 0.0012  entropy 1.23  length 7.4  4.1 s  ETA 0:03:18  (gen 1.2 update_critic 0.9 update_actor 1.3)

@@ -83,7 +83,7 @@ def estimate(values: Sequence[float], num_samples: int | None) -> Estimate:
 def clustered_interval(values: Array, num_samples: int) -> tuple[Array, Array]:
     """The ends of the 95 % interval of the mean of `values` [..., questions], which `num_samples` samples of score 0 or 1 are behind.
 
-    Wilson's with the number of independent trials that would have the same standard error (Dean and Pagano, 2015): at least one a question,
+    Wilson's with the number of independent trials that would have the same standard error (Dean, Pagano 2015): at least one per question,
     which is what right and wrong alone would be, and at most `num_samples`. How many that are is read off the spread between questions,
     and near 0 or 1 few questions say something about it; so half a question whose samples are all alike is counted with them. Two questions
     or more.

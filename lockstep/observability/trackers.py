@@ -144,7 +144,7 @@ def _start(name: str, **arguments: Any) -> Tracker:
 
 
 class _JsonLines:
-    """One line a step: {"step": n, "time": unix seconds, ...metrics}.
+    """One line per step: {"step": n, "time": unix seconds, ...metrics}.
 
     The file is strict JSON: a number that is not finite is written as "nan", "inf" or "-inf".
     """

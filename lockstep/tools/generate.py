@@ -140,7 +140,7 @@ def _as_dict(tokenizer: Any, completion: Completion, log_probs: bool) -> dict[st
 
 
 def _print_log_probs(tokenizer: Any, completion: Completion) -> None:
-    """One token a line, after its log-prob."""
+    """One token per line, after its log-prob."""
     for token, log_prob in zip(completion.ids.tolist(), completion.log_probs.tolist(), strict=True):
         print(f"{log_prob:9.4f}  {printable(repr(tokenizer.decode([token])))}")
     print(f"{completion.log_probs.sum():9.4f}  all {len(completion.ids)} tokens")

@@ -14,7 +14,7 @@ def rows_of(batch, name):
 
 
 def make_batch(responses=((5, 6, 7), (8,)), mask=None, **columns):
-    """Rows 30, 31, ... of a dataset, two samples a prompt."""
+    """Rows 30, 31, ... of a dataset, two samples per prompt."""
     mask = mask or [[1] * len(row) for row in responses]
     tensors = {
         "prompts": column([[1, 2]] * len(responses), torch.int64),

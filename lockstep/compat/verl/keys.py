@@ -31,7 +31,7 @@ class Verdict:
     sets: tuple[tuple[str, Any], ...] = ()
 
 
-class Row(NamedTuple):
+class KeyRule(NamedTuple):
     """A row of keys.txt; `sign` is the first of its verdict: - -- ! ? > or =."""
 
     pattern: re.Pattern[str]
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def rows() -> list[Row]:
+def rows() -> list[KeyRule]:
     """The table."""
     found = []
     for line in read_rows("keys.txt"):
@@ -55,7 +55,7 @@ def rows() -> list[Row]:
         rest, _, allowed = rest.partition(" ! ") if sign in (">", "=") else ("", "", rest)
         keys, _, values = rest.partition(" : ")
         words = dict(word.rpartition("=")[::2] for word in values.split(", ") if word)
-        found.append(Row(re.compile(regex), sign, keys.split(", "), words, allowed.split(", ") if allowed else [], why))
+        found.append(KeyRule(re.compile(regex), sign, keys.split(", "), words, allowed.split(", ") if allowed else [], why))
     return found
 
 
@@ -70,7 +70,7 @@ def judge(key: str, value: Any) -> Verdict:
     return verdict
 
 
-def _ruled(row: Row, found: re.Match[str], value: Any) -> Verdict:
+def _ruled(row: KeyRule, found: re.Match[str], value: Any) -> Verdict:
     key, same, text = found.string, _same(found.string, value), override_text(value).lower()
     ours = same.kind == "accepted"
     if row.sign in ("-", "--") or (row.sign == "?" and ours and value is not None):
@@ -82,7 +82,7 @@ def _ruled(row: Row, found: re.Match[str], value: Any) -> Verdict:
     return _translated(row, found, value, next((new for old, new in row.values.items() if fnmatchcase(text, old)), None))
 
 
-def _translated(row: Row, found: re.Match[str], value: Any, new: str | None) -> Verdict:
+def _translated(row: KeyRule, found: re.Match[str], value: Any, new: str | None) -> Verdict:
     """Under the row's keys, with the value `new` of the row's table where it has one: nothing is ignored, ! refused."""
     key, why = found.string, row.why
     if new in ("", "!"):

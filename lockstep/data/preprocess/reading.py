@@ -49,7 +49,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any] | UnusableRow]:
 
 
 def _json_rows(content: bytes) -> Iterator[dict[str, Any] | UnusableRow]:
-    """A list of objects, one object, or one object a line."""
+    """A list of objects, one object, or one object per line."""
     try:
         whole = json.loads(content)
     except ValueError:

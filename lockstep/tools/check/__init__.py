@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_loss(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
-    """Check the policy loss `name`, called with the config's defaults and `given`; prints a line a property. True when all hold.
+    """Check the policy loss `name`, called with the config's defaults and `given`; prints a line per property. True when all hold.
 
     Raises ConfigError or DataError when there is no such loss or it asks for something that no run has.
     """
@@ -53,7 +53,7 @@ def check_loss(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) 
 
 
 def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
-    """Check the estimator `name`, called with the config's defaults and `given`; prints a line a property. True when all hold.
+    """Check the estimator `name`, called with the config's defaults and `given`; prints a line per property. True when all hold.
 
     Raises ConfigError or DataError when there is no such estimator or it asks for something that no run has.
     """
@@ -72,7 +72,7 @@ def check_advantage(name: str, given: dict[str, Any], max_examples: int = _EXAMP
 
 
 def check_preference(name: str, given: dict[str, Any], max_examples: int = _EXAMPLES) -> bool:
-    """Check the preference loss `name`, called with its own defaults and `given`; prints a line a property. True when all hold.
+    """Check the preference loss `name`, called with its own defaults and `given`; prints a line per property. True when all hold.
 
     Raises ConfigError or DataError when there is no such loss or it asks for something that no run has.
     """

@@ -60,7 +60,7 @@ class PreferenceSubject:
 
 
 def is_per_pair(subject: PreferenceSubject, case: Case) -> None:
-    """The loss has one number a pair (or a response), the rewards one a response; the mean is taken later, over the whole mini-batch."""
+    """The loss has one number per pair (or per response), the rewards one per response; means are taken later, over the mini-batch."""
     subject.evaluate(case)
 
 
@@ -72,7 +72,7 @@ def prefers_the_chosen(subject: PreferenceSubject, case: Case) -> None:
 
 
 PAIR_PROPERTIES: dict[str, Property] = {
-    "one number a pair": is_per_pair,
+    "one number per pair": is_per_pair,
     "finite": is_finite,
     "order of pairs": ignores_the_order_of_rows,
     "micro-batches and ranks": adds_up_over_parts,

@@ -131,7 +131,7 @@ Property = Callable[[Any, Any], None]
 
 
 def is_per_token(subject: Subject, case: Case) -> None:
-    """The results have one number a token; means are taken later, over the whole mini-batch."""
+    """The results have one number per token; means are taken later, over the whole mini-batch."""
     subject.evaluate(_clean(case))
 
 
@@ -212,7 +212,7 @@ def takes_discounts_by_token(subject: AdvantageSubject, case: Case) -> None:
 
 
 _SHARED: dict[str, Property] = {
-    "one number a token": is_per_token,
+    "one number per token": is_per_token,
     "finite": is_finite,
     "masked tokens": ignores_masked_tokens,
     "padding": ignores_padding,
@@ -236,7 +236,7 @@ def _blocks(case: Case, results: Mapping[str, Any], are_blocks: bool, hint: str 
     for name, x in results.items():
         if not isinstance(x, Tensor) or x.shape != shape:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise Violation(f"{name} must have one number a token, {shape}, but has {got}{hint}")
+            raise Violation(f"{name} must have one number per token, {shape}, but has {got}{hint}")
     return {name: x if are_blocks else case.block(x) for name, x in results.items()}
 
 

@@ -60,7 +60,7 @@ class AlgorithmResult:
     largest_push: float
     """The largest |push| of a token."""
     pushed_up: list[TokenPush]
-    """Strongest first, at most one a row."""
+    """Strongest first, at most one per row."""
     pushed_down: list[TokenPush]
     row_pushes: list[float]
     """For each row of the batch the sum of its tokens' pushes."""

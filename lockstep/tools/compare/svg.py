@@ -74,7 +74,7 @@ def _gradients(comparison: Comparison) -> Table:
 
 
 def _responses(comparison: Comparison) -> Iterator[Table | Text]:
-    """The push on each response: one column a response, prompts side by side."""
+    """The push on each response: one column per response, prompts side by side."""
     scores = comparison.row_scores[:_MAX_RESPONSES]
     low, high = min(scores), max(scores)
     greys = [round(240 - 200 * (score - low) / ((high - low) or 1.0)) for score in scores]

@@ -34,7 +34,7 @@ _WIDTH = 140
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class EvalPlan:
     """All that is known before a model is loaded."""
 
     questions: list[Question]
@@ -109,7 +109,7 @@ def evaluate(options: argparse.Namespace, console: Console | None = None) -> dic
     return results
 
 
-def _plan(options: argparse.Namespace, server: Any) -> Plan:
+def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     """Read questions, rewards and sampling, and check them."""
     from lockstep.rewards.manager import RewardManager
     from lockstep.tools.evaluate.rows import data_questions
@@ -142,7 +142,7 @@ def _plan(options: argparse.Namespace, server: Any) -> Plan:
         manager.check(_tags(questions), validation=True)
         manager.close()
     trained_on = config.data.train_files
-    return Plan(questions, template, drawing, judging, shown, None if trained_on == EMBEDDED else trained_on)
+    return EvalPlan(questions, template, drawing, judging, shown, None if trained_on == EMBEDDED else trained_on)
 
 
 def _tags(questions: Sequence[Question]) -> set[Any]:
@@ -184,7 +184,7 @@ def _server(options: argparse.Namespace) -> Any:
     return Server(options.model, options.served_model, options.concurrency, options.timeout)
 
 
-def _local(options: argparse.Namespace, plan: Plan) -> Answerer:
+def _local(options: argparse.Namespace, plan: EvalPlan) -> Answerer:
     from lockstep.tools.evaluate.answering import LocalModel
 
     loaded = load_model_of(options)
@@ -206,7 +206,7 @@ def _folder(options: argparse.Namespace) -> Path:
     return folder
 
 
-def _contamination(plan: Plan, samples: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _contamination(plan: EvalPlan, samples: Any, found: dict[str, Any]) -> dict[str, Any]:
     from lockstep.tools.evaluate.contamination import NUM_WORDS, find_contaminated, num_too_short, training_texts
     from lockstep.tools.evaluate.results import mean_scores
 

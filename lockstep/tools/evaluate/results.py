@@ -105,7 +105,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def write_samples(path: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
-    """Every sample, one JSON object a line."""
+    """Every sample, one JSON object per line."""
     with path.open("w") as file:
         for sample in samples:
             question = questions[sample.question]

@@ -39,7 +39,7 @@ def values(asked: Asked) -> Iterator[tuple[str, Any, str]]:
 
 
 def values_text(asked: Asked) -> str:
-    """What is not a default, one a line with its origin; then the defaults, by section."""
+    """What is not a default, one per line with its origin; then the defaults, by section."""
     listed = list(values(asked))
     width = max(len(f"{key}={value}") for key, value, origin in listed if origin != DEFAULT)
     lines = ["values that are not the defaults:", ""]

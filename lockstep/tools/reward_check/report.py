@@ -96,7 +96,7 @@ class Groups:
 
     num_groups: int
     samples: int
-    """Samples a prompt."""
+    """Samples per prompt."""
     num_without_signal: int
     """Groups whose scores are all equal."""
     mean_score: float | None

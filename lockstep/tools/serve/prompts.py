@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError
 from lockstep.tools.serve.fields import BadRequest
-from lockstep.tools.serve.protocol import Call, Prompt
+from lockstep.tools.serve.protocol import Call, GivenPrompt
 from lockstep.workers.rollout.request import Request
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PromptReader:
 
     def read(self, call: Call) -> list[list[int]]:
         """The ids of each prompt of a call. Raises BadRequest for one that the model cannot continue."""
-        prompts: Sequence[Prompt] = call.prompts
+        prompts: Sequence[GivenPrompt] = call.prompts
         if call.messages is not None:
             prompts = [self.render(call.messages, call.tools, call.template_kwargs)]
         read = [self.encode(prompt, call.add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts]

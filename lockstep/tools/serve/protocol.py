@@ -19,7 +19,7 @@ MOST_TOP = 20
 MOST_STOPS = 64
 _LARGE = 2**31 - 1
 
-Prompt = str | list[int]
+GivenPrompt = str | list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Call:
     """A request for answers."""
 
     model: str | None
-    prompts: list[Prompt]
+    prompts: list[GivenPrompt]
     """Texts or token ids; empty where there are `messages`."""
     messages: list[dict[str, Any]] | None
     """A conversation, for the model's chat template."""
@@ -169,7 +169,7 @@ def read_tokenize(body: bytes) -> TokenizeCall:
     return call
 
 
-def read_prompts(value: Any) -> list[Prompt]:
+def read_prompts(value: Any) -> list[GivenPrompt]:
     """A string, token ids, or a list of either, as a list."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(map(is_integer, value))):
         value = [value]

@@ -66,7 +66,7 @@ def validation_metrics(
     """`val-core/{source}/{acc or reward}/{mean@N, best@N/mean, maj@N/mean}`, and everything else under `val-aux/`.
 
     `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever the reward
-    function returned, one entry a row (None where it said nothing of a row). A variable is summarised (`score_summary`) for the sources
+    function returned, one entry per row (None where it said nothing of a row). A variable is summarised (`score_summary`) for the sources
     that have a number in every row; the core variable of a source is "acc" where it has one, else "reward". A number of the core variable
     has its 95 % interval beside it: `val-aux/{the same}/low` and `/high`. maj@k needs a "pred" in every row.
 

@@ -25,9 +25,9 @@ def sample(
     """Token [rows] and its log-prob [rows] (float32) from `logits` [rows, vocabulary].
 
     The token is where the cumulative probability passes `uniform` [rows], among the tokens that top-k, then top-p, then min-p keep.
-    `history`, a vector of tokens a row, is what the repetition penalty acts on, `responses` what the other two act on. The log-prob is that
-    of the whole distribution at `temperature`, without penalty, which is what the trainer computes; at temperature 0 (greedy) it is taken
-    at 1. A row with NaN or +inf among its logits gets a log-prob that is not finite, and a token without meaning.
+    `history`, a vector of tokens per row, is what the repetition penalty acts on, `responses` what the other two act on. The log-prob is
+    that of the whole distribution at `temperature`, without penalty, which is what the trainer computes; at temperature 0 (greedy) it is
+    taken at 1. A row with NaN or +inf among its logits gets a log-prob that is not finite, and a token without meaning.
     """
     logits = logits.float() / (temperature or 1.0)
     penalised = logits

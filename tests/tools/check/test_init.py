@@ -94,7 +94,7 @@ def test_a_loss_of_one_number_is_told_to_return_it_per_token_and_nothing_else(ru
     status, shown = run("loss", "scalar")
     assert status == 1
     assert shown.out.count("FAILED") == 1
-    assert "the loss must have one number a token, (1, 1), but has shape ()" in shown.out
+    assert "the loss must have one number per token, (1, 1), but has shape ()" in shown.out
 
 
 def test_a_loss_that_reads_masked_tokens_is_shown(run):

@@ -51,7 +51,7 @@ def attached(*, log_prob, response_mask):
 
 
 BROKEN_LOSSES = {
-    "one number a token": changed(lambda loss, new, mask: loss.mean()),
+    "one number per token": changed(lambda loss, new, mask: loss.mean()),
     "finite": changed(lambda loss, new, mask: loss / zero_outside(new * 0, mask)),
     "masked tokens": changed(lambda loss, new, mask: loss * new.exp()),
     "padding": changed(lambda loss, new, mask: loss / mask.shape[1]),
@@ -108,8 +108,8 @@ def test_functions_that_name_rows_get_flat_columns_of_rows_that_end_with_their_l
     for check in ADVANTAGE_PROPERTIES.values():
         check(AdvantageSubject(score, {}), ADVANTAGE_CASE)
     assert seen[-1] == ([3, 2], (5,))
-    with pytest.raises(Violation, match=r"the loss must have one number a token, \(5,\), but has shape \(\)"):
-        LOSS_PROPERTIES["one number a token"](LossSubject(lambda *, log_prob, rows: (log_prob.sum(), {}), {}), LOSS_CASE)
+    with pytest.raises(Violation, match=r"the loss must have one number per token, \(5,\), but has shape \(\)"):
+        LOSS_PROPERTIES["one number per token"](LossSubject(lambda *, log_prob, rows: (log_prob.sum(), {}), {}), LOSS_CASE)
 
 
 def reward_to_go(*, token_level_rewards, response_mask):
@@ -127,7 +127,7 @@ def changed_estimator(change):
 
 
 BROKEN_ESTIMATORS = {
-    "one number a token": changed_estimator(lambda togo, rewards, mask: togo.sum(1)),
+    "one number per token": changed_estimator(lambda togo, rewards, mask: togo.sum(1)),
     "finite": changed_estimator(lambda togo, rewards, mask: togo + 1),
     "masked tokens": changed_estimator(
         lambda togo, rewards, mask: togo + zero_outside(rewards.sum(1, True).expand(mask.shape), mask)

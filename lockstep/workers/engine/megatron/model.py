@@ -135,7 +135,7 @@ class VocabularyHead(nn.Module):
 
 
 class NumberHead(nn.Linear):
-    """One number a token, whole on every rank, computed in float32 from weights in the type of the model."""
+    """One number per token, whole on every rank, computed in float32 from weights in the type of the model."""
 
     def __init__(self, config: TransformerConfig, bias: bool) -> None:
         super().__init__(config.hidden_size, 1, bias=bias, dtype=config.params_dtype)

@@ -23,7 +23,7 @@ def chunk_size(vocabulary: int) -> int:
 
 
 def num_chunks(vocabulary: int) -> int:
-    """How many numbers a row `draw` needs as scratch, twice."""
+    """How many numbers per row `draw` needs as scratch, twice."""
     return triton.cdiv(vocabulary, chunk_size(vocabulary))
 
 
