@@ -6,7 +6,8 @@
 DIR has GSM8K's train.jsonl and test.jsonl. The programs are started as a user starts them: `lockstep preprocess`, `lockstep sft`, then
 `lockstep grpo` (`ppo` for gae, `rloo`, `dapo`) from the fine-tuned model, for each seed. A run whose folder is complete is not made again.
 Validation is one sample at temperature 1 for each test question, with Wilson's 95 % interval; over several seeds, the t interval of their
-means. --tiny is a random model with SmolLM2's tokenizer, for a look at the script itself. One table, and benchmarks/results/learn_*.json,
+means. --tiny is a random model with SmolLM2's tokenizer, for a look at the script itself
+(dapo ends with an error then: no group of its responses differs). One table, and benchmarks/results/learn_*.json,
 written after each run.
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"fine-tuned: {tuned}", flush=True)
     questions, runs = pq.read_metadata(data / "test.parquet").num_rows, []
     questions = min(questions, options.val_samples) if options.val_samples > 0 else questions
-    file = options.results / f"learn_{options.name or ('tiny' if options.tiny else 'smollm2')}_{_about(options)['date']}.json"
+    file = options.results / f"learn_{options.name or ('tiny' if options.tiny else 'smollm2')}_{date.today()}.json"
     for seed in options.seeds:
         for algorithm in options.algorithms:
             runs.append(_train(options, data, model, algorithm, seed, questions))
             print(_line(runs[-1]), flush=True)
-            about = _about(options) | {"arguments": {name: str(value) for name, value in vars(options).items()}}
+            told = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
+            about = _about(argparse.Namespace(**told))
             result = {
                 "fine_tuned": tuned,
                 "runs": runs,

@@ -38,7 +38,10 @@ def stages(config: PPOConfig, device: str) -> Iterator[tuple[str, str]]:
         yield "update_critic", f"{count} optimizer step{'s' if count > 1 else ''}"
     warm = f", after the {config.trainer.critic_warmup} steps of trainer.critic_warmup" if config.trainer.critic_warmup else ""
     loss = policy.actor.policy_loss.loss_mode
-    yield "update_actor", f"{updates} optimizer step{'s' if updates > 1 else ''} with the loss {loss}{warm}"
+    routed = ", through the experts that the sampler chose" if policy.rollout.router_replay else ""
+    coef = policy.model.router_aux_loss_coef
+    balanced = f" and {coef:g} times the load-balance loss of the experts" if coef else ""
+    yield "update_actor", f"{updates} optimizer step{'s' if updates > 1 else ''} with the loss {loss}{balanced}{routed}{warm}"
     ways = {"native": "the sampler reads the actor's own weights", "hf": "the sampler reads the actor's own weights"}
     yield "update_weights", ways.get(policy.rollout.name, "weights are sent to the engine's process")
 

@@ -53,6 +53,9 @@ def test_the_stages_are_those_of_the_algorithm():
     two = stages_of("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
     assert two["old_log_prob"].startswith("a forward pass")
     assert two["update_actor"].startswith("2 optimizer steps")
+    mixture = ["actor_rollout_ref.rollout.router_replay=true", "actor_rollout_ref.model.router_aux_loss_coef=0.01"]
+    wanted = "with the loss vanilla and 0.01 times the load-balance loss of the experts, through the experts that the sampler chose"
+    assert wanted in stages_of("grpo", *mixture)["update_actor"]
     assert "sampler" in stages_of("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=32", device="cpu")["old_log_prob"]
 
 
