@@ -226,12 +226,14 @@ class _Bench:
 def _reuse(bench: _Bench, count: int, repeats: int) -> dict[str, Any]:
     """Both ways in turn, the fastest of `repeats` each after a first run, and how far their tokens agree."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    processor: dict[bool, list[float]] = {True: [], False: []}
     episodes: dict[bool, list[Episode]] = {}
     for _ in range(repeats + 1):  # the first compiles and captures
         for reuses in (True, False):
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             episodes[reuses] = bench.play(count, bench.options.turn_tokens, reuses=reuses)
             seconds[reuses].append(time.perf_counter() - start)
+            processor[reuses].append(time.process_time() - start_cpu)
     pairs = list(zip(episodes[True], episodes[False], strict=True))
     policy = sum(sum(episode.mask) for episode in episodes[True])
     equal = sum(a == b and x == y == 1 for e, f in pairs for a, b, x, y in zip(e.ids, f.ids, e.mask, f.mask, strict=False))
@@ -239,7 +241,8 @@ def _reuse(bench: _Bench, count: int, repeats: int) -> dict[str, Any]:
     return {
         "episodes": count, "turns": bench.options.turns, "observation": bench.options.observation,
         "turn_tokens": bench.options.turn_tokens, "reuse_s": kept, "anew_s": anew, "ratio": anew / kept,
-        "all_s": {"reuse": seconds[True], "anew": seconds[False]},
+        "all_s": {"reuse": seconds[True], "anew": seconds[False]}, "processor_s": {"reuse": processor[True], "anew": processor[False]},
+        "processor_ratio": min(processor[False]) / min(processor[True]),
         "equal_episodes": sum(e.ids == f.ids for e, f in pairs), "policy_tokens": policy, "equal_tokens": equal,
     }  # fmt: skip
 
@@ -329,9 +332,11 @@ def _check_line(row: dict[str, Any]) -> str:
 
 
 def _reuse_line(row: dict[str, Any]) -> str:
+    # On a machine that does other things too, processor seconds say more.
     return (
         f"reuse: {row['episodes']} episodes of {row['turns']} turns, observations of {row['observation']}: {row['reuse_s']:.2f} s, "
-        f"anew {row['anew_s']:.2f} s, {row['ratio']:.2f} times as fast; {row['equal_tokens']} of {row['policy_tokens']} tokens equal"
+        f"anew {row['anew_s']:.2f} s, {row['ratio']:.2f} times as fast ({row['processor_ratio']:.2f} by processor seconds); "
+        f"{row['equal_tokens']} of {row['policy_tokens']} tokens equal"
     )
 
 
