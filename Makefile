@@ -48,7 +48,7 @@ demo: $(READY)
 QUICK := $(addprefix tests/,algorithms checkpoint config data models observability \
 	test_import_arrows.py test_protocol.py test_structure.py test_versions.py)
 quick: style
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --no-processes -m 'not slow' $(QUICK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --dist worksteal --no-processes -m 'not slow' $(QUICK)
 
 # Everything that CI runs. What is found in seconds comes first; mypy, which uses one core, runs beside the tests.
 test: style $(SMOLLM2)

@@ -24,6 +24,8 @@ from lockstep.tools.check.properties import (
     LossSubject,
 )
 
+pytestmark = pytest.mark.slow
+
 PROPERTY = settings(max_examples=30, deadline=None)
 # Shares and bounds with which the small batches here have several tokens selected.
 PARAMETERS = ActorConfig().loss_parameters | {

@@ -188,6 +188,7 @@ def test_the_simulated_truth_is_what_samples_come_to() -> None:
         assert table[code] == pytest.approx(counted), answers
 
 
+@pytest.mark.slow
 def test_intervals_cover_and_alarms_are_rare() -> None:
     """A small part of benchmarks/results/intervals.json: 1,000 simulations know a share of 0.95 to 0.7 points (one deviation)."""
     for row in simulate(1000, questions=(164,)):
