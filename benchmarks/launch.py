@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="ppo: with a critic of the same size")
     parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
+    parser.add_argument("--auto", action="store_true", help="leave micro-batches, sequences at once and the cache to the plan")
     parser.add_argument("--worker-group", choices=("local", "ray"), default="local")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="of the results file, instead of the shape's")
@@ -102,18 +103,16 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"data.max_prompt_length={options.prompt}",
         f"data.max_response_length={options.response}",
         f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={options.max_tokens}",
         f"actor_rollout_ref.rollout.n={options.n}",
-        f"actor_rollout_ref.rollout.max_num_seqs={min(1024, options.prompts * options.n)}",
         f"reward.custom_reward_function.path={folder / 'reward.py'}",
         f"algorithm.adv_estimator={'gae' if options.algorithm == 'ppo' else 'grpo'}",
-        f"critic.ppo_max_token_len_per_gpu={options.max_tokens}",
         f"trainer.total_training_steps={options.steps}",
         f"trainer.default_local_dir={folder / 'run'}",
         f"trainer.rollout_data_dir={folder / 'samples'}",
         f"trainer.worker_group={options.worker_group}",
         f"trainer.device={options.device}",
         "trainer.save_freq=0",
+        *([] if options.auto else _by_hand(options)),
         *options.keys,
     ]
     metrics = folder / "run" / "metrics.jsonl"
@@ -144,6 +143,15 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         },
         "tokens": options.prompts * options.n * (options.prompt + options.response),
     }
+
+
+def _by_hand(options: argparse.Namespace) -> list[str]:
+    """Numbers for keys that are auto otherwise."""
+    return [
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={options.max_tokens}",
+        f"actor_rollout_ref.rollout.max_num_seqs={min(1024, options.prompts * options.n)}",
+        f"critic.ppo_max_token_len_per_gpu={options.max_tokens}",
+    ]
 
 
 def _table(result: dict[str, Any]) -> str:

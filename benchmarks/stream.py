@@ -17,7 +17,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def _closed_loop(engine: Any, options: argparse.Namespace, clients: int) -> dict
     ]
     sampling = SamplingParams(temperature=1.0, max_tokens=max(n for _, n in pairs), stop_token_ids=(), seed=0)
     tokens, waits = sum(n for _, n in pairs), []
-    engine.config = replace(engine.config, max_num_seqs=clients)  # offline generation has as many seats as there are clients
+    engine.seats = clients  # offline generation has as many seats as there are clients
     engine.generate(requests, sampling)  # compiles and captures; more requests would need more pages, and new graphs over them
     start = time.perf_counter()
     engine.generate(requests, sampling)

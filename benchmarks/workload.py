@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+        "vocab_size": 49_152, "tie_word_embeddings": True,
+    },
     "0.5b": {
         "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
         "vocab_size": 151_936, "tie_word_embeddings": True,
@@ -29,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Arguments of transformers.Qwen2Config: the shapes of Qwen2.5, and one for a look at the script itself."""
+"""Arguments of transformers.Qwen2Config: the shapes of SmolLM2 and Qwen2.5, and one for a look at the script itself."""
 
 
 @dataclass(frozen=True)

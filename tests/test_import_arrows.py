@@ -46,6 +46,9 @@ ARROWS: dict[str, set[str]] = {
     "workers/model_worker": {
         "workers/engine", "single_controller/base", "planner", "models", "protocol", "observability", "utils",
     },
+    "workers/prepared_policy": {
+        "workers/engine", "workers/model_worker", "single_controller/base", "planner", "models", "config",
+    },
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {
         "workers/engine", "workers/losses", "workers/value_loss", "workers/model_worker",
@@ -53,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
-        "workers/episodes",
+        "workers/episodes", "workers/prepared_policy",
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },

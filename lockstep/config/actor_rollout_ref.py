@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from lockstep.config.auto import CACHE_SHARE, PASS_TOKENS, SEATS, TOKENS, auto_or, auto_or_at_least, auto_or_in_range
 from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
@@ -89,8 +90,9 @@ class ActorConfig(EngineChoice):
     """Prompts an optimizer step (their n samples go with them); null means data.train_batch_size: one step a batch."""
     ppo_micro_batch_size_per_gpu: int | None = None
     """Rows computed at once on one device; null cuts by ppo_max_token_len_per_gpu. It never changes the result."""
-    ppo_max_token_len_per_gpu: int = 16384
-    """Tokens computed at once on one device. It never changes the result."""
+    ppo_max_token_len_per_gpu: int | str = "auto"
+    """Tokens computed at once on one device; auto: as many as help, while nothing more is offloaded or recomputed for them. It never
+    changes the result."""
     ppo_epochs: int = 1
     """Passes over each batch."""
     shuffle: bool = False
@@ -126,10 +128,16 @@ class ActorConfig(EngineChoice):
         prefix = "actor_rollout_ref.actor"
         self.check(prefix)
         self.optim.check(f"{prefix}.optim")
-        at_least(self, prefix, 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs")
+        at_least(self, prefix, 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")
+        auto_or_at_least(self, prefix, 1, "ppo_max_token_len_per_gpu")
         at_least(self, prefix, 1.0, "clip_ratio_c")
         at_least(self, prefix, 0.0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
         above(self, prefix, 0.0, "tau_pos", "tau_neg", "loss_scale_factor")
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens computed at once, as they are where no plan has chosen them."""
+        return int(auto_or(self.ppo_max_token_len_per_gpu, TOKENS))
 
     @property
     def clip_low(self) -> float:
@@ -229,13 +237,13 @@ class RolloutConfig:
     """Makes tokens that the prompt or the response already has less likely (above 1). Log-probs stay those without it."""
     stop: list[str] = field(default_factory=list)
     """A response ends after the token that completes one of these strings; its tokens stay in the response."""
-    max_num_seqs: int = 256
-    """Sequences decoded at once on one device."""
-    max_num_batched_tokens: int = 8192
-    """Tokens computed at once on one device; longer prompts are computed in several passes."""
-    gpu_memory_utilization: float = 0.5
+    max_num_seqs: int | str = "auto"
+    """Sequences decoded at once on one device; auto: on a GPU those of a step, as far as there is memory, on a CPU 256."""
+    max_num_batched_tokens: int | str = "auto"
+    """Tokens computed at once on one device; longer prompts are computed in several passes. auto: 8,192, on a GPU up to 32,768."""
+    gpu_memory_utilization: int | float | str = "auto"
     """Of the GPU memory that is free when generation starts, how much the key-value cache may take (vllm and sglang: of what is free when
-    the engine starts, how much it takes for weights and cache)."""
+    the engine starts, how much it takes for weights and cache). auto: what kernels, logits and prompts leave; vllm and sglang 0.5."""
     free_cache_engine: bool = True
     """Give the key-value cache's memory back after each generation, for the update."""
     batch_invariant: bool = False
@@ -266,9 +274,10 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         prefix = "actor_rollout_ref.rollout"
         one_of(f"{prefix}.name", self.name, ROLLOUTS)
-        check_sampling(prefix, self, "n", "max_num_seqs", "max_num_batched_tokens")
+        check_sampling(prefix, self, "n")
+        auto_or_at_least(self, prefix, 1, "max_num_seqs", "max_num_batched_tokens")
         check_stop(prefix, self.stop)
-        in_range(self, prefix, 0.01, 1.0, "gpu_memory_utilization")
+        auto_or_in_range(self, prefix, 0.01, 1.0, "gpu_memory_utilization")
         at_least(self, prefix, 0.0, "exactness_bound")
         at_least(self, prefix, 0.001, "weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s")
         one_of(f"{prefix}.weight_sync", self.weight_sync, WEIGHT_SYNCS)
@@ -293,6 +302,21 @@ class RolloutConfig:
             plain = temperature in (0.0, 1.0)
             return plain if self.log_probs_are_raw else not (filtered or penalised)
         return not (self.name == "sglang" and penalised)
+
+    @property
+    def seats(self) -> int:
+        """Sequences at once, as they are where no plan has chosen them; the two below likewise."""
+        return int(auto_or(self.max_num_seqs, SEATS))
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a pass."""
+        return int(auto_or(self.max_num_batched_tokens, PASS_TOKENS))
+
+    @property
+    def cache_share(self) -> float:
+        """Of the free memory, what the cache may take."""
+        return auto_or(self.gpu_memory_utilization, CACHE_SHARE)
 
     @property
     def log_probs_are_raw(self) -> bool:

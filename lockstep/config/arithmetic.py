@@ -1,5 +1,6 @@
 """The batch sizes in plain words, and where everything goes: printed at the start of every run."""
 
+from lockstep.config.auto import tokens_in_words
 from lockstep.config.ppo import PPOConfig
 
 
@@ -21,7 +22,7 @@ def describe(config: PPOConfig, num_prompts: int, total_steps: int, device: str)
     cut = (
         f"{actor.ppo_micro_batch_size_per_gpu} responses"
         if actor.ppo_micro_batch_size_per_gpu
-        else f"{actor.ppo_max_token_len_per_gpu} tokens"
+        else tokens_in_words(actor.ppo_max_token_len_per_gpu)
     )
     one, several = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}[device]
     lines.append(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lockstep.config.auto import SCORED_TOKENS, auto_or, auto_or_at_least
 from lockstep.config.check import at_least
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 
@@ -17,8 +18,8 @@ class CriticConfig(EngineChoice):
     """Prompts an optimizer step; null means the actor's."""
     ppo_micro_batch_size_per_gpu: int | None = None
     """Rows computed at once on one device; null cuts by ppo_max_token_len_per_gpu."""
-    ppo_max_token_len_per_gpu: int = 32768
-    """Tokens computed at once on one device."""
+    ppo_max_token_len_per_gpu: int | str = "auto"
+    """Tokens computed at once on one device; auto as the actor's."""
     ppo_epochs: int | None = None
     """Passes over each batch; null means the actor's."""
     cliprange_value: float = 0.5
@@ -38,8 +39,12 @@ class CriticConfig(EngineChoice):
         self.model.check("critic.model")
         self.optim.check("critic.optim")
         at_least(self, "critic", 0.0, "cliprange_value")
-        at_least(
-            self, "critic", 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"
-        )
+        at_least(self, "critic", 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")
+        auto_or_at_least(self, "critic", 1, "ppo_max_token_len_per_gpu")
         at_least(self, "critic", 1, "n_gpus_per_node", "nnodes")
         check_learner(self.model, self, "critic", "critic.model")
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens computed at once, as they are where no plan has chosen them."""
+        return int(auto_or(self.ppo_max_token_len_per_gpu, SCORED_TOKENS))

@@ -148,7 +148,7 @@ class PPOConfig:
         if self.use_critic:
             budgets["critic.ppo_max_token_len_per_gpu"] = (self.critic.ppo_max_token_len_per_gpu, self.critic.token_ranks)
         for key, (budget, ranks) in budgets.items():
-            if budget is not None and budget * ranks < longest:
+            if budget is not None and not isinstance(budget, str) and budget * ranks < longest:
                 among = f" divided among {ranks} ranks" if ranks > 1 else ""
                 raise ConfigError(
                     f"{key}={budget} tokens cannot hold one row of data.max_prompt_length + data.max_response_length = {longest} "

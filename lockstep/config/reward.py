@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.auto import SCORED_TOKENS, auto_or, auto_or_at_least
 from lockstep.config.check import at_least, in_range
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.errors import ConfigError
@@ -105,8 +106,8 @@ class RewardModelConfig(EngineChoice):
     model: ModelConfig = field(default_factory=ModelConfig)
     micro_batch_size_per_gpu: int | None = None
     """Rows scored at once on one device; null cuts by max_token_len_per_gpu."""
-    max_token_len_per_gpu: int = 32768
-    """Tokens scored at once on one device."""
+    max_token_len_per_gpu: int | str = "auto"
+    """Tokens scored at once on one device; auto: 32,768, or one row."""
     enable_resource_pool: bool = False
     """Put the reward model on processes of its own instead of the actor's."""
     n_gpus_per_node: int = 1
@@ -122,4 +123,10 @@ class RewardModelConfig(EngineChoice):
                 "reward_model.model.lora_adapter_path is for a model that learns; name a folder with the adapter merged in "
                 "reward_model.model.path, such as a checkpoint of lockstep reward-model"
             )
-        at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "max_token_len_per_gpu", "n_gpus_per_node", "nnodes")
+        at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "n_gpus_per_node", "nnodes")
+        auto_or_at_least(self, "reward_model", 1, "max_token_len_per_gpu")
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens scored at once, as they are where no plan has chosen them."""
+        return int(auto_or(self.max_token_len_per_gpu, SCORED_TOKENS))

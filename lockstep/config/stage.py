@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
+from lockstep.config.auto import auto_or_at_least
 from lockstep.config.check import at_least, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.run_name import default_name
@@ -15,15 +16,17 @@ from lockstep.errors import ConfigError
 class LearnerConfig(EngineChoice):
     """`engine.*`: where the model is trained."""
 
-    max_token_len_per_gpu: int = 16384
-    """Tokens computed at once on one device. It never changes the result."""
+    max_token_len_per_gpu: int | str = "auto"
+    """Tokens computed at once on one device; auto: as many as help, while nothing more is offloaded or recomputed for them. It never
+    changes the result."""
     micro_batch_size_per_gpu: int | None = None
     """Rows computed at once on one device; null cuts by max_token_len_per_gpu. It never changes the result."""
 
     def __post_init__(self) -> None:
         one_of("engine.strategy", self.strategy, STRATEGIES)
         self.check("engine")
-        at_least(self, "engine", 1, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+        at_least(self, "engine", 1, "micro_batch_size_per_gpu")
+        auto_or_at_least(self, "engine", 1, "max_token_len_per_gpu")
 
 
 @dataclass
@@ -107,7 +110,7 @@ class StageConfig:
     def check_longest(self, key: str, longest: int) -> None:
         """Raise ConfigError unless a micro-batch holds a row of `longest` tokens, the value of `key`."""
         budget, ranks = self.engine.max_token_len_per_gpu, self.engine.token_ranks
-        if self.engine.micro_batch_size_per_gpu is None and budget * ranks < longest:
+        if self.engine.micro_batch_size_per_gpu is None and not isinstance(budget, str) and budget * ranks < longest:
             raise ConfigError(
                 f"engine.max_token_len_per_gpu={budget} tokens cannot hold one row of {key}={longest} tokens; "
                 f"raise engine.max_token_len_per_gpu to at least {-(-longest // ranks)}"

@@ -14,10 +14,12 @@ Gradients of several micro-batches are added up whole before they are divided: 4
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.auto import AUTO
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
 from lockstep.models.chunked_head import MAX_LOGITS
 from lockstep.models.fast_layers import has_fast_layers
@@ -31,6 +33,8 @@ from lockstep.planner.memory import Keys, Model, Rollout
 LEAST_SEQUENCES = 64
 """Sequences of the longest kind that a key-value cache should hold at once, where so many are generated."""
 _FLOAT = 4
+_LEFT = 0.9
+"""Of the free memory, what the cache may take where nothing forbids it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,16 @@ class Load:
     """Rows of a step."""
     update_rows: int
     """Rows of an update."""
+    unit: int = 1
+    """Rows that are computed together."""
+    auto_tokens: int | None = None
+    """Tokens of a micro-batch where they are auto; None: no plan has chosen them."""
+
+    def micro_batch(self, value: int | str, plain: int, ranks: int) -> int:
+        """Tokens of a micro-batch that `ranks` ranks divide: a key's own number, or where it is auto what was chosen (else `plain`)."""
+        if not isinstance(value, str):
+            return value
+        return max(self.auto_tokens or plain, -(-self.longest * self.unit // ranks))
 
     def tokens(self, max_tokens: int, max_rows: int | None, rows: int) -> int:
         """Tokens of the largest micro-batch that `rows` rows are cut into: by rows, or else by tokens."""
@@ -92,9 +106,7 @@ def count_model(
         keys=keys if offloads else dataclasses.replace(keys, weights=None, moments=None),
         passes=passes,
         beside=None,
-        # Without a gradient a layer's parts are dropped as they are used: the stream, a norm, queries or keys; gate, up and their product.
-        # In a fast layer they live until it ends, and the stream (before, between and after its halves) is float32.
-        forward=tokens["pass"] * ((16 if fast else 4) * hidden + 3 * intermediate) * element,
+        forward=tokens["pass"] * _pass_numbers(text, fast) * element,
         pass_logits=logits["pass"] * _FLOAT,
         update=update,
         activations={kind: activation_bytes(kind, tokens["update"], layers, hidden, intermediate, element, fast) for kind in kinds},
@@ -120,16 +132,18 @@ def count_rollout(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * size * element
-    cache = min(LEAST_SEQUENCES, config.max_num_seqs, load.step_rows) * load.longest * token
+    seats = LEAST_SEQUENCES if config.max_num_seqs == AUTO else min(LEAST_SEQUENCES, config.seats)
+    cache = min(seats, load.step_rows) * load.longest * token
+    share = _LEFT if config.gpu_memory_utilization == AUTO else config.cache_share
     in_process = config.name in ("native", "hf")
     plain = actor is not None and actor.strategy != "megatron" and not model.adapts
     return Rollout(
         weights=element * sum(p.numel() for p in module.parameters()),
         # The native cache gets this share of what is free.
-        cache=int(cache / config.gpu_memory_utilization) if config.name == "native" else cache,
+        cache=int(cache / share) if config.name == "native" else cache,
         remedy=(
             "raise actor_rollout_ref.rollout.gpu_memory_utilization"
-            if config.name == "native" and config.gpu_memory_utilization < 0.9
+            if config.name == "native" and share < _LEFT
             else "lower data.max_response_length"
         ),
         source="actor" if actor is not None else None,
@@ -137,7 +151,22 @@ def count_rollout(
         # A copy on one rank keeps its place for captured graphs; gathered ones go. vllm's weights sleep with its cache, sglang's do not.
         keeps_weights=(actor is None or world_size == 1) if in_process else config.name == "sglang" or not config.free_cache_engine,
         keeps_cache=not config.free_cache_engine,
+        engine=config.name,
+        token_bytes=token,
+        # Logits and the distribution that is drawn from.
+        row_bytes=2 * _FLOAT * text.vocab_size,
+        prompt_bytes=_pass_numbers(text, fast=True) * element,
+        in_one_shape=config.batch_invariant,
     )
+
+
+def _pass_numbers(text: Any, fast: bool) -> int:
+    """Numbers per token that a pass without a gradient holds at once.
+
+    A layer's parts are dropped as they are used: the stream, a norm, queries or keys; gate, up and their product. In a fast layer they live
+    until it ends, and the stream (before, between and after its halves) is float32.
+    """
+    return int((16 if fast else 4) * text.hidden_size + 3 * mlp_width(text))
 
 
 def _kinds(model: ModelConfig, module: PreTrainedModel) -> list[str]:

@@ -102,6 +102,15 @@ class Rollout:
     """Whether the copy stays between generations."""
     keeps_cache: bool = False
     """Whether the cache does."""
+    engine: str = "native"
+    token_bytes: int = 0
+    """Keys and values of a token."""
+    row_bytes: int = 0
+    """What a sequence takes beside them while it is decoded: its logits."""
+    prompt_bytes: int = 0
+    """What a token of a prompt takes while it is computed."""
+    in_one_shape: bool = False
+    """Whether every batch is computed in one shape, which must not depend on the load."""
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,23 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lockstep.config.actor_rollout_ref import PPO_KEYS, ActorRolloutRefConfig, Parts, PolicyKeys
+from lockstep.config.actor_rollout_ref import PPO_KEYS, ActorConfig, ActorRolloutRefConfig, Parts, PolicyKeys
+from lockstep.config.auto import AUTO, SCORED_TOKENS, TOKENS
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.models.load import Head
+from lockstep.planner.choose import Counted, RolloutNumbers
 from lockstep.planner.count import Load, count_model, count_rollout
 from lockstep.planner.memory import Keys, MemoryPlan, Model, Rollout
 
 C = TypeVar("C", bound=EngineChoice)
 T = TypeVar("T", bound=CriticConfig | RewardModelConfig)
+Numbers = dict[str, float]
+"""Key -> what was chosen for it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Needs:
     """Its name: workers of one machine share that."""
     models: list[Model]
     rollout: Rollout | None = None
+    options: Mapping[int, Counted] = field(default_factory=dict)
+    """Models and rollout for each size of micro-batches that may be chosen where that is auto; `models` has the smallest."""
 
 
 def policy_needs(
@@ -49,11 +55,11 @@ def policy_needs(
         # With adapters the actor is the reference too, unless that is another model.
         passes = ("old_log_prob", "ref") if parts.reference and not config.loads_reference(parts) else ("old_log_prob",)
         keys = _trained_keys(names.engine, names.tokens, names.model)
-        budget = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        budget = (_actor_tokens(actor, load), actor.ppo_micro_batch_size_per_gpu)
         models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
     if config.loads_reference(parts):
         keys = Keys(names.reference_tokens, names.reference_offload, moments=None, recompute=None)
-        tokens = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        tokens = ref.log_prob_max_token_len_per_gpu or _actor_tokens(actor, load)
         budget = (tokens, ref.log_prob_micro_batch_size_per_gpu)
         options["model"] = config.reference_model
         models.append(count_model("ref", keys, ("ref",), None, choice=config.reference_engine, budget=budget, **options))
@@ -68,12 +74,24 @@ def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, worl
     """The critic or the reward model."""
     options: Any = {"choice": config, "model": config.model, "load": load, "world_size": world_size, "element": element}
     if isinstance(config, CriticConfig):
-        budget = (config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
+        budget = (_scored_tokens(config, load), config.ppo_micro_batch_size_per_gpu)
         keys = _trained_keys("critic", "critic.ppo_max_token_len_per_gpu", "critic.model")
         return count_model("critic", keys, ("values",), "update_critic", head=Head.VALUE, budget=budget, **options)
     keys = Keys("reward_model.max_token_len_per_gpu", "reward_model.fsdp_config.param_offload", moments=None, recompute=None)
-    budget = (config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
+    budget = (_scored_tokens(config, load), config.micro_batch_size_per_gpu)
     return count_model("reward_model", keys, ("reward_model",), None, head=Head.SCORE, budget=budget, **options)
+
+
+def _actor_tokens(actor: ActorConfig, load: Load) -> int:
+    return load.micro_batch(actor.ppo_max_token_len_per_gpu, TOKENS, actor.token_ranks)
+
+
+def _scored_tokens(config: CriticConfig | RewardModelConfig, load: Load) -> int:
+    if isinstance(config, CriticConfig):
+        return load.micro_batch(config.ppo_max_token_len_per_gpu, SCORED_TOKENS, config.token_ranks)
+    # Nothing is kept of its passes, so its micro-batches are not the plan's to make smaller.
+    alone = dataclasses.replace(load, auto_tokens=None)
+    return alone.micro_batch(config.max_token_len_per_gpu, SCORED_TOKENS, config.token_ranks)
 
 
 def _trained_keys(section: str, tokens: str, model: str) -> Keys:
@@ -84,6 +102,35 @@ def _trained_keys(section: str, tokens: str, model: str) -> Keys:
         moments=f"{section}.fsdp_config.optimizer_offload",
         recompute=f"{model}.recompute=auto and {model}.enable_gradient_checkpointing=true",
     )
+
+
+def settle_policy(
+    config: ActorRolloutRefConfig, parts: Parts, names: PolicyKeys, load: Load, numbers: RolloutNumbers
+) -> tuple[ActorRolloutRefConfig, Numbers]:
+    """The same with numbers for the keys that are auto, and these: the tokens of `load`, and what was chosen for the rollout."""
+    chosen: Numbers = {}
+    if config.actor.ppo_max_token_len_per_gpu == AUTO:
+        tokens = _actor_tokens(config.actor, load)
+        config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, ppo_max_token_len_per_gpu=tokens))
+        if config.actor.ppo_micro_batch_size_per_gpu is None:
+            chosen[names.tokens] = tokens
+    open_keys = [key for key in dataclasses.asdict(numbers) if getattr(config.rollout, key) == AUTO] if parts.rollout else []
+    for key in open_keys:
+        value = getattr(numbers, key)
+        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **{key: value}))
+        chosen[f"actor_rollout_ref.rollout.{key}"] = value
+    return config, chosen
+
+
+def settle_training(config: T, load: Load) -> tuple[T, Numbers]:
+    """The same for the critic or the reward model."""
+    section, name = (
+        ("critic", "ppo_max_token_len_per_gpu") if isinstance(config, CriticConfig) else ("reward_model", "max_token_len_per_gpu")
+    )
+    if getattr(config, name) != AUTO:
+        return config, {}
+    tokens = _scored_tokens(config, load)
+    return dataclasses.replace(config, **{name: tokens}), {f"{section}.{name}": tokens}  # type: ignore[arg-type]
 
 
 def place_policy(config: ActorRolloutRefConfig, plans: Mapping[str, MemoryPlan]) -> ActorRolloutRefConfig:

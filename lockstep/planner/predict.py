@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.config.actor_rollout_ref import Parts
+from lockstep.config.actor_rollout_ref import PPO_KEYS, Parts
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice
 from lockstep.config.ppo import PPOConfig
@@ -15,10 +15,11 @@ from lockstep.errors import ResourceError
 from lockstep.models.load import Head
 from lockstep.planner import decode
 from lockstep.planner.built import reusing_models
+from lockstep.planner.choose import PLAIN, candidates, choose
 from lockstep.planner.count import Load
 from lockstep.planner.hardware import Device
 from lockstep.planner.memory import GENERATION, Contents, MemoryPlan, Model, Rollout, host_bytes, plan_memory, stage_parts
-from lockstep.planner.needs import policy_needs, training_needs
+from lockstep.planner.needs import Numbers, policy_needs, settle_policy, settle_training, training_needs
 from lockstep.planner.shape import Shape, read_shape
 from lockstep.planner.time import Ranks, Rows, pass_s, update_s
 
@@ -30,6 +31,7 @@ _SENT = 20e9
 """Bytes per second to an engine in a process of its own."""
 FLOAT32_SLOWER = 15
 """How many times fewer float32 operations than bfloat16 ones a GPU does per second (H100, H200: 67 of 989 TFLOP/s)."""
+_ALL = Parts(actor=True, rollout=True, reference=True)
 _SAVED = 12
 """Bytes of a checkpoint per parameter that learns: the weight and two moments."""
 
@@ -69,6 +71,8 @@ class Prediction:
     tokens: float = 0.0
     """Tokens of a step, prompts of every row counted."""
     num_gpus: int = 1
+    chosen: Numbers = field(default_factory=dict)
+    """Key that is auto -> its number."""
 
     @property
     def step_s(self) -> float:
@@ -92,13 +96,11 @@ def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *
         tokens=config.data.train_batch_size * config.actor_rollout_ref.rollout.n * (lengths.prompt + lengths.response)
     )
     with reusing_models():
+        config, found.chosen = settle(config, device)
         pools = _pools(config)
         found.num_gpus = sum(pool.ranks.count for pool in pools)
         for pool in pools:
-            try:
-                plans = plan_memory(pool.models, pool.rollout, device.memory)
-            except ResourceError as error:
-                raise ResourceError(f"on {pool.ranks.count} x {device.name}, pool {pool.name}: {error}") from None
+            plans = plan_memory(pool.models, pool.rollout, device.memory)
             found.plans |= {model.name: plan for model, plan in zip(pool.models, plans, strict=True)}
             found.host = max(found.host, host_bytes(pool.models, plans))
             _add_memory(found, config, pool, plans, device)
@@ -106,14 +108,42 @@ def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *
     return found
 
 
+def settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers]:
+    """The configuration with numbers for the keys that are auto, as on GPUs of this kind, and these. Raises ResourceError as `predict`."""
+    policy, prompts = config.actor_rollout_ref, config.actor_mini_batch_prompts
+    largest = max(prompts, config.critic_mini_batch_prompts) if config.use_critic else prompts
+    load = _load(config, 1, prompts)
+    counted = {size: _pools(config, size) for size in candidates(_load(config, 1, largest))}
+    tokens: dict[str, int] = {}
+    numbers = PLAIN
+    for place, pool in enumerate(next(iter(counted.values()))):
+        own_load = _load(config, pool.ranks.count, largest)
+        options = {size: (counted[size][place].models, counted[size][place].rollout) for size in candidates(own_load)}
+        try:
+            chosen = choose(options, own_load, device.memory)
+        except ResourceError as error:
+            raise ResourceError(f"on {pool.ranks.count} x {device.name}, pool {pool.name}: {error}") from None
+        tokens |= {model.name: chosen.tokens for model in pool.models}
+        numbers = chosen.numbers if pool.rollout is not None else numbers
+    policy, found = settle_policy(policy, _ALL, PPO_KEYS, dataclasses.replace(load, auto_tokens=tokens["actor"]), numbers)
+    config = dataclasses.replace(config, actor_rollout_ref=policy)
+    if config.use_critic:
+        critic, own = settle_training(config.critic, dataclasses.replace(load, auto_tokens=tokens["critic"]))
+        config, found = dataclasses.replace(config, critic=critic), found | own
+    if config.reward_model.enable:
+        judge, own = settle_training(config.reward_model, load)
+        config, found = dataclasses.replace(config, reward_model=judge), found | own
+    return config, found
+
+
 # -- who is where ----------------------------------------------------------------------------------------------------------
 
 
-def _pools(config: PPOConfig) -> list[Pool]:
-    """The pools of main_ppo, with the models that one rank of each holds."""
+def _pools(config: PPOConfig, auto_tokens: int | None = None) -> list[Pool]:
+    """The pools of main_ppo, with the models that one rank of each holds; `auto_tokens`: of micro-batches whose size is auto."""
     policy, trainer = config.actor_rollout_ref, config.trainer
     ranks = ranks_of(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
-    load, element = _load(config, ranks.count, config.actor_mini_batch_prompts), element_of(policy.actor)
+    load, element = _load(config, ranks.count, config.actor_mini_batch_prompts, auto_tokens), element_of(policy.actor)
     with_reference = config.use_reference and policy.model.adapts
     parts = Parts(actor=True, rollout=True, reference=with_reference)
     models, rollout = policy_needs(policy, parts, load=load, world_size=ranks.count, element=element)
@@ -127,7 +157,7 @@ def _pools(config: PPOConfig) -> list[Pool]:
     for name, section in others:
         place = section if section.enable_resource_pool else trainer
         own = ranks_of(section, place.n_gpus_per_node, place.nnodes)
-        load = _load(config, own.count, config.critic_mini_batch_prompts)
+        load = _load(config, own.count, config.critic_mini_batch_prompts, auto_tokens)
         model = training_needs(section, load=load, world_size=own.count, element=element_of(section))
         if section.enable_resource_pool:
             pools.append(Pool(name, own, [model]))
@@ -160,10 +190,10 @@ def element_of(choice: EngineChoice) -> int:
     return 4 if choice.engine.dtype == "float32" else 2
 
 
-def _load(config: PPOConfig, ranks: int, mini_batch: int) -> Load:
+def _load(config: PPOConfig, ranks: int, mini_batch: int, auto_tokens: int | None = None) -> Load:
     data, n = config.data, config.actor_rollout_ref.rollout.n
     longest = data.max_prompt_length + data.max_response_length
-    return Load(longest, -(-data.train_batch_size * n // ranks), -(-mini_batch * n // ranks))
+    return Load(longest, -(-data.train_batch_size * n // ranks), -(-mini_batch * n // ranks), auto_tokens=auto_tokens)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------
@@ -192,8 +222,8 @@ def _cache(config: PPOConfig, pool: Pool, shape: Shape, free: int) -> tuple[int,
     rows = -(-data.train_batch_size * policy.rollout.n // pool.ranks.count)
     longest = data.max_prompt_length + data.max_response_length
     each = (-(-longest // decode.PAGE) + 1) * decode.PAGE * shape.cache_numbers * element_of(policy.actor)
-    wanted = min(policy.rollout.max_num_seqs, rows)
-    room = max(each, int(free * policy.rollout.gpu_memory_utilization))
+    wanted = min(policy.rollout.seats, rows)
+    room = max(each, int(free * policy.rollout.cache_share))
     if policy.rollout.name != "native":
         return wanted, room
     return max(1, min(wanted, room // each)), min(wanted * each, room)
@@ -219,22 +249,22 @@ def _add_seconds(
     seconds[GENERATION] = _generate_s(found, config, shape, sampling, ranks, lengths)
     if config.algorithm.adv_estimator == "remax":
         seconds["gen_max"] = _generate_s(found, config, shape, sampling, ranks, lengths, samples=1)
-    own = rows(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, ranks.count)
+    own = rows(actor.max_tokens, actor.ppo_micro_batch_size_per_gpu, ranks.count)
     if recomputes_old:
         seconds["old_log_prob"] = pass_s(shape, own, device, ranks)
     if config.use_reference:
         teacher = read_shape(policy.reference_model, Head.LANGUAGE_MODEL)
-        budget = policy.ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        budget = policy.ref.log_prob_max_token_len_per_gpu or actor.max_tokens
         passed = rows(budget, policy.ref.log_prob_micro_batch_size_per_gpu, ranks.count)
         seconds["ref"] = pass_s(teacher, passed, device, ranks)
     if config.reward_model.enable:
         judge, judges, own_keys = read_shape(config.reward_model.model, Head.SCORE), of["reward_model"][1], config.reward_model
-        passed = rows(own_keys.max_token_len_per_gpu, own_keys.micro_batch_size_per_gpu, judges.count)
+        passed = rows(own_keys.max_tokens, own_keys.micro_batch_size_per_gpu, judges.count)
         seconds["reward_model"] = pass_s(judge, passed, device_of(own_keys, whole), judges)
     if config.use_critic:
         section, (model, those) = critic_section(config), of["critic"]
         value = read_shape(section.model, Head.VALUE)
-        passed = rows(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, those.count)
+        passed = rows(section.max_tokens, section.ppo_micro_batch_size_per_gpu, those.count)
         seconds["values"] = pass_s(value, passed, device_of(section, whole), those)
         updates = batch // config.critic_mini_batch_prompts * config.critic_epochs
         seconds["update_critic"] = _update_s(

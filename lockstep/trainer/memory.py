@@ -1,12 +1,15 @@
-"""Models that share a device are counted before any is loaded, and those that have to be offloaded to host memory in turn are told so."""
+"""Models that share a device are counted before any is loaded: how much is computed at once is chosen (keys that are auto), and those that
+have to be offloaded to host memory in turn are told so."""
 
+import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from lockstep.errors import ResourceError
+from lockstep.planner.choose import PLAIN, Counted, RolloutNumbers, choose, describe_chosen
 from lockstep.planner.count import Load
-from lockstep.planner.memory import describe_plan, host_bytes, plan_memory
+from lockstep.planner.memory import describe_plan, host_bytes
 from lockstep.planner.needs import Needs
 from lockstep.single_controller.base import RoleGroup
 
@@ -18,27 +21,54 @@ R = TypeVar("R", bound=Hashable)
 def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Load]) -> str | None:
     """Plan the memory of one device for the roles whose workers share it, and tell them. `loads` says what a rank of each role computes.
 
-    Returns a line about what is offloaded to host memory, None where nothing is. Workers that have no `memory_needs`, or nothing to say
-    (on a CPU), are left as they are. Raises ResourceError when the models do not fit on the devices, or what is offloaded into host memory.
+    Returns lines about what is offloaded to host memory and what was chosen for keys that are auto, None where there is neither. Workers
+    that have no `memory_needs`, or nothing to say (on a CPU), have nothing offloaded, and get plain numbers. Raises ResourceError when the
+    models do not fit on the devices, or what is offloaded into host memory.
     """
     needs = {role: need for role, group in groups.items() if (need := _ask(group, loads[role]))}
-    if not needs:
-        return None
-    # Ranks differ in what is free, not in their models.
-    models = [model for ranks in needs.values() for model in ranks[0].models]
-    rollout = next((ranks[0].rollout for ranks in needs.values() if ranks[0].rollout is not None), None)
-    everyone = [rank for ranks in needs.values() for rank in ranks]
-    free = min(rank.free for rank in everyone)
-    try:
-        plans = plan_memory(models, rollout, free)
-    except ResourceError as error:
-        raise ResourceError(f"pool {pool}: {error}") from None
-    _check_hosts(pool, next(iter(needs.values())), host_bytes(models, plans))
-    plan = iter(plans)
-    for role, ranks in needs.items():
-        groups[role].place_models({model.name: next(plan) for model in ranks[0].models})
-    line = describe_plan(models, rollout, plans, free)
-    return None if line is None else f"pool {pool}: {line}"
+    lines, tokens, numbers = [], None, PLAIN
+    if needs:
+        # Ranks differ in what is free, not in their models.
+        free = min(rank.free for ranks in needs.values() for rank in ranks)
+        load = max((loads[role] for role in needs), key=lambda load: load.step_rows)
+        try:
+            chosen = choose(_options([ranks[0] for ranks in needs.values()]), load, free)
+        except ResourceError as error:
+            raise ResourceError(f"pool {pool}: {error}") from None
+        _check_hosts(pool, next(iter(needs.values())), host_bytes(chosen.models, chosen.plans))
+        plan, tokens, numbers = iter(chosen.plans), chosen.tokens, chosen.numbers
+        for role, ranks in needs.items():
+            groups[role].place_models({model.name: next(plan) for model in ranks[0].models})
+        lines.append(describe_plan(chosen.models, chosen.rollout, chosen.plans, free))
+    lines.append(describe_chosen(_settle(groups, loads, tokens, numbers)))
+    return "\n".join(f"pool {pool}: {line}" for line in lines if line is not None) or None
+
+
+def _options(needs: Sequence[Needs]) -> dict[int, Counted]:
+    """What all of them need together, for each size of micro-batches that may be chosen."""
+    sizes = sorted({tokens for need in needs for tokens in need.options}) or [0]
+    found: dict[int, Counted] = {}
+    for size in sizes:
+        parts = [_counted(need, size) for need in needs]
+        found[size] = [model for models, _ in parts for model in models], next((r for _, r in parts if r is not None), None)
+    return found
+
+
+def _counted(need: Needs, size: int) -> Counted:
+    """With the largest micro-batches of those that it was counted for that are no larger than `size`."""
+    fitting = [tokens for tokens in need.options if tokens <= size]
+    return need.options[max(fitting)] if fitting else (need.models, need.rollout)
+
+
+def _settle(
+    groups: Mapping[R, RoleGroup], loads: Mapping[R, Load], tokens: int | None, numbers: RolloutNumbers
+) -> dict[str, float]:
+    """Give the workers numbers for their keys that are auto; those that were chosen."""
+    chosen: dict[str, float] = {}
+    for role, group in groups.items():
+        if hasattr(group, "settle"):
+            chosen |= group.settle(dataclasses.replace(loads[role], auto_tokens=tokens), numbers)[0]
+    return chosen
 
 
 def _ask(group: RoleGroup, load: Load) -> list[Needs]:

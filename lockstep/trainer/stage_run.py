@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import SamplingConfig
+from lockstep.config.auto import tokens_in_words
 from lockstep.config.stage import STAGE_KEYS, StageConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.observability.display import View, make_display
@@ -203,7 +204,7 @@ class StageRun(Run):
         section, engine, batch = self.section, self.config.engine, self.rows_per_step
         one, several = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}[section.device]
         processes, rows = section.n_gpus_per_node * section.nnodes, engine.micro_batch_size_per_gpu
-        cut = f"{rows} rows" if rows else f"{engine.max_token_len_per_gpu} tokens"
+        cut = f"{rows} rows" if rows else tokens_in_words(engine.max_token_len_per_gpu)
         return "\n".join(
             (
                 f"{len(self.train_data)} training rows, {batch} a step: {self.schedule.steps_per_epoch} steps an epoch, "
@@ -234,7 +235,7 @@ class StageRun(Run):
 
     def _load_of(self, ranks: int) -> Load:
         rows = -(-self.rows_per_step // ranks) * self.rows_per_example
-        return Load(longest=self.longest, step_rows=rows, update_rows=rows)
+        return Load(longest=self.longest, step_rows=rows, update_rows=rows, unit=self.rows_per_example)
 
 
 def denominators_of(batch: DataProto) -> Denominators:

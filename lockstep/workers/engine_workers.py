@@ -8,11 +8,10 @@ live in.
 import functools
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators
@@ -20,23 +19,19 @@ from lockstep.config.actor_rollout_ref import POLICY_ROLES, PPO_KEYS, ActorRollo
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.load import Head
 from lockstep.observability.metrics import Metric
-from lockstep.planner.count import Load
-from lockstep.planner.memory import MemoryPlan, Model, Rollout
-from lockstep.planner.needs import place_policy, policy_needs
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.optim import update_metrics
-from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.skip import update_or_skip
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.episodes import PlaysEpisodes
 from lockstep.workers.losses import Loss, make_policy_loss
-from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
 from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part
+from lockstep.workers.prepared_policy import PreparedPolicy
 from lockstep.workers.rollout.base import Completion, requests_of, response_columns
 from lockstep.workers.training_worker import TrainingWorker
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, checksum
@@ -44,7 +39,7 @@ from lockstep.workers.weight_sync.base import Manifest, WeightOffer, checksum
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
 
-class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
+class ActorRolloutRefWorker(PlaysEpisodes, PreparedPolicy):
     """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
@@ -75,16 +70,6 @@ class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
         self.seed, self.pad_token_id = seed, pad_token_id
         self.total_updates, self.max_response_length = total_updates, max_response_length
         self.make_loss, self.keys, self.head = make_loss, keys, Head[head.upper()]
-
-    def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
-        """See `ModelWorker.count`."""
-        options: Any = {"load": load, "world_size": self.world_size, "element": self._dtype.itemsize, "head": self.head}
-        return policy_needs(self.config, self.parts, self.keys, **options)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
-        """Make `init_model` do what was decided for the models that `memory_needs` named."""
-        self.config = place_policy(self.config, plans)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -237,11 +222,6 @@ class ActorRolloutRefWorker(PlaysEpisodes, ModelWorker):
             self.actor.withdraw()
         if hasattr(self, "rollout"):
             self.rollout.engine.close()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The type that the actor computes in, and the rollout too."""
-        return compute_dtype(self.config.actor.engine.dtype, self.device)
 
     def _weights_changed(self) -> None:
         if self.parts.rollout:

@@ -1,9 +1,12 @@
 """What the two worker classes share: memory that is counted before models are loaded, peaks of stages, and checkpoints."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.observability.metrics import Metric
+from lockstep.planner.built import reusing_models
+from lockstep.planner.choose import candidates
 from lockstep.planner.count import Load
 from lockstep.planner.memory import Model, Rollout
 from lockstep.planner.needs import Needs
@@ -37,7 +40,11 @@ class ModelWorker(Worker):
     def memory_needs(self, load: Load) -> Needs | None:
         """What `init_model` and the stages will take on the device, and what is free; None on a CPU, whose memory is the host's already."""
         free = free_device_memory(self.device)
-        return None if free is None else Needs(free, available_ram(), socket.gethostname(), *self.count(load))
+        if free is None:
+            return None
+        with reusing_models():
+            options = {tokens: self.count(replace(load, auto_tokens=tokens)) for tokens in candidates(load)}
+        return Needs(free, available_ram(), socket.gethostname(), *options[min(options)], options)
 
     @register(Dispatch.ONE_TO_ALL)
     def skip_nonfinite(self) -> None:

@@ -16,9 +16,10 @@ from lockstep.data.scored_text import ScoredText
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Metric
+from lockstep.planner.choose import RolloutNumbers
 from lockstep.planner.count import Load
 from lockstep.planner.memory import MemoryPlan, Model, Rollout
-from lockstep.planner.needs import place_training, training_needs
+from lockstep.planner.needs import Numbers, place_training, settle_training, training_needs
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
@@ -50,10 +51,14 @@ class TrainingWorker(ModelWorker):
             raise ValueError(f"role={role!r} is not known; choose critic or rm")
         self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
         if isinstance(config, CriticConfig):
-            self.budget = Budget(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
             self._value_loss = make_value_loss(config)
-        else:
-            self.budget = Budget(config.max_token_len_per_gpu, config.micro_batch_size_per_gpu)
+
+    @property
+    def budget(self) -> Budget:
+        """What is computed at once."""
+        config = self.config
+        rows = config.ppo_micro_batch_size_per_gpu if isinstance(config, CriticConfig) else config.micro_batch_size_per_gpu
+        return Budget(config.max_tokens, rows)
 
     def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
         """See `ModelWorker.count`."""
@@ -65,6 +70,12 @@ class TrainingWorker(ModelWorker):
         """Make `init_model` do what was decided for the model that `memory_needs` named."""
         (plan,) = plans.values()
         self.config = place_training(self.config, plan)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def settle(self, load: Load, numbers: RolloutNumbers) -> Numbers:
+        """Take numbers for the keys that are auto; returns those that were taken."""
+        self.config, chosen = settle_training(self.config, load)
+        return chosen
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -57,7 +57,7 @@ def test_it_says_where_the_run_happens(device, processes, expected):
     text = describe(config, 64, 1, device)
     assert expected in text
     assert "runs/mine" in text
-    assert "at most 16384 tokens at once" in text
+    assert "at most as many tokens as the plan chose at once" in text
 
 
 def test_it_leaves_out_a_critic_that_is_not_there():

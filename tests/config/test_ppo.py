@@ -289,3 +289,17 @@ def test_what_a_run_consists_of_follows_from_the_config(overrides, critic, refer
 def test_the_run_folder_is_named_after_project_and_experiment_unless_given():
     assert TrainerConfig(project_name="p", experiment_name="e").run_dir == Path("checkpoints/p/e")
     assert TrainerConfig(default_local_dir="elsewhere").run_dir == Path("elsewhere")
+
+
+def test_numbers_that_may_be_auto_are_auto_or_numbers() -> None:
+    config = load(f"{ROLLOUT}.max_num_seqs=77", f"{ROLLOUT}.gpu_memory_utilization=1", f"{ACTOR}.ppo_max_token_len_per_gpu=4096")
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    assert (rollout.seats, rollout.cache_share, actor.max_tokens) == (77, 1, 4096)
+    plain = load().actor_rollout_ref
+    assert (plain.rollout.max_num_seqs, plain.rollout.seats, plain.rollout.pass_tokens) == ("auto", 256, 8192)
+    assert (plain.actor.ppo_max_token_len_per_gpu, plain.actor.max_tokens) == ("auto", 16384)
+    for key in (f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.gpu_memory_utilization", f"{ACTOR}.ppo_max_token_len_per_gpu"):
+        with pytest.raises(ConfigError, match=rf"{key}=many is no number; write a number, or auto"):
+            load(f"{key}=many")
+    with pytest.raises(ConfigError, match=r"max_num_seqs: Value '2.5' of type 'float'"):
+        load(f"{ROLLOUT}.max_num_seqs=2.5")

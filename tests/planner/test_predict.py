@@ -98,6 +98,20 @@ def test_a_smaller_cache_generates_fewer_at_once(models):
     assert small.seconds["gen"] > large.seconds["gen"]
 
 
+def test_micro_batches_are_chosen_for_the_share_of_one_rank_as_in_a_run(models):
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    batch = (
+        "data.train_batch_size=64",
+        "actor_rollout_ref.rollout.n=1",
+        "data.max_prompt_length=512",
+        "data.max_response_length=512",
+    )
+    chosen = [predict(config_of(models / "0.5b", *batch, f"trainer.n_gpus_per_node={n}"), H200).chosen for n in (1, 8)]
+    assert [numbers[key] for numbers in chosen] == [65536, 8192]
+    assert [numbers["actor_rollout_ref.rollout.max_num_seqs"] for numbers in chosen] == [64, 8]
+    assert predict(config_of(models / "0.5b", f"{key}=4096"), H200).chosen.keys().isdisjoint({key})
+
+
 def test_lengths_are_spread_around_their_mean():
     for mean, longest, count in ((100, 320, 512), (300, 320, 64), (10, 4096, 7)):
         lengths = spread_lengths(mean, longest, count)

@@ -122,9 +122,32 @@ def test_enough_memory_offloads_nothing_and_says_nothing(
         assert placed(trainer) == {"actor": none, "critic": (False, True), "ref": none, "reward_model": none}
         workers = trainer.workers.groups[0]._host.workers
         assert workers["actor_rollout"].config.model.enable_gradient_checkpointing is False  # there is room for all activations
+        section, rows = workers["actor_rollout"].config, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        assert (section.rollout.max_num_seqs, section.rollout.max_num_batched_tokens) == (rows, 32768)
+        assert section.rollout.gpu_memory_utilization == 0.9
+        assert (section.actor.ppo_max_token_len_per_gpu, workers["critic"].budget.max_tokens) == (8192, 8192)
+        assert workers["rm"].budget.max_tokens == 32768
     finally:
         trainer.close()
-    assert "in host memory" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "in host memory" not in out
+    assert (
+        f"chosen for auto: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192, actor_rollout_ref.rollout.max_num_seqs={rows}"
+        in out
+    )
+
+
+def test_on_a_cpu_auto_is_the_plain_numbers(embedded_config: Callable[..., PPOConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(embedded_config(*STEPS, "actor_rollout_ref.rollout.max_num_batched_tokens=99"), POOL, roles(*NAMES))
+    try:
+        trainer.init_workers()
+        workers = trainer.workers.groups[0]._host.workers
+        rollout, actor = workers["actor_rollout"].config.rollout, workers["actor_rollout"].config.actor
+        assert (rollout.max_num_seqs, rollout.max_num_batched_tokens, rollout.gpu_memory_utilization) == (256, 99, 0.5)
+        assert (actor.ppo_max_token_len_per_gpu, workers["critic"].config.ppo_max_token_len_per_gpu) == (16384, 32768)
+    finally:
+        trainer.close()
+    assert "max_num_batched_tokens" not in capsys.readouterr().out
 
 
 def test_models_that_cannot_fit_are_refused_before_any_is_loaded(

@@ -208,7 +208,7 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
         outputs.log_probs.register_hook(keep)
         return loss_fn(outputs, tokens)
 
-    budget = Budget(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+    budget = Budget(actor.max_tokens, actor.ppo_micro_batch_size_per_gpu)
     temperature = config.actor_rollout_ref.rollout.temperature
     with engine.on_device():
         engine.module.zero_grad()

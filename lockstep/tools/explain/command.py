@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.config.arithmetic import describe
+from lockstep.config.auto import tokens_in_words
 from lockstep.config.data import EMBEDDED
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import LockstepError, as_command
@@ -63,6 +64,7 @@ def _rows(config: PPOConfig) -> int | str:
 
 
 def _cost(config: PPOConfig, gpu: str | None) -> str:
+    from lockstep.planner.choose import describe_chosen
     from lockstep.planner.hardware import find_device
     from lockstep.planner.predict import Lengths
     from lockstep.tools.plan.measured import predicted
@@ -74,7 +76,9 @@ def _cost(config: PPOConfig, gpu: str | None) -> str:
     times = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in found.seconds.items() if seconds >= 0.05)
     return (
         f"on {found.num_gpus} x {device.name}, with rows as long as they may be: {found.step_s:.1f} s ({times}), "
-        f"{found.peak / 2**30:.0f} of {device.memory / 2**30:.0f} GiB at the fullest\nlockstep plan says more, for other GPUs too"
+        f"{found.peak / 2**30:.0f} of {device.memory / 2**30:.0f} GiB at the fullest\n"
+        + (f"{line}\n" if (line := describe_chosen(found.chosen)) else "")
+        + "lockstep plan says more, for other GPUs too"
     )
 
 
@@ -92,7 +96,11 @@ def _gpu_here() -> str | None:
 
 def _stage_words(config: Any) -> str:
     batch, engine, section = config.data.train_batch_size, config.engine, config.trainer
-    cut = f"{engine.micro_batch_size_per_gpu} rows" if engine.micro_batch_size_per_gpu else f"{engine.max_token_len_per_gpu} tokens"
+    cut = (
+        f"{engine.micro_batch_size_per_gpu} rows"
+        if engine.micro_batch_size_per_gpu
+        else tokens_in_words(engine.max_token_len_per_gpu)
+    )
     count = section.n_gpus_per_node * section.nnodes
     return "what a step is:\n" + _indented(
         f"{batch} rows of up to {config.data.max_length} tokens, one update of {config.model.path} ({engine.strategy})\n"

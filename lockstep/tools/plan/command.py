@@ -68,7 +68,14 @@ def _plan(options: argparse.Namespace) -> int:
             stage: {name: round(size / GIB, 3) for name, size in columns(parts).items()} for stage, parts in found.memory.items()
         }
         peaks = {stage: round(parts.total() / GIB, 3) for stage, parts in found.memory.items()}
-        print(json.dumps({"peak_gib": peaks, "memory_gib": memory, "seconds": found.seconds, "step_s": found.step_s}, indent=1))
+        numbers = {
+            "peak_gib": peaks,
+            "memory_gib": memory,
+            "seconds": found.seconds,
+            "step_s": found.step_s,
+            "chosen": found.chosen,
+        }
+        print(json.dumps(numbers, indent=1))
         return 0
     print(f"{head}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
     print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))

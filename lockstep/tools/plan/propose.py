@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.auto import AUTO
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, ResourceError
@@ -66,12 +67,13 @@ def _moves(config: PPOConfig, found: Prediction) -> Iterator[tuple[list[dict[str
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     rows = -(-config.data.train_batch_size * rollout.n // (trainer.n_gpus_per_node * trainer.nnodes))
     key = "actor_rollout_ref.rollout"
-    seats = [size for size in _SEATS if rollout.max_num_seqs < size < 2 * rows]
+    seats = [] if rollout.max_num_seqs == AUTO else [size for size in _SEATS if rollout.seats < size < 2 * rows]
     yield [{f"{key}.max_num_seqs": size} for size in seats], f"{rows} responses per GPU, generated more at once"
-    if found.seats < min(rollout.max_num_seqs, rows):
+    if rollout.gpu_memory_utilization != AUTO and found.seats < min(rollout.seats, rows):
         yield [{f"{key}.gpu_memory_utilization": 0.8}], f"the key-value cache holds {found.seats} sequences only"
     longest = config.data.max_prompt_length + config.data.max_response_length
-    yield [_budget(config, size) for size in _BUDGETS if size >= longest], "micro-batches of another size"
+    if config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu != AUTO:
+        yield [_budget(config, size) for size in _BUDGETS if size >= longest], "micro-batches of another size"
     if trainer.nnodes > 1:
         section = "actor_rollout_ref.actor.fsdp_config"
         yield (

@@ -1,5 +1,6 @@
 """What `lockstep plan` prints: a row per stage, then what it comes to."""
 
+from lockstep.planner.choose import describe_chosen
 from lockstep.planner.hardware import Device
 from lockstep.planner.memory import SHARE, Contents
 from lockstep.planner.predict import SAVE, Prediction
@@ -52,6 +53,7 @@ def outcome(found: Prediction, device: Device, price: float | None, save_freq: i
         parts = [name for name, is_off in (("weights", plan.offload_weights), ("moments", plan.offload_moments)) if is_off]
         kept = f"{' and '.join(parts)} in host memory while idle" if parts else "on the GPU all the time"
         lines.append(f"  {model}: {kept}" + (f"; recomputed in the backward pass: {plan.recompute}" if plan.recompute else ""))
+    lines += [f"  {chosen}" for chosen in (describe_chosen(found.chosen),) if chosen is not None]
     if found.host:
         lines.append(f"  host memory for what is offloaded: {found.host / GIB:.1f} GiB per GPU")
     return lines

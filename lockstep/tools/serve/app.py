@@ -103,7 +103,7 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:
-        self.desk = Desk(self._open_stream, self.loaded.engine.config.max_num_seqs + self.options.max_queue)
+        self.desk = Desk(self._open_stream, self.loaded.engine.seats + self.options.max_queue)
         following = asyncio.ensure_future(self._follow()) if self.options.newer is not None else None
         try:
             yield

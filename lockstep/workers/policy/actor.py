@@ -52,4 +52,4 @@ class ActorPart:
 
 def actor_budget(config: ActorRolloutRefConfig) -> Budget:
     """What the actor computes at once."""
-    return Budget(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu)
+    return Budget(config.actor.max_tokens, config.actor.ppo_micro_batch_size_per_gpu)

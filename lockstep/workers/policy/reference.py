@@ -22,5 +22,5 @@ class ReferencePart:
 def reference_budget(config: ActorRolloutRefConfig) -> Budget:
     """What the reference computes at once."""
     ref = config.ref
-    tokens = ref.log_prob_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
+    tokens = ref.log_prob_max_token_len_per_gpu or config.actor.max_tokens
     return Budget(tokens, ref.log_prob_micro_batch_size_per_gpu)

@@ -83,6 +83,7 @@ class RolloutEngine(ABC):
         self.vocabulary: int = text_config.vocab_size
         self.context: int | None = getattr(text_config, "max_position_embeddings", None)
         """How many tokens prompt and response may have together."""
+        self.seats, self.pass_tokens, self.cache_share = config.seats, config.pass_tokens, config.cache_share
         self.version = 0
         """Counts the weights: whoever changes them adds one."""
         self._broken: str | None = None

@@ -65,8 +65,7 @@ def script():
 @pytest.fixture
 def serve(script):
     """`serve(options...)`: a server over the script, with two seats and no queue beside them."""
-    config = SimpleNamespace(max_num_seqs=2)
-    engine = SimpleNamespace(vocabulary=258, context=256, config=config, open=lambda sampling, num_tokens: script)
+    engine = SimpleNamespace(vocabulary=258, context=256, seats=2, open=lambda sampling, num_tokens: script)
     loaded = LoadedModel(ModelSource("none"), byte_tokenizer(), engine, (256,))
     return lambda **options: serving(loaded, **{"max_queue": 0} | options)
 

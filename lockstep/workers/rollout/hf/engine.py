@@ -95,7 +95,7 @@ class HFStream(Stream):
         none = torch.empty(0, dtype=torch.int64)
         answers: list[Completion | Tokens] = [Completion(i, none, none.float(), "abort", version) for i in sorted(aborted)]
         queue = [job for job in queue if job.index not in aborted]
-        batch = [job for job in queue if job.params == queue[0].params][: self._hf.config.max_num_seqs]
+        batch = [job for job in queue if job.params == queue[0].params][: self._hf.seats]
         self._queue = [job for job in queue if job not in batch]
         for completion in self._hf.generate_batch(batch) if batch else ():
             if self._jobs[completion.index].request.streams and len(completion.ids):

@@ -38,7 +38,7 @@ class NativeRollout(ModuleRollout):
         `max_num_seqs` sequences that fill the context, or for as much as there is memory for."""
         self.check_weights()
         if num_tokens is None:
-            num_tokens = (self.context or 1 << 40) * self.config.max_num_seqs
+            num_tokens = (self.context or 1 << 40) * self.seats
         scheduler = self._scheduler(1 + -(-num_tokens // self.backend.page_size), OpenScheduler)
         room = scheduler.pool.capacity * scheduler.pool.page_size
         scheduler.longest = min(room, self.context or room)
@@ -58,7 +58,7 @@ class NativeRollout(ModuleRollout):
     def _pages_for(self, requests: Sequence[Request], sampling: SamplingParams) -> int:
         limits = [(len(r.prompt_ids), r.max_tokens or (r.sampling or sampling).max_tokens) for r in requests]
         needs = sorted((min(sum(limit), self.context or 1 << 40) for limit in limits), reverse=True)
-        return 1 + sum(-(-need // self.backend.page_size) + 1 for need in needs[: self.config.max_num_seqs])
+        return 1 + sum(-(-need // self.backend.page_size) + 1 for need in needs[: self.seats])
 
     def _opened(self, stream: Stream) -> Stream:
         self._stream = stream
@@ -93,8 +93,8 @@ class NativeRollout(ModuleRollout):
             backend.close()  # its pages count as free memory
             backend.open(max(2, min(wanted, backend.most_pages())))
         pool = PagePool(backend.num_pages, backend.page_size)
-        budget = min(self.config.max_num_batched_tokens, backend.most_tokens or self.config.max_num_batched_tokens)
-        return kind(pool, self.config.max_num_seqs, budget, backend.lookahead, backend.mixed)
+        budget = min(self.pass_tokens, backend.most_tokens or self.pass_tokens)
+        return kind(pool, self.seats, budget, backend.lookahead, backend.mixed)
 
     @cached_property
     def backend(self) -> Backend:
@@ -104,12 +104,12 @@ class NativeRollout(ModuleRollout):
             from lockstep.workers.rollout.native.gpu.backend import GPUBackend  # needs Triton
 
             shape = cache_shape(self.module, GPUBackend.page_size)
-            utilization, own = self.config.gpu_memory_utilization, self.own_weights
+            utilization, own = self.cache_share, self.own_weights
             return GPUBackend(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
         return self._cpu_backend(invariant)
 
     def _cpu_backend(self, invariant: bool) -> PassBackend:
-        (shape, library), utilization = self._cpu_parts, self.config.gpu_memory_utilization
+        (shape, library), utilization = self._cpu_parts, self.cache_share
         if library is not None:
             return FusedBackend(self.module, shape, library, utilization, invariant)
         return TorchBackend(self.module, shape, utilization, invariant)

@@ -125,4 +125,4 @@ class RoutedRollout(NativeRollout):
         return self._opened(RoutedStream(self, sampling, backend, scheduler, self._forget_stream))
 
     def _cpu_backend(self, invariant: bool) -> PassBackend:
-        return RoutedBackend(self.module, self._cpu_parts[0], self.config.gpu_memory_utilization, invariant)
+        return RoutedBackend(self.module, self._cpu_parts[0], self.cache_share, invariant)

@@ -44,8 +44,8 @@ class SGLangRollout(ProcessRollout):
         arguments = [
             "--model-path", self.folder, "--device", device.type, "--dtype", dtype,
             "--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0",
-            "--max-running-requests", str(config.max_num_seqs), "--chunked-prefill-size", str(config.max_num_batched_tokens),
-            "--mem-fraction-static", str(config.gpu_memory_utilization),
+            "--max-running-requests", str(config.seats), "--chunked-prefill-size", str(config.pass_tokens),
+            "--mem-fraction-static", str(config.cache_share),
         ]  # fmt: skip
         arguments += ["--json-model-override-args", json.dumps(model.override_config)] if model.override_config else []
         arguments += ["--trust-remote-code"] if model.trust_remote_code else []
@@ -118,7 +118,7 @@ class SGLangStream(Stream):
     def __init__(self, engine: SGLangRollout, sampling: SamplingParams) -> None:
         super().__init__(engine, sampling)
         self._sglang, self._asked = engine, dict[Future[Any], Job]()
-        self._pool = ThreadPoolExecutor(engine.config.max_num_seqs, "sglang")
+        self._pool = ThreadPoolExecutor(engine.seats, "sglang")
 
     def _fault(self, job: Job) -> str | None:
         if job.request.top_log_probs or job.request.prompt_log_probs:

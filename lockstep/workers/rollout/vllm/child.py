@@ -63,7 +63,7 @@ class VLLMChild:
         memory: dict[str, Any] = {"kv_cache_memory_bytes": cache_bytes}
         if cache_bytes is None:
             free, total = torch.cuda.mem_get_info()
-            memory = {"gpu_memory_utilization": config.gpu_memory_utilization * free / total, "enable_sleep_mode": True}
+            memory = {"gpu_memory_utilization": config.cache_share * free / total, "enable_sleep_mode": True}
         self._llm = vllm.LLM(
             model=folder,
             skip_tokenizer_init=True,
@@ -76,8 +76,8 @@ class VLLMChild:
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=True,
             max_model_len=context,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+            max_num_seqs=config.seats,
+            max_num_batched_tokens=max(config.pass_tokens, config.seats),
             **memory,
         )
         # A model that vLLM accepts but cannot compute (a head size without a kernel) fails here, and not in the first step.

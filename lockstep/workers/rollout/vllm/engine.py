@@ -124,8 +124,8 @@ def _environment(config: RolloutConfig, cuda: bool) -> dict[str, str]:
 def _cache_bytes(text_config: PretrainedConfig, config: RolloutConfig, dtype: torch.dtype) -> int:
     """Memory of the key-value cache on a CPU: for `max_num_seqs` sequences that fill the context, or half of `gpu_memory_utilization` of
     the memory that is available."""
-    most = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
+    most = int(psutil.virtual_memory().available * config.cache_share / 2)
     heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     token = 2 * text_config.num_hidden_layers * heads * head_size(text_config) * dtype.itemsize
     context = getattr(text_config, "max_position_embeddings", None)
-    return most if context is None else min(most, token * (context + 128) * (config.max_num_seqs + 1))
+    return most if context is None else min(most, token * (context + 128) * (config.seats + 1))

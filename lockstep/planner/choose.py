@@ -1,0 +1,124 @@
+"""The numbers of keys that say `auto`, chosen from a model's sizes, the memory that is free, and the load. Arithmetic only.
+
+None of them changes what is computed: they say how much is computed at once.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.config.auto import AUTO, CACHE_SHARE, PASS_TOKENS, SEATS
+from lockstep.planner.count import Load
+from lockstep.planner.memory import GENERATION, SHARE, MemoryPlan, Model, Plans, Rollout, plan_memory, stage_bytes
+
+CANDIDATES = (8192, 16384, 32768, 65536)
+"""Tokens of a micro-batch. Small models gain up to the last: the host launches fewer kernels."""
+MOST_SEATS, MOST_SENT_SEATS = 2048, 1024
+"""Sequences at once: of the native engine, and of one in a process of its own, which starts longer the more it captures."""
+MOST_PASS_TOKENS = 32768
+LEAST_SEATS = 64
+PROMPTS_SHARE = 1 / 32
+"""Of the free memory, what prompts may take that are computed at once."""
+GRAPHS = 2**30
+"""Bytes for captured graphs and kernels' workspaces."""
+LEAST_SHARE, MOST_SHARE = 0.05, 0.9
+"""Of the free memory, the cache gets no less and no more."""
+
+Counted = tuple[Sequence[Model], Rollout | None]
+"""The models on a device and what generates there, counted for one size of micro-batches."""
+
+
+@dataclass(frozen=True)
+class RolloutNumbers:
+    """What a rollout computes at once; the values of its keys of these names."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+
+
+PLAIN = RolloutNumbers(SEATS, PASS_TOKENS, CACHE_SHARE)
+"""On a CPU, where more at once brings nothing, and where one shape must serve every batch."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """All that was chosen for the models of a device, and what follows for them."""
+
+    tokens: int
+    """Of a micro-batch."""
+    models: Sequence[Model]
+    rollout: Rollout | None
+    """As they are counted with these tokens."""
+    plans: list[MemoryPlan]
+    numbers: RolloutNumbers
+
+
+def choose(options: Mapping[int, Counted], load: Load, free: int) -> Chosen:
+    """The numbers for models that share a device with `free` bytes.
+
+    `options` has what was counted for each size of micro-batches that may be chosen, the smallest first. The largest is taken for which
+    nothing more is offloaded or recomputed than for the smallest. Raises ResourceError where that one does not fit.
+    """
+    found: list[tuple[int, list[MemoryPlan]]] = []
+    for tokens, (models, rollout) in options.items():
+        if not found:
+            found.append((tokens, plan_memory(models, rollout, free)))
+        elif max(stage_bytes(models, rollout, found[0][1]).values()) <= SHARE * free:
+            found.append((tokens, found[0][1]))
+    tokens, plans = found[-1]
+    models, rollout = options[tokens]
+    return Chosen(tokens, models, rollout, plans, _rollout_numbers(models, rollout, plans, load, free))
+
+
+def candidates(load: Load) -> tuple[int, ...]:
+    """Sizes of micro-batches that may be chosen for this load: a larger one than a whole update brings nothing."""
+    whole = load.update_rows * load.longest
+    least = max(CANDIDATES[0], load.longest * load.unit)
+    larger = [size for before, size in itertools.pairwise(CANDIDATES) if size > least and whole > before]
+    return (least, *larger)
+
+
+def choose_rollout(rollout: Rollout, load: Load, free: int) -> RolloutNumbers:
+    """What `rollout` computes at once where `free` bytes are left when it starts."""
+    if rollout.engine in ("vllm", "sglang"):
+        return replace(PLAIN, max_num_seqs=max(1, min(load.step_rows, MOST_SENT_SEATS)))
+    if rollout.engine != "native":
+        return PLAIN
+    tokens = PASS_TOKENS
+    while tokens < MOST_PASS_TOKENS and 2 * tokens * rollout.prompt_bytes <= PROMPTS_SHARE * free:
+        tokens *= 2
+    if rollout.in_one_shape:
+        return replace(PLAIN, gpu_memory_utilization=_share(rollout, PLAIN.max_num_seqs, tokens, free))
+    # Responses are half as long as they may be, or so: one that finds no page waits, and its prompt is computed again.
+    most = int(MOST_SHARE * free) * 2 // max(1, rollout.token_bytes * load.longest)
+    seats = min(load.step_rows, MOST_SEATS, max(LEAST_SEATS, most))
+    return RolloutNumbers(seats, tokens, _share(rollout, seats, tokens, free))
+
+
+def _share(rollout: Rollout, seats: int, tokens: int, free: int) -> float:
+    """Of `free`, what is left for the cache."""
+    beside = seats * rollout.row_bytes + tokens * rollout.prompt_bytes + GRAPHS
+    return _rounded(min(MOST_SHARE, 1 - beside / max(1, free)))
+
+
+def _rounded(share: float) -> float:
+    return max(LEAST_SHARE, int(share * 100) / 100)
+
+
+def _rollout_numbers(models: Sequence[Model], rollout: Rollout | None, plans: Plans, load: Load, free: int) -> RolloutNumbers:
+    if rollout is None:
+        return PLAIN
+    stages = stage_bytes(models, replace(rollout, cache=0), plans)
+    left = max(1, free - stages.pop(GENERATION))
+    numbers = choose_rollout(rollout, load, left)
+    if rollout.keeps_cache and rollout.engine == "native" and stages:  # it is there in all other stages too
+        spare = SHARE * free - max(stages.values())
+        numbers = replace(numbers, gpu_memory_utilization=_rounded(min(numbers.gpu_memory_utilization, spare / left)))
+    return numbers
+
+
+def describe_chosen(values: Mapping[str, float | str]) -> str | None:
+    """A line that says what was chosen: key -> value; None where nothing was left to choose."""
+    found = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
+    return f"chosen for {AUTO}: {found}" if found else None

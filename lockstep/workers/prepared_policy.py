@@ -1,0 +1,46 @@
+"""What happens to a policy's worker before its first step, around `init_model`: it is counted, placed and given numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts, PolicyKeys
+from lockstep.models.load import Head
+from lockstep.planner.choose import RolloutNumbers
+from lockstep.planner.count import Load
+from lockstep.planner.memory import MemoryPlan, Model, Rollout
+from lockstep.planner.needs import Numbers, place_policy, policy_needs, settle_policy
+from lockstep.single_controller.base import Dispatch, register
+from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.model_worker import ModelWorker
+
+
+class PreparedPolicy(ModelWorker):
+    """The part of ActorRolloutRefWorker that a step does not run."""
+
+    config: ActorRolloutRefConfig
+    parts: Parts
+    keys: PolicyKeys
+    head: Head
+
+    def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
+        """See `ModelWorker.count`."""
+        options: Any = {"load": load, "world_size": self.world_size, "element": self._dtype.itemsize, "head": self.head}
+        return policy_needs(self.config, self.parts, self.keys, **options)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
+        """Make `init_model` do what was decided for the models that `memory_needs` named."""
+        self.config = place_policy(self.config, plans)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def settle(self, load: Load, numbers: RolloutNumbers) -> Numbers:
+        """Take numbers for the keys that are auto; returns those that were taken."""
+        self.config, chosen = settle_policy(self.config, self.parts, self.keys, load, numbers)
+        return chosen
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The type that the actor computes in, and the rollout too."""
+        return compute_dtype(self.config.actor.engine.dtype, self.device)
