@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/engine", "single_controller/base", "planner", "models", "protocol", "observability", "utils",
     },
     "workers/prepared_policy": {
-        "workers/engine", "workers/model_worker", "single_controller/base", "planner", "models", "config",
+        "workers/engine", "workers/model_worker", "workers/policy", "single_controller/base", "planner", "models", "config",
     },
     "workers/policy": {"workers/engine", "workers/rollout", "workers/weight_sync", "models", "protocol", "config", "utils"},
     "workers/training_worker": {

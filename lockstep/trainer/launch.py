@@ -93,6 +93,10 @@ class Workers:
                     view.init_model()
             if section.on_nonfinite == "skip" and hasattr(view, "skip_nonfinite"):
                 view.skip_nonfinite()
+        for view in self.by_role.values() if uses_gpu else ():
+            if hasattr(view, "warm_up"):
+                with progress(f"compiling kernels for {view.name}"):
+                    view.warm_up()
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]], specs: Mapping[Enum, RoleSpec]) -> None:
         """Decide, for each device, which models are offloaded while others work, and say so."""

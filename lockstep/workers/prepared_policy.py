@@ -1,4 +1,4 @@
-"""What happens to a policy's worker before its first step, around `init_model`: it is counted, placed and given numbers."""
+"""What happens to a policy's worker before its first step, around `init_model`: it is counted, placed, given numbers, and warmed up."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +14,10 @@ from lockstep.planner.needs import Numbers, place_policy, policy_needs, settle_p
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.model_worker import ModelWorker
+from lockstep.workers.policy.actor import ActorPart
+from lockstep.workers.policy.reference import ReferencePart
+from lockstep.workers.policy.rollout import RolloutPart
+from lockstep.workers.policy.warm_up import warm_up
 
 
 class PreparedPolicy(ModelWorker):
@@ -23,6 +27,9 @@ class PreparedPolicy(ModelWorker):
     parts: Parts
     keys: PolicyKeys
     head: Head
+    actor: ActorPart
+    rollout: RolloutPart
+    ref: ReferencePart
 
     def count(self, load: Load) -> tuple[list[Model], Rollout | None]:
         """See `ModelWorker.count`."""
@@ -39,6 +46,12 @@ class PreparedPolicy(ModelWorker):
         """Take numbers for the keys that are auto; returns those that were taken."""
         self.config, chosen = settle_policy(self.config, self.parts, self.keys, load, numbers)
         return chosen
+
+    @register(Dispatch.ONE_TO_ALL)
+    def warm_up(self) -> None:
+        """Compile what the stages will compute. Nothing that they compute changes."""
+        with self.memory.stage("warm_up", (), None, "actor_rollout_ref.rollout.max_num_seqs"):
+            warm_up(self, self.config, self.parts)
 
     @property
     def _dtype(self) -> torch.dtype:

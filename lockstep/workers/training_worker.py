@@ -30,6 +30,7 @@ from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.score import score_rows
 from lockstep.workers.engine.skip import update_or_skip
 from lockstep.workers.engine.spec import EngineSpec
+from lockstep.workers.engine.warm_up import WARMED, warm_update
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.value_loss import make_value_loss
 
@@ -92,6 +93,13 @@ class TrainingWorker(ModelWorker):
             self._text = ScoredText(self.tokenizer)
             asked = spec(head=Head.SCORE, optim=None, pad_token_id=self.tokenizer.pad_token_id)
         self.engine = make_engine(config, asked)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def warm_up(self) -> None:
+        """Compile what the critic will compute (engine/warm_up.py). Nothing that it computes changes."""
+        if isinstance(self.config, CriticConfig) and self.config.strategy in WARMED:
+            with self.memory.stage("warm_up", (), None, _CRITIC_KEY):
+                warm_update(self.engine, learns=True, temperature=1.0)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -10,12 +10,14 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import free_device_memory
 from lockstep.workers.rollout.native.backend import Backend, Event, TakeAborts
 from lockstep.workers.rollout.native.family import is_fusable
+from lockstep.workers.rollout.native.gpu.attention import num_splits
 from lockstep.workers.rollout.native.gpu.draw import num_chunks
+from lockstep.workers.rollout.native.gpu.filters import make_filter
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.loop import GenerationLoop
 from lockstep.workers.rollout.native.gpu.rows import RowState
-from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket
+from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket, buckets
 from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 from lockstep.workers.rollout.native.scheduler import Scheduler
 
@@ -104,6 +106,15 @@ class GPUBackend(Backend):
             rows.stop[torch.tensor(known, device=self._device)] = 1
         loop = GenerationLoop(scheduler, decoder, runner, rows, self._cache, self.in_one_shape, sampling)
         yield from loop.run(take_aborts)
+
+    def warm_up(self, seats: int, sampling: SamplingParams, *, shares: bool) -> None:
+        assert self._cache is not None, "the backend is closed"
+        _, _, runner = self._seat(self._cache, seats, _WIDTH_STEP, sampling.penalises)
+        heads = self._shape.num_kv_heads
+        sizes = [size for size in buckets(seats) if size == bucket(seats) or not self.in_one_shape]
+        for size in sizes:
+            with_shared = shares and not self.in_one_shape and num_splits(size, heads) == 1
+            runner.warm_up([(size, make_filter(sampling), shared, False) for shared in (False, True)[: 1 + with_shared]])
 
     def _seat(self, cache: KVCache, max_num_seqs: int, width: int, seen: bool) -> _Seated:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""

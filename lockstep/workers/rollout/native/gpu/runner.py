@@ -5,6 +5,7 @@ when a size is first needed. They hold addresses: of the rows, the pages and the
 replays; when they move, the owner calls `forget`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ Decoder = FusedDecoder | HFDecoder
 def bucket(rows: int) -> int:
     """The batch size that `rows` rows are computed with."""
     return next((size for size in BUCKETS if size >= rows), -(-rows // 256) * 256)
+
+
+def buckets(rows: int) -> list[int]:
+    """The batch sizes that up to `rows` rows are computed with, the largest first."""
+    largest = bucket(rows)
+    return sorted({*(size for size in BUCKETS if size < largest), *range(1280, largest, 256), largest}, reverse=True)
 
 
 class DecodeRunner:
@@ -69,6 +76,13 @@ class DecodeRunner:
         if keep is not None and keep.penalises:
             note_tokens(self._rows, first, len(logits))
         draw(logits, self._rows, first, keep)
+
+    def warm_up(self, kinds: Sequence[StepKind]) -> None:
+        """Compile these steps, on rows that are all padding."""
+        for kind in kinds:
+            if self._captures and kind not in self._warm:
+                with progress(f"compiling the decode step of {kind[0]} rows"):
+                    self._warm_up(kind)
 
     def forget(self) -> None:
         """Drop the graphs and the memory they hold."""

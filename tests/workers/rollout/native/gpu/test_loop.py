@@ -99,3 +99,46 @@ def test_a_stop_id_that_the_model_does_not_have_ends_nothing(make_gpu: MakeGPU, 
     assert any(VOCABULARY - 1 in ids[:-1] for ids in expected)
     found = generate(make_gpu(model), requests, sampling(temperature=0.0, stop_token_ids=(wrong,), max_tokens=12), seats=40)
     assert [c.ids.tolist() for c in found] == expected
+
+
+def test_sizes_that_are_compiled_beforehand_are_those_that_rows_get() -> None:
+    from helpers.fake_gpu import runner
+
+    for rows in (1, 8, 9, 100, 1024, 1025, 2048, 3000):
+        met = {runner.bucket(alive) for alive in range(1, rows + 1)}
+        assert runner.buckets(rows) == sorted(met, reverse=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"top_k": 5}])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_warm_up_computes_every_step_that_is_met_and_changes_no_token(
+    make_gpu: MakeGPU, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], batch_invariant: bool
+) -> None:
+    from helpers.fake_gpu import runner
+
+    params = sampling(**options, stop_token_ids=(), max_tokens=24)
+    # Two samples of each prompt, of different lengths: many batch sizes are met, with and without shared prefixes.
+    prompts = [torch.arange(9) + place for place in range(20)]
+    requests = [
+        Request(prompt, (0, i, s), max_tokens=1 + (5 * i + 7 * s) % 24) for i, prompt in enumerate(prompts) for s in range(2)
+    ]
+    model = FakeModel(400, 4)
+    gpu = make_gpu(model, lookahead=2, batch_invariant=batch_invariant, kv_heads=64)
+    before = generate(gpu, requests[:2], params, seats=40)
+    gpu._seated.runner._captures = True  # a step is then computed beforehand, as with graphs
+    gpu.warm_up(40, params, shares=True)
+    gpu._seated.runner._captures = False
+    warm, met = set(gpu._warm), set()
+    steps = runner.DecodeRunner.steps
+
+    def noted(self: Any, size: int, count: int, *kind: Any) -> None:
+        met.add((size, *kind))
+        steps(self, size, count, *kind)
+
+    monkeypatch.setattr(runner.DecodeRunner, "steps", noted)
+    found = generate(gpu, requests, params, seats=40)
+    assert [c.ids.tolist() for c in found] == [alone(model, request, params) for request in requests]
+    assert [c.ids.tolist() for c in before] == [c.ids.tolist() for c in found[:2]]
+    assert met <= warm
+    assert {size for size, *_ in met} == set(runner.buckets(40)[:1] if batch_invariant else runner.buckets(40))
+    assert {shared for _, _, shared, _ in met} == ({False} if batch_invariant else {False, True})
