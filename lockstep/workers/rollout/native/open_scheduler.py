@@ -34,6 +34,15 @@ class OpenScheduler(Scheduler):
         if turn is not None and turn.pages:
             self._keep(prompt, turn.pages, turn.num_kept)
             self._kept[turn] = self._kept.pop(turn)  # the youngest now
+            self._give_begun_page(turn)
+
+    def _give_begun_page(self, turn: Prompt) -> None:
+        """Its last page, if it is not full, is the one's who goes on in it, who then needs no copy. Another computes those tokens again."""
+        whole = turn.num_kept // self.pool.page_size
+        begun, turn.pages = turn.pages[whole:], turn.pages[:whole]
+        self.pool.release(begun)
+        self._num_keeping.subtract(begun)
+        turn.num_kept = whole * self.pool.page_size
 
     def release(self, index: int) -> None:
         """Nobody continues this sample any more."""

@@ -40,9 +40,30 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def upload_into(target: Tensor, tensor: Tensor) -> None:
-    """The same into memory of the device that is there already."""
-    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
+class Staged:
+    """Host memory that is copied to `target` again and again. Pinned once: to pin memory for each copy takes as long as all else that the
+    host does for a short prefill."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+        self._buffers = [torch.empty(target.shape, dtype=target.dtype, pin_memory=target.is_cuda) for _ in range(2)]
+        self._copied: list[Any] = [None, None]
+        """When the copy of each is done."""
+
+    def zeros(self, length: int) -> Tensor:
+        """[length], to be filled and then sent."""
+        self._buffers.reverse()
+        self._copied.reverse()
+        if self._copied[0] is not None:
+            self._copied[0].synchronize()
+        return self._buffers[0][:length].zero_()
+
+    def send(self, length: int) -> None:
+        """Copy it, behind what the device has to do."""
+        self._target[:length].copy_(self._buffers[0][:length], non_blocking=True)
+        if self._target.is_cuda:
+            self._copied[0] = self._copied[0] or torch.cuda.Event()
+            self._copied[0].record()
 
 
 def packed_prompt_attention(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.prefill import upload_into
+from lockstep.workers.rollout.native.gpu.prefill import Staged
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of tokens that are captured."""
@@ -40,6 +40,7 @@ class ShortPrefill:
         # Places of wanted tokens may be twice as many as tokens: where a prompt's log-probs are wanted, and its last token's to draw from.
         self._inputs = torch.zeros(5 * SIZES[-1] + SIZES[-1] * width // 2 + 1, dtype=torch.int64, device=device)
         """What a step reads, in one piece, so that one copy brings it (see `_parts`)."""
+        self._staged = Staged(self._inputs)
         self._graphs: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         """(tokens, tokens of a block) -> the graph and where it writes."""
 
@@ -55,7 +56,8 @@ class ShortPrefill:
         size = next(size for size in SIZES if size >= padded.sum())
         # Token i of the packed ones is computed at place[i]; what is between and behind them writes to the scratch page.
         place = np.arange(packed.shape[1]) + np.repeat(np.cumsum(padded) - padded - (np.cumsum(lengths) - lengths), lengths)
-        sent = torch.zeros(self._length(size, block) + len(wanted), dtype=torch.int64)
+        length = self._length(size, block) + len(wanted)
+        sent = self._staged.zeros(length)
         numbers, tables = (part.numpy() for part in self._parts(sent, size, block))
         ends = np.cumsum(lengths) - 1
         numbers[:2, : padded.sum()] = np.repeat(packed[:2, ends], padded, axis=1)
@@ -64,9 +66,9 @@ class ShortPrefill:
         for own, blocks in zip(pages, (padded // block).tolist(), strict=True):
             tables[line : line + blocks, : len(own)] = own
             line += blocks
-        sent[-len(wanted) :] = torch.from_numpy(place[wanted])
-        upload_into(self._inputs[: len(sent)], sent)
-        return self._decoder.logits(self._computed(size, block)[self._inputs[len(sent) - len(wanted) : len(sent)]])
+        sent.numpy()[-len(wanted) :] = place[wanted]
+        self._staged.send(length)
+        return self._decoder.logits(self._computed(size, block)[self._inputs[length - len(wanted) : length]])
 
     def forget(self) -> None:
         """Drop the graphs and the memory they hold."""
