@@ -12,7 +12,7 @@ would ask for the interpreter after each of them, and wait for all others. Not a
 
 import queue
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Coroutine, Generator, Iterator
 from typing import Any
 
@@ -22,6 +22,9 @@ from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.stream import Stream
 
 Play = Coroutine[Any, Any, Any]
+_AT_ONCE = 16
+"""Coroutines that go on between two passes: when a whole batch ends a turn at once, the device has the first of them to compute while the
+interpreter is busy with the next."""
 
 
 class Asked:
@@ -59,22 +62,21 @@ class Driver:
         self._idle_since = time.monotonic()
         self._asked: dict[int, tuple[Play, Asked]] = {}
         self._called: dict[Play, Waited] = {}
-        self._answered: queue.SimpleQueue[Play] = queue.SimpleQueue()
-        """Those of `_called` whose environments have answered. Other threads put them there."""
+        self._answered: queue.SimpleQueue[tuple[Play, Waited]] = queue.SimpleQueue()
+        """Those of `_called` whose environments have answered, and what was too late. Other threads put them there."""
         self._texts: list[tuple[Play, Encoded]] = []
+        self._completions: deque[Completion] = deque()
         self._running: set[Play] = set()
 
     def run(self, plays: Iterator[Play], at_once: int) -> None:
         """Run all of them, `at_once` at a time. Raises what one of them raises; then the others are closed."""
         try:
             while self._start(plays, at_once):
-                while self.stream.has_answers:
-                    self._take(self.stream.next(0.0))
+                self._take_completions()
                 self._take_answers()
-                if self._texts:
-                    self._encode()
-                elif self._asked:
-                    self._take(self.stream.next(self.stream.poll_s))
+                self._encode()
+                if len(self._asked) > len(self._completions):
+                    self._note(self.stream.next(self.stream.poll_s))
         finally:
             for play in self._running:
                 play.close()
@@ -104,28 +106,36 @@ class Driver:
         else:
             assert isinstance(wanted, Waited)
             self._called[play] = wanted
-            wanted.future.add_done_callback(lambda _: self._answered.put(play))
+            wanted.future.add_done_callback(lambda _: self._answered.put((play, wanted)))
 
     def _note_idle(self) -> None:
         if not self._asked:
             self.idle_s += time.monotonic() - self._idle_since
             self._idle_since = time.monotonic()
 
-    def _take(self, answer: Any) -> None:
-        if isinstance(answer, Completion):
-            play, asked = self._asked.pop(answer.index)
+    def _note(self, answer: object) -> None:
+        """Take in what the pass has brought."""
+        while answer is not None:
+            if isinstance(answer, Completion):
+                self._completions.append(answer)
+            answer = self.stream.next(0.0) if self.stream.has_answers else None
+
+    def _take_completions(self) -> None:
+        """Go on with those that the engine has answered."""
+        for _ in range(min(_AT_ONCE, len(self._completions))):
+            completion = self._completions.popleft()
+            play, asked = self._asked.pop(completion.index)
             if not self._asked:
                 self._idle_since = time.monotonic()
-            asked.completion = answer
+            asked.completion = completion
             self._go_on(play)
 
     def _take_answers(self) -> None:
         """Go on with those whose environments have answered or are late. Waits for one where there is nothing else to do."""
-        waits = self._called and not (self._asked or self._texts)
-        if waits:
+        if self._called and not (self._asked or self._texts):
             ends = [waited.deadline for waited in self._called.values() if waited.deadline is not None]
             self._go_on_if_called(timeout_s=max(0.0, min(ends) - time.monotonic()) if ends else None)
-        while not self._answered.empty():
+        for _ in range(min(_AT_ONCE, self._answered.qsize())):
             self._go_on_if_called(timeout_s=0.0)
         now = time.monotonic()
         for play in [play for play, waited in self._called.items() if waited.deadline is not None and waited.deadline < now]:
@@ -134,10 +144,11 @@ class Driver:
 
     def _go_on_if_called(self, timeout_s: float | None) -> None:
         try:
-            play = self._answered.get(timeout=timeout_s)
+            play, waited = self._answered.get(timeout=timeout_s)
         except queue.Empty:
             return
-        if self._called.pop(play, None) is not None:  # else its deadline was before
+        if self._called.get(play) is waited:  # else its deadline was before, and the episode has gone on without it
+            del self._called[play]
             self._go_on(play)
 
     def _encode(self) -> None:
