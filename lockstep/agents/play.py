@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lockstep.agents.bridge import Bridge
@@ -147,7 +148,9 @@ class Player:
                 left = self._left(episode, len(episode.context))
                 most = left if limits.max_turn_tokens is None else min(left, limits.max_turn_tokens)
                 key = (*task.key[:2], task.key[2] + ((episode.contexts - 1) << 32))
-                request = Request(torch.tensor(new), key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous)
+                request = Request(
+                    torch.from_numpy(np.array(new)), key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous
+                )
                 index, completion = await Asked(request)
                 if previous is not None:
                     stream.release(previous)

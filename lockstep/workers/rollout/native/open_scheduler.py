@@ -79,9 +79,9 @@ class OpenScheduler(Scheduler):
         self.num_unsettled -= 1
         cached = min(cached, len(sample) - 1)
         if reason != "error":
-            known = None
-            if self.cache is not None:
-                known = self.cache.insert(sample.slice(0, cached), pages, sample.prompt.known)
+            known = sample.prompt.known
+            if self.cache is not None and not self.cache.ends_with(known, cached // self.pool.page_size):
+                known = self.cache.insert(sample.slice(0, cached), pages, known)
             if sample.keep:
                 turn = self._turns[sample.index] = Prompt(sample.slice(0, len(sample)), known=known)
                 self._keep(turn, pages[: self.pool.pages_for(cached)], cached)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,23 +48,25 @@ class Staged:
     def __init__(self, target: Tensor) -> None:
         self._target = target
         self._buffers = [torch.empty(target.shape, dtype=target.dtype, pin_memory=target.is_cuda) for _ in range(2)]
-        self._copied: list[Any] = [None, None]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._copied: list[Any] = [torch.cuda.Event(), torch.cuda.Event()] if target.is_cuda else []
         """When the copy of each is done."""
+        self._turn = 0
 
-    def zeros(self, length: int) -> Tensor:
+    def zeros(self, length: int) -> np.ndarray:
         """[length], to be filled and then sent."""
-        self._buffers.reverse()
-        self._copied.reverse()
-        if self._copied[0] is not None:
-            self._copied[0].synchronize()
-        return self._buffers[0][:length].zero_()
+        self._turn = 1 - self._turn
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        array: np.ndarray = self._arrays[self._turn][:length]
+        array.fill(0)
+        return array
 
     def send(self, length: int) -> None:
         """Copy it, behind what the device has to do."""
-        self._target[:length].copy_(self._buffers[0][:length], non_blocking=True)
-        if self._target.is_cuda:
-            self._copied[0] = self._copied[0] or torch.cuda.Event()
-            self._copied[0].record()
+        self._target[:length].copy_(self._buffers[self._turn][:length], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
 
 
 def packed_prompt_attention(
