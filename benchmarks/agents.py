@@ -193,10 +193,22 @@ class _Bench:
         """Give the memory of pages back."""
         self._engine.sleep()
 
+    def warm_up(self, count: int) -> None:
+        """Compile and capture the steps of all batch sizes that environments with delays lead to."""
+        for size in (256, 224, 192, 160, 128, 96, 64, 48, 32, 16, 8):
+            self.play(min(size, count), 9, turns=1)
+
     def play(
-        self, count: int, turn_tokens: int, delays: list[list[float]] | None = None, reuses: bool = True, temperature: float = 1.0
+        self,
+        count: int,
+        turn_tokens: int,
+        delays: list[list[float]] | None = None,
+        reuses: bool = True,
+        temperature: float = 1.0,
+        turns: int | None = None,
     ) -> list[Episode]:
-        """Play `count` episodes at once. `delays[episode][turn]` are those of the environments; None: they answer at once."""
+        """Play `count` episodes at once. `delays[episode][turn]` are those of the environments; None: they answer at once. They have
+        `turns` turns instead of --turns."""
         options, bench = self.options, self
         room = options.turns * (turn_tokens + options.observation + 64)
         sampling = SamplingParams(temperature=temperature, max_tokens=room, stop_token_ids=(), seed=SEED)
@@ -212,7 +224,7 @@ class _Bench:
                 bench.noted = _Noted(bench._engine.open(sampling, num_tokens=2 * count * (room + 64)), reuses)
                 return bench.noted
 
-        kwargs = {"words": self._words, "length": options.observation, "turns": options.turns}
+        kwargs = {"words": self._words, "length": options.observation, "turns": turns or options.turns}
         tasks = [
             Task({}, [0], (0, i, 0), i, Talks, kwargs | {"delays": delays[i] if delays else []}, self._bridge, {})
             for i in range(count)
@@ -254,7 +266,7 @@ def _reuse(bench: _Bench, count: int, repeats: int, temperature: float = 1.0) ->
 def _environments(bench: _Bench, count: int) -> dict[str, Any]:
     rng, turns, tokens = random.Random(SEED), bench.options.turns, bench.options.long_turn_tokens
     delays = [[rng.uniform(SHORTEST_S, LONGEST_S) for _ in range(turns)] for _ in range(count)]
-    bench.play(count, tokens)  # compiles and captures
+    bench.warm_up(count)
     found: dict[str, Any] = {"episodes": count, "turns": turns, "turn_tokens": tokens, "observation": bench.options.observation}
     played = {}
     for name, own in (("at_once", None), ("slow", delays)):
