@@ -1,18 +1,19 @@
 """Episodes: what reusing the keys and values of earlier turns saves, and whether slow environments keep the device waiting.
 
     python -m benchmarks.agents --shape tiny --device cpu --episodes 4 --turns 4 --observation 64 --waiting 16
-    python -m benchmarks.agents --shape 0.5b --episodes 64 --waiting 256
+    python -m benchmarks.agents --shape 0.5b
 
 Random weights of a real shape (or --model) with SmolLM2's tokenizer and template; turns of the policy and observations have a fixed number
 of tokens. Two loads:
 
 - reuse: episodes of --turns turns whose environments answer at once, with observations of --observation tokens: as they are played, against
-  computing the whole conversation anew for each turn. The tokens must be the same in float32 (--check episodes; their ids are compared); in
-  bfloat16 other shapes round otherwise, so there the share of equal tokens is only shown.
+  computing the whole conversation anew for each turn. The tokens must be the same in float32 (--check episodes; their ids are compared, at
+  temperature 0.1: random weights at 1 spread the probability so evenly that the last bit of a sum decides on a token every few hundred);
+  in bfloat16 other shapes round otherwise, so there the share of equal tokens is only shown.
 - environments: --waiting episodes at once whose environments take 50 ms to 2 s for an answer, by the seed, against the same episodes whose
-  environments answer at once. Busy is the share of the time in which a request was in flight, while at least half of the episodes run; on
-  a GPU also what nvidia-smi says. Late is how long a reply that was there waited until its episode's next request was made: without rounds
-  it is milliseconds, whatever the others do.
+  environments answer at once. Busy is the share of the time in which the GPU computed, as nvidia-smi sees it, while at least half of the
+  episodes run; on a CPU, that in which a request was in flight. Late is how long a reply that was there waited until its episode's next
+  request was made: without rounds it is milliseconds, whatever the others do.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = []
     if options.check:
         bench = _Bench(model, tokenizer, options)
-        result["check"] = _reuse(bench, options.check, 0)
+        result["check"] = _reuse(bench, options.check, 0, temperature=0.1)
         bench.close()
         table.append(_check_line(result["check"]))
         print(table[-1], flush=True)
     bench = _Bench(model.to(dtype), tokenizer, options)
-    if options.episodes:
-        result["reuse"] = _reuse(bench, options.episodes, options.repeats)
-        table.append(_reuse_line(result["reuse"]))
+    result["reuse"] = []
+    for count in options.episodes:
+        result["reuse"].append(_reuse(bench, count, options.repeats))
+        table.append(_reuse_line(result["reuse"][-1]))
         print(table[-1], flush=True)
     if options.waiting:
         result["environments"] = _environments(bench, options.waiting)
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
-    parser.add_argument("--episodes", type=int, default=64, help="of the first load; 0: not measured")
+    parser.add_argument("--episodes", type=int, nargs="*", default=[64, 256], help="of the first load, one measurement each")
     parser.add_argument("--check", type=int, default=4, help="episodes whose tokens are compared in float32; 0: none")
     parser.add_argument("--waiting", type=int, default=256, help="episodes of the second load; 0: not measured")
     parser.add_argument("--turns", type=int, default=8)
@@ -180,7 +182,7 @@ class _Bench:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
         self.options, self._tokenizer, self._bridge = options, tokenizer, Bridge(tokenizer, {})
-        seats = max(options.episodes, options.check, options.waiting)
+        seats = max(*options.episodes, options.check, options.waiting)
         config = RolloutConfig(max_num_seqs=seats, gpu_memory_utilization=options.memory)
         self._engine: Any = make_rollout(share_structure(model, CACHED), config, 0)
         names = (" one", " two", " red", " blue", " small", " large", " house", " river", " stone", " paper", " light", " water")
@@ -191,11 +193,25 @@ class _Bench:
         """Give the memory of pages back."""
         self._engine.sleep()
 
-    def play(self, count: int, turn_tokens: int, delays: list[list[float]] | None = None, reuses: bool = True) -> list[Episode]:
-        """Play `count` episodes at once. `delays[episode][turn]` are those of the environments; None: they answer at once."""
+    def warm_up(self, count: int) -> None:
+        """Compile and capture the steps of all batch sizes that environments with delays lead to."""
+        for size in (256, 224, 192, 160, 128, 96, 64, 48, 32, 16, 8):
+            self.play(min(size, count), 9, turns=1)
+
+    def play(
+        self,
+        count: int,
+        turn_tokens: int,
+        delays: list[list[float]] | None = None,
+        reuses: bool = True,
+        temperature: float = 1.0,
+        turns: int | None = None,
+    ) -> list[Episode]:
+        """Play `count` episodes at once. `delays[episode][turn]` are those of the environments; None: they answer at once. They have
+        `turns` turns instead of --turns."""
         options, bench = self.options, self
         room = options.turns * (turn_tokens + options.observation + 64)
-        sampling = SamplingParams(temperature=1.0, max_tokens=room, stop_token_ids=(), seed=SEED)
+        sampling = SamplingParams(temperature=temperature, max_tokens=room, stop_token_ids=(), seed=SEED)
         limits = Limits(options.turns, turn_tokens, None, count, 600.0, 3600.0, 0)
 
         class Engine:
@@ -208,7 +224,7 @@ class _Bench:
                 bench.noted = _Noted(bench._engine.open(sampling, num_tokens=2 * count * (room + 64)), reuses)
                 return bench.noted
 
-        kwargs = {"words": self._words, "length": options.observation, "turns": options.turns}
+        kwargs = {"words": self._words, "length": options.observation, "turns": turns or options.turns}
         tasks = [
             Task({}, [0], (0, i, 0), i, Talks, kwargs | {"delays": delays[i] if delays else []}, self._bridge, {})
             for i in range(count)
@@ -223,7 +239,7 @@ class _Bench:
 # -- the loads -----------------------------------------------------------------------------------------------------------------
 
 
-def _reuse(bench: _Bench, count: int, repeats: int) -> dict[str, Any]:
+def _reuse(bench: _Bench, count: int, repeats: int, temperature: float = 1.0) -> dict[str, Any]:
     """Both ways in turn, the fastest of `repeats` each after a first run, and how far their tokens agree."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     processor: dict[bool, list[float]] = {True: [], False: []}
@@ -231,7 +247,7 @@ def _reuse(bench: _Bench, count: int, repeats: int) -> dict[str, Any]:
     for _ in range(repeats + 1):  # the first compiles and captures
         for reuses in (True, False):
             start, start_cpu = time.perf_counter(), time.process_time()
-            episodes[reuses] = bench.play(count, bench.options.turn_tokens, reuses=reuses)
+            episodes[reuses] = bench.play(count, bench.options.turn_tokens, reuses=reuses, temperature=temperature)
             seconds[reuses].append(time.perf_counter() - start)
             processor[reuses].append(time.process_time() - start_cpu)
     pairs = list(zip(episodes[True], episodes[False], strict=True))
@@ -250,7 +266,7 @@ def _reuse(bench: _Bench, count: int, repeats: int) -> dict[str, Any]:
 def _environments(bench: _Bench, count: int) -> dict[str, Any]:
     rng, turns, tokens = random.Random(SEED), bench.options.turns, bench.options.long_turn_tokens
     delays = [[rng.uniform(SHORTEST_S, LONGEST_S) for _ in range(turns)] for _ in range(count)]
-    bench.play(count, tokens)  # compiles and captures
+    bench.warm_up(count)
     found: dict[str, Any] = {"episodes": count, "turns": turns, "turn_tokens": tokens, "observation": bench.options.observation}
     played = {}
     for name, own in (("at_once", None), ("slow", delays)):
@@ -285,11 +301,10 @@ def _account(noted: _Noted, delays: list[list[float]] | None, turns: int, used: 
         for episode, own in of_episode.items()
         for turn, (index, following) in enumerate(itertools.pairwise(own))
     )
-    window = end - start
+    window, seen = end - start, used.share(start, end)
     return {
-        "seconds": seconds, "window_s": window, "busy": busy / window, "mean_in_flight": rows / window,
+        "seconds": seconds, "window_s": window, "busy": busy / window if seen is None else seen, "mean_in_flight": rows / window,
         "late_median_s": statistics.median(late) if late else 0.0, "late_p99_s": late[len(late) * 99 // 100] if late else 0.0,
-        "nvidia_smi_busy": used.share(start, end),
     }  # fmt: skip
 
 
@@ -341,15 +356,12 @@ def _reuse_line(row: dict[str, Any]) -> str:
 
 
 def _environments_line(row: dict[str, Any]) -> str:
-    lines = [
-        f"{'environments':14}{'s':>8}{'window s':>10}{'busy':>7}{'in flight':>11}{'late median / p99 ms':>22}{'nvidia-smi':>12}"
-    ]
+    lines = [f"{'environments':14}{'s':>8}{'window s':>10}{'busy':>7}{'in flight':>11}{'late median / p99 ms':>22}"]
     for name in ("at_once", "slow"):
         own = row[name]
         late = f"{1e3 * own['late_median_s']:.1f} / {1e3 * own['late_p99_s']:.1f}"
-        smi = "-" if own["nvidia_smi_busy"] is None else f"{own['nvidia_smi_busy']:.2f}"
         lines.append(
-            f"{name:14}{own['seconds']:8.2f}{own['window_s']:10.2f}{own['busy']:7.2f}{own['mean_in_flight']:11.1f}{late:>22}{smi:>12}"
+            f"{name:14}{own['seconds']:8.2f}{own['window_s']:10.2f}{own['busy']:7.2f}{own['mean_in_flight']:11.1f}{late:>22}"
         )
     lines.append(f"busy, slow of at once: {row['busy_ratio']:.2f}; {row['equal_episodes']} of {row['episodes']} episodes equal")
     return "\n".join(lines)

@@ -43,6 +43,8 @@ class Bridge:
     """Whether the template has a place for tools and their results."""
     has_several_calls: bool
     """Whether the template takes more than one call in a turn."""
+    renders_anew: bool = False
+    """Whether `next_tokens` must see the row; if not, `next_text` says what is to be encoded, and `after` what comes of it."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class Bridge:
         """Raises ConfigError, saying what depends on what, where the rule does not hold for the template."""
         if not tokenizer.chat_template:
             raise ConfigError("agents need a tokenizer with a chat template: messages of several turns have no form without one")
-        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, template_kwargs)
+        self.tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, template_kwargs)
         self._tools = list(tools) or None
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= {token: int(tokenizer.convert_tokens_to_ids(token)) for token in tokenizer.all_special_tokens}  # type: ignore[arg-type]
@@ -81,7 +83,7 @@ class Bridge:
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """The tokens up to the policy's first turn. Raises DataError when the template refuses the messages."""
-        return self._encode(self._render(messages))
+        return self._encode(self.start_text(messages))
 
     def next_tokens(self, said: Sequence[Message | Action], row: Sequence[int]) -> tuple[list[int], bool]:
         """The tokens before the policy's next turn, and whether they are a context of their own instead of going on after `row`, the tokens
@@ -89,14 +91,25 @@ class Bridge:
 
         Raises DataError when the template refuses the messages.
         """
-        last = max(i for i, part in enumerate(said) if isinstance(part, Action))
+        return self.after(said, self._encode(self.next_text(said))), False
+
+    def next_text(self, said: Sequence[Message | Action]) -> str:
+        """What is to be encoded before the policy's next turn: the end of the last one, the messages after it, and what begins the next."""
+        last = _last_action(said)
         action = said[last]
         assert isinstance(action, Action)
-        new = self.following([part for part in said[last + 1 :] if not isinstance(part, Action)], action.calls)
-        return [*([self.end_of_turn(action.calls)] if action.is_cut else []), *new], False
+        return self._following_text([part for part in said[last + 1 :] if not isinstance(part, Action)], action.calls)
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        """A whole conversation, up to a turn of the policy."""
+    def after(self, said: Sequence[Message | Action], ids: Sequence[int]) -> list[int]:
+        """`next_tokens` from the tokens of `next_text`: without the end of the turn, unless its limit has cut it."""
+        action = said[_last_action(said)]
+        assert isinstance(action, Action)
+        end = self.end_of_turn(action.calls)
+        assert ids[0] == end, "special tokens are tokens of their own"
+        return list(ids) if action.is_cut else list(ids[1:])
+
+    def start_text(self, messages: Sequence[Message]) -> str:
+        """A whole conversation, up to a turn of the policy, as text. Raises DataError when the template refuses it."""
         shown = self._shown(messages)
         if self._tools is not None and not self.has_tools:
             text = _TOOLS_TEXT.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in self._tools))
@@ -114,20 +127,22 @@ class Bridge:
 
         Raises DataError when the template refuses the messages.
         """
+        return self._encode(self._following_text(messages, calls))[1:]
+
+    def _following_text(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> str:
         asks = [{"role": "user", "content": "Hello"}]
         return self._tail(asks, messages, calls if self.has_tools else ())
 
     # -- the rule ----------------------------------------------------------------------------------------------------------
 
-    def _tail(self, history: Sequence[Message], messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[int]:
+    def _tail(self, history: Sequence[Message], messages: Sequence[Message], calls: Sequence[ToolCall]) -> str:
+        """From the token that ends the sentinel's turn on."""
         end = self._ends[bool(calls)]
         after = self._after_sentinel(history, messages, calls)
         place = after.find(end)
         if place < 0:
             raise DataError(f"the chat template does not end a turn with {end!r} before these messages: {list(messages)!r}"[:500])
-        ids = self._encode(after[place:])
-        assert ids[0] == self._special[end], "special tokens are tokens of their own"
-        return ids[1:]
+        return after[place:]
 
     def _after_sentinel(self, history: Sequence[Message], messages: Sequence[Message], calls: Sequence[ToolCall]) -> str:
         answer: Message = {"role": "assistant", "content": _SENTINEL}
@@ -192,7 +207,7 @@ class Bridge:
                                 f"the chat template of this model has no special token between an answer and {what}{_WAY_OUT}"
                             )
                         self._ends[bool(calls)] = end
-                    tails.append(self._tail(history, messages, calls))
+                    tails.append(self._encode(self._tail(history, messages, calls)))
                 except DataError as error:  # no system message, or no empty history: others are left
                     refusal = error
             if len(tails) < 2:
@@ -209,9 +224,18 @@ class Bridge:
         stops = [token for token in tokens if self._special[token] in self._stop_ids]
         return next(iter(stops or tokens), None)
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, special ones included where they are written. Many at once take as long as a few."""
+        options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        ids: list[list[int]] = self.tokenizer(list(texts), **options)["input_ids"]
         return ids
+
+    def _encode(self, text: str) -> list[int]:
+        return self.encode([text])[0]
+
+
+def _last_action(said: Sequence[Message | Action]) -> int:
+    return max(i for i, part in enumerate(said) if isinstance(part, Action))
 
 
 def _histories() -> list[list[Message]]:

@@ -12,11 +12,12 @@ import functools
 import inspect
 import math
 import numbers
+import queue
 import reprlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,40 @@ class EnvironmentFailed(RewardError):
     """An environment raised, hung, died, or returned something that is not a Turn."""
 
 
+class Waited:
+    """A call that an environment is making. Awaited in a Driver's coroutine, or asked for its `result` by a thread that then waits."""
+
+    def __init__(self, host: "Host", future: "Future[Any]", timeout_s: float | None) -> None:
+        self.future = future
+        self._host, self._started, self._timeout_s = host, time.monotonic(), timeout_s
+        self._ended: float | None = None
+        self.deadline = None if timeout_s is None else self._started + timeout_s
+        """When nobody waits for it any longer; None where the host itself ends it in time."""
+        future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: object) -> None:
+        self._ended = time.monotonic()
+
+    def __await__(self) -> "Generator[Waited, None, Any]":
+        yield self
+        return self.result()
+
+    def result(self) -> Any:
+        """What the environment returned. Raises EnvironmentFailed."""
+        try:
+            error = self.future.exception(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
+        except TimeoutError as late:
+            self._host.leave_behind()
+            raise EnvironmentFailed(f"the environment did not answer within {self._timeout_s:g} s; it was left behind") from late
+        finally:
+            self._host.seconds += (self._ended or time.monotonic()) - self._started
+        if error is None:
+            return self.future.result()
+        if isinstance(error, EnvironmentFailed):
+            raise error
+        raise EnvironmentFailed(f"the environment raised {type(error).__name__}: {error}") from error
+
+
 class Host(ABC):
     """Holds one environment at a time. Every call has a deadline; all raise EnvironmentFailed."""
 
@@ -43,61 +78,91 @@ class Host(ABC):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
-        """A new environment's first turn."""
+    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Waited:
+        """A new environment's first turn; check it with `checked`."""
         self.seconds = 0.0
-        return self._timed(functools.partial(begin, make, kwargs, row, seed))
+        return self._made(functools.partial(begin, make, kwargs, row, seed))
+
+    def stepping(self, action: Action) -> Waited:
+        """What follows the policy's turn; check it with `checked`."""
+        return self._made(functools.partial(step, action))
+
+    def ending(self) -> Waited:
+        """Close the environment."""
+        return self._made(end)
+
+    def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
+        """`beginning`, waited for."""
+        return checked(self.beginning(make, kwargs, row, seed).result())
 
     def step(self, action: Action) -> Turn:
-        """What follows the policy's turn."""
-        return self._timed(functools.partial(step, action))
-
-    def end(self) -> None:
-        """Close the environment; what goes wrong then no longer matters."""
-        try:
-            self._call(end)
-        except EnvironmentFailed:
-            self.close()
-
-    def _timed(self, call: Call) -> Turn:
-        started = time.monotonic()
-        try:
-            turn = self._call(call)
-        finally:
-            self.seconds += time.monotonic() - started
-        _check(turn)
-        return turn
+        """`stepping`, waited for."""
+        return checked(self.stepping(action).result())
 
     @abstractmethod
-    def _call(self, call: Call) -> Any:
+    def _made(self, call: Call) -> Waited:
         """Make a call where the environment lives."""
 
-    def close(self) -> None:
-        """Give up what the host holds."""
+    def leave_behind(self) -> None:
+        """The environment hangs: nothing more is asked of it."""
+        return
+
+    def close(self, waits: bool = True) -> None:
+        """Give up what the host holds, when it has done what it does. It can be used again."""
         return
 
 
 class ProcessHost(Host):
-    """In a process of its own."""
+    """In a process of its own, which a thread talks to."""
 
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(timeout_s)
-        self._worker = KillableWorker()
+    _child: "_Child | None" = None
+    _closing: "Future[Any] | None" = None
 
-    def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
+    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Waited:
         """See Host. Files of the user are imported there first: their names mean nothing to another process."""
+        self.seconds = 0.0
         tools = [getattr(each, "function", None) for value in kwargs.values() if isinstance(value, list) for each in value]
-        with _failures():
-            for needed in (make, *(tool for tool in tools if tool is not None and is_portable(tool))):
-                self._worker.load(needed)
-        return super().begin(make, kwargs, row, seed)
+        needed = [make, *(tool for tool in tools if tool is not None and is_portable(tool))]
+        return self._made(functools.partial(begin, make, kwargs, row, seed), needed)
 
-    def _call(self, call: Call) -> Any:
-        with _failures():
-            return self._worker.call(_in_child, self._timeout_s, call=call)
+    def _made(self, call: Call, needed: Sequence[Callable[..., Any]] = ()) -> Waited:
+        if self._child is None:
+            self._child = _Child()
+        return Waited(self, self._child.put(functools.partial(self._child.call, call, needed, self._timeout_s)), None)
 
-    def close(self) -> None:
-        self._worker.close()
+    def close(self, waits: bool = True) -> None:
+        if self._child is not None:
+            self._closing, self._child = self._child.put(None), None
+        if waits and self._closing is not None:
+            self._closing.result()
+
+
+class _Child:
+    """A process, and the thread that talks to it; it outlives nothing that hangs, for the process is killed at the deadline of a call."""
+
+    def __init__(self) -> None:
+        self._worker = KillableWorker()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any] | None, Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="environment", daemon=True).start()
+
+    def put(self, call: Callable[[], Any] | None) -> "Future[Any]":
+        """Make a call in the thread, after those before it; None ends the process and the thread."""
+        future: Future[Any] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def call(self, call: Call, needed: Sequence[Callable[..., Any]], timeout_s: float) -> Any:
+        """Make a call in the process, where `needed` is loaded before."""
+        with _failures():
+            for each in needed:
+                self._worker.load(each)
+            return self._worker.call(_in_child, timeout_s, call=call)
+
+    def _serve(self) -> None:
+        call: Callable[[], Any] | None = self._serve
+        while call is not None:
+            call, future = self._calls.get()
+            _fulfil(future, call or self._worker.close)
 
 
 class ThreadHost(Host):
@@ -107,37 +172,35 @@ class ThreadHost(Host):
         super().__init__(timeout_s)
         self._held: dict[str, Environment] = {}
 
-    def _call(self, call: Call) -> Any:
+    def _made(self, call: Call) -> Waited:
         result: Future[Any] = Future()
         held = self._held
 
-        def work() -> None:
-            try:
-                value = call(held)
-                result.set_result(asyncio.run(_await(value)) if inspect.isawaitable(value) else value)
-            except BaseException as error:
-                result.set_exception(error)
+        def work() -> Any:
+            value = call(held)
+            return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
 
-        threading.Thread(target=work, name="environment", daemon=True).start()
-        return self._wait(result)
+        threading.Thread(target=_fulfil, args=(result, work), name="environment", daemon=True).start()
+        return Waited(self, result, self._timeout_s)
 
-    def _wait(self, result: Future[Any]) -> Any:
-        try:
-            return result.result(self._timeout_s)
-        except TimeoutError as error:
-            if result.done():
-                raise EnvironmentFailed(f"the environment raised {error!r}") from error
-            self._held = {}
-            raise EnvironmentFailed(f"the environment did not answer within {self._timeout_s:g} s; it was left behind") from error
-        except BaseException as error:
-            raise EnvironmentFailed(f"the environment raised {type(error).__name__}: {error}") from error
+    def leave_behind(self) -> None:
+        self._held = {}
 
 
 class LoopHost(ThreadHost):
     """In an event loop that all hosts share."""
 
-    def _call(self, call: Call) -> Any:
-        return self._wait(asyncio.run_coroutine_threadsafe(_awaited(call, self._held), _loop()))
+    def _made(self, call: Call) -> Waited:
+        return Waited(self, asyncio.run_coroutine_threadsafe(_awaited(call, self._held), _loop()), self._timeout_s)
+
+
+def _fulfil(future: "Future[Any]", call: Callable[[], Any]) -> None:
+    try:
+        value = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
 
 
 @contextmanager
@@ -160,8 +223,8 @@ def make_host(make: Make, timeout_s: float) -> Host:
     return ProcessHost(timeout_s) if is_portable(make) and not is_quick else ThreadHost(timeout_s)
 
 
-def _check(turn: Any) -> None:
-    """Raises EnvironmentFailed, saying what is expected, for what is not a whole Turn."""
+def checked(turn: Any) -> Turn:
+    """The turn. Raises EnvironmentFailed, saying what is expected, for what is not a whole one."""
     if not isinstance(turn, Turn):
         raise EnvironmentFailed(f"an environment must return a Turn, not {_short(turn)}")
     reward = turn.reward
@@ -179,6 +242,7 @@ def _check(turn: Any) -> None:
             str(content).encode()
         except UnicodeEncodeError as error:
             raise EnvironmentFailed(f"the content of a message is not valid Unicode: {error.reason}") from None
+    return turn
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Play episodes: every episode is a straight line of code in a thread of its own; the engine's passes run on the caller's.
+"""Play episodes: every episode is a straight line of code, a coroutine; they and the engine's passes take turns on one thread (driver.py).
 
 An episode goes on as soon as its own environment has answered: passes wait for nobody, and nobody waits for a round. The key-value pages
 of earlier turns are kept, so a turn costs its new tokens.
@@ -7,21 +7,20 @@ of earlier turns are kept, so a turn costs its new tokens.
 from __future__ import annotations
 
 import json
-import queue
-import threading
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lockstep.agents.bridge import Bridge
+from lockstep.agents.driver import Asked, Driver, Encoded
 from lockstep.agents.environment import Action, Fault, Message, ToolCall, Turn
 from lockstep.agents.episode import Episode, missing
-from lockstep.agents.hosts import EnvironmentFailed, Host, Make, make_host
+from lockstep.agents.hosts import EnvironmentFailed, Host, Make, checked, make_host
 from lockstep.agents.parsers import Parse
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import DataError
@@ -91,69 +90,51 @@ class Player:
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     def play(self, tasks: Sequence[Task], on_finished: Callable[[int, Episode], None] | None = None) -> list[Episode]:
-        """All of them, in order. `on_finished` hears of each (its number, the episode) when it ends, on another thread."""
+        """All of them, in order. `on_finished` hears of each (its number, the episode) when it ends, between two passes."""
         episodes: dict[int, Episode] = {}
-        left: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(len(tasks)):
-            left.put(number)
-        with self._engine.open(self._sampling) as stream:
-            asked = _Asked(stream)
+        hosts = _Hosts(self._limits.step_timeout_s)
 
-            def serve() -> None:
-                hosts: dict[type[Host], Host] = {}
-                try:
-                    while len(episodes) < len(tasks):
-                        number = left.get_nowait()
-                        episodes[number] = self._episode(tasks[number], hosts, asked)
-                        if on_finished is not None:
-                            on_finished(number, episodes[number])
-                except queue.Empty:
-                    pass
-                except BaseException as error:
-                    asked.give_up(error)
-                finally:
-                    for host in hosts.values():
-                        host.close()
-                    if len(episodes) == len(tasks):
-                        asked.end()
+        async def play(number: int, task: Task) -> None:
+            episodes[number] = await self._episode(task, hosts, stream)
+            if on_finished is not None:
+                on_finished(number, episodes[number])
 
-            threads = [
-                threading.Thread(target=serve, name=f"episode-{i}", daemon=True)
-                for i in range(min(len(tasks), self._limits.max_environments))
-            ]
-            with asked.closing():
-                for thread in threads:
-                    thread.start()
-                asked.run()
-            for thread in threads:
-                thread.join()
+        try:
+            with self._engine.open(self._sampling) as stream:
+                driver = Driver(stream)
+                driver.run((play(number, task) for number, task in enumerate(tasks)), self._limits.max_environments)
+        finally:
+            hosts.close(waits=len(episodes) == len(tasks))
         for episode in episodes.values():
-            episode.wait_s = asked.idle_s
+            episode.wait_s = driver.idle_s
         return [episodes[number] for number in range(len(tasks))]
 
-    def _episode(self, task: Task, hosts: dict[type[Host], Host], asked: _Asked) -> Episode:
+    async def _episode(self, task: Task, hosts: _Hosts, stream: Stream) -> Episode:
         """One episode; begun anew, with the same key and so the same tokens, when its environment fails."""
         seconds = 0.0
         for attempt in range(self._limits.retries + 1):
-            new = make_host(task.make, self._limits.step_timeout_s)
-            host = hosts.setdefault(type(new), new)
-            try:
-                episode = self._attempt(task, host, asked)
+            with hosts.one(task.make) as host:
+                try:
+                    episode: Episode | None = await self._attempt(task, host, stream)
+                except EnvironmentFailed as error:
+                    episode, failure = None, str(error)
+                seconds += host.seconds
+                try:
+                    await host.ending()
+                except EnvironmentFailed:  # what goes wrong then no longer matters
+                    host.close(waits=False)
+            if episode is not None:
                 episode.retries = attempt
                 return episode
-            except EnvironmentFailed as error:
-                failure = str(error)
-            finally:
-                seconds += host.seconds
-                host.end()
         return missing(task.prompt_ids, failure, self._limits.retries, seconds, task.seed)
 
-    def _attempt(self, task: Task, host: Host, asked: _Asked) -> Episode:
+    async def _attempt(self, task: Task, host: Host, stream: Stream) -> Episode:
         limits, bridge = self._limits, task.bridge
-        turn = host.begin(task.make, task.kwargs, task.row, task.seed)
+        turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed))
         self._shorten(turn, limits.max_prompt_tokens or self._engine.context)
         with _refusals():
-            new, previous = bridge.start(turn.messages), None
+            text = bridge.start_text(turn.messages)
+        new, previous = await Encoded(bridge, text), None
         if limits.max_prompt_tokens is not None and len(new) > limits.max_prompt_tokens:
             raise EnvironmentFailed(
                 f"the first messages have {len(new)} tokens or more, tools included; data.max_prompt_length={limits.max_prompt_tokens}"
@@ -167,21 +148,23 @@ class Player:
                 left = self._left(episode, len(episode.context))
                 most = left if limits.max_turn_tokens is None else min(left, limits.max_turn_tokens)
                 key = (*task.key[:2], task.key[2] + ((episode.contexts - 1) << 32))
-                request = Request(torch.tensor(new), key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous)
-                index, completion = asked.ask(request)
+                request = Request(
+                    torch.from_numpy(np.array(new)), key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous
+                )
+                index, completion = await Asked(request)
                 if previous is not None:
-                    asked.stream.release(previous)
+                    stream.release(previous)
                 previous = index
                 if completion.finish_reason == "error":
                     raise EnvironmentFailed(f"the policy could not answer: {completion.error}")
                 episode.add_policy(completion)
-                new, is_new_context = self._go_on(task, host, episode, completion, said, stops)
+                new, is_new_context = await self._go_on(task, host, episode, completion, said, stops)
                 if is_new_context:
-                    asked.stream.release(previous)
+                    stream.release(previous)
                     previous = None
         finally:
             if previous is not None:
-                asked.stream.release(previous)
+                stream.release(previous)
         episode.environment_s = host.seconds
         return episode
 
@@ -190,7 +173,7 @@ class Player:
         left = self._sampling.max_tokens - len(episode.ids)
         return left if self._engine.context is None else min(left, self._engine.context - used)
 
-    def _go_on(
+    async def _go_on(
         self, task: Task, host: Host, episode: Episode, completion: Completion, said: list[Message | Action], stops: Sequence[int]
     ) -> tuple[list[int], bool]:
         """Let the environment answer the policy's turn; returns the tokens before the next one, and whether they are a new context. Sets
@@ -203,7 +186,7 @@ class Player:
         if action.is_cut and self._left(episode, len(episode.context)) <= 0:
             episode.finish_reason = "length"
             return [], False
-        turn = host.step(action)
+        turn = checked(await host.stepping(action))
         self._shorten(turn, self._sampling.max_tokens)
         if host.seconds > self._limits.episode_timeout_s:
             raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
@@ -215,13 +198,20 @@ class Player:
         if episode.turns >= self._limits.max_turns:
             episode.finish_reason = "length"
             return [], False
-        with _refusals():
-            new, is_new_context = task.bridge.next_tokens(said, episode.context)
+        new, is_new_context = await self._next_tokens(task.bridge, said, episode.context)
         if len(new) >= self._left(episode, 0 if is_new_context else len(episode.context)):
             episode.finish_reason = "length"
             return [], False
         episode.add_environment(new, is_new_context)
         return new, is_new_context
+
+    async def _next_tokens(self, bridge: Bridge, said: list[Message | Action], context: list[int]) -> tuple[list[int], bool]:
+        """See Bridge.next_tokens."""
+        with _refusals():
+            if bridge.renders_anew:
+                return bridge.next_tokens(said, context)
+            text = bridge.next_text(said)
+        return bridge.after(said, await Encoded(bridge, text)), False
 
     def _read(self, task: Task, completion: Completion, stops: Sequence[int]) -> Action:
         """What the policy said and wants called."""
@@ -254,68 +244,31 @@ class Player:
         return message | {"content": f"{kept}... ({len(content) - len(kept)} more characters were cut off)"}
 
 
-class _Asked:
-    """Completions for threads that wait for them, from a stream that one thread drives."""
+class _Hosts:
+    """Hosts that are used for one episode after the other."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Completion]] = {}
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self.idle_s = 0.0
-        """How long nothing was asked of the stream."""
-        self._idle_since = time.monotonic()
-
-    def ask(self, request: Request) -> tuple[int, Completion]:
-        """The index of a request, and its completion."""
-        answer: Future[Completion] = Future()
-        with self._lock:
-            if self._error is not None:
-                raise RuntimeError("the engine has ended") from self._error
-            if not self._waiting:
-                self.idle_s += time.monotonic() - self._idle_since
-            index = self.stream.add(request)
-            self._waiting[index] = answer
-        return index, answer.result()
-
-    def run(self) -> None:
-        """Drive the stream until `end`. Raises what `give_up` was told."""
-        while not self._ended.is_set():
-            completion = self.stream.next(timeout_s=0.2)
-            if isinstance(completion, Completion):
-                with self._lock:
-                    waiting = self._waiting.pop(completion.index)
-                    if not self._waiting:
-                        self._idle_since = time.monotonic()
-                waiting.set_result(completion)
-        if self._error is not None:
-            raise self._error
-
-    def end(self) -> None:
-        """Nothing more will be asked."""
-        with self._lock:
-            if not self._ended.is_set():
-                self.idle_s += time.monotonic() - self._idle_since
-            self._ended.set()
-
-    def give_up(self, error: BaseException) -> None:
-        """Something went wrong that is nobody's to mend: `run` raises it."""
-        with self._lock:
-            self._error = self._error or error
-            for answer in self._waiting.values():
-                answer.set_exception(error)
-            self._waiting.clear()
-        self._ended.set()
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._all: list[Host] = []
+        self._free: dict[type[Host], list[Host]] = defaultdict(list)
 
     @contextmanager
-    def closing(self) -> Iterator[None]:
-        """Whoever waits gets the error that ends the block."""
-        try:
-            yield
-        except BaseException as error:
-            self.give_up(error)
-            raise
+    def one(self, make: Make) -> Iterator[Host]:
+        """One that suits the environments that `make` makes."""
+        new = make_host(make, self._timeout_s)
+        free = self._free[type(new)]
+        if not free:
+            self._all.append(new)
+        host = free.pop() if free else new
+        yield host
+        free.append(host)
+
+    def close(self, waits: bool) -> None:
+        """Close them all; those that are busy when they are done."""
+        for host in self._all:
+            host.close(waits=False)
+        for host in self._all if waits else ():
+            host.close()
 
 
 @contextmanager

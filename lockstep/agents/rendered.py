@@ -20,6 +20,8 @@ _BEGUN = re.compile(r"<[\w:]*think\w*>\s*(?:</[\w:]*think\w*>\s*)?\Z")
 class TemplateBridge(Bridge):
     """See the module. Needs no proof: a template that breaks every prefix costs a new context for every turn, and nothing else."""
 
+    renders_anew = True
+
     def _prepare(self) -> None:
         asks: list[Message] = [{"role": "user", "content": "Hello"}]
         calls = (ToolCall("first", {"a": 1}), ToolCall("second", {}))
@@ -44,7 +46,7 @@ class TemplateBridge(Bridge):
         refusal, whole = None, None
         for form in (str, str.strip, None):
             try:
-                whole = self._encode(self._render([self._message(part, form) for part in said]))
+                whole = self._encode(self.start_text([self._message(part, form) for part in said]))
             except DataError as error:
                 refusal = error
                 continue
@@ -84,4 +86,4 @@ class TemplateBridge(Bridge):
 
     def _text(self, ids: Sequence[int]) -> str:
         options: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(list(ids), **options))
+        return str(self.tokenizer.decode(list(ids), **options))

@@ -167,7 +167,7 @@ def test_budgets_end_an_episode_as_length(engine, tokenizer, bridge):
     assert "yyyyyyyyyy... (99990 more characters were cut off)" in tokenizer.decode(cut.ids)
 
 
-def test_an_error_of_the_engine_ends_the_call_and_its_threads(engine, tokenizer, bridge, monkeypatch):
+def test_an_error_of_the_engine_ends_the_call_and_the_threads_of_environments(engine, tokenizer, bridge, monkeypatch):
     def breaks(*arguments):
         raise RuntimeError("no device")
 
@@ -176,7 +176,7 @@ def test_an_error_of_the_engine_ends_the_call_and_its_threads(engine, tokenizer,
     with pytest.raises(RuntimeError, match="no device"):
         play(engine, tokenizer, bridge, [task(bridge, i) for i in range(6)])
     for thread in threading.enumerate():
-        if thread.name.startswith("episode-"):
+        if thread.name == "environment":
             thread.join(60)
             assert not thread.is_alive()
 

@@ -29,6 +29,9 @@ class Stream(ABC):
     Every other gets exactly one Completion, in whatever order they finish.
     """
 
+    poll_s: float = 0.0
+    """A timeout with which `next`, called again and again, keeps the engine busy and the caller from spinning."""
+
     def __init__(self, engine: RolloutEngine, sampling: SamplingParams) -> None:
         self._engine, self._sampling = engine, sampling
         self._changed = threading.Condition()
@@ -133,6 +136,11 @@ class Stream(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `next` returns at once, without computing anything."""
+        return bool(self._answers)
 
     @property
     def num_running(self) -> int:

@@ -34,6 +34,15 @@ class OpenScheduler(Scheduler):
         if turn is not None and turn.pages:
             self._keep(prompt, turn.pages, turn.num_kept)
             self._kept[turn] = self._kept.pop(turn)  # the youngest now
+            self._give_begun_page(turn)
+
+    def _give_begun_page(self, turn: Prompt) -> None:
+        """Its last page, if it is not full, is the one's who goes on in it, who then needs no copy. Another computes those tokens again."""
+        whole = turn.num_kept // self.pool.page_size
+        begun, turn.pages = turn.pages[whole:], turn.pages[:whole]
+        self.pool.release(begun)
+        self._num_keeping.subtract(begun)
+        turn.num_kept = whole * self.pool.page_size
 
     def release(self, index: int) -> None:
         """Nobody continues this sample any more."""
@@ -70,9 +79,9 @@ class OpenScheduler(Scheduler):
         self.num_unsettled -= 1
         cached = min(cached, len(sample) - 1)
         if reason != "error":
-            known = None
-            if self.cache is not None:
-                known = self.cache.insert(sample.slice(0, cached), pages, sample.prompt.known)
+            known = sample.prompt.known
+            if self.cache is not None and not self.cache.ends_with(known, cached // self.pool.page_size):
+                known = self.cache.insert(sample.slice(0, cached), pages, known)
             if sample.keep:
                 turn = self._turns[sample.index] = Prompt(sample.slice(0, len(sample)), known=known)
                 self._keep(turn, pages[: self.pool.pages_for(cached)], cached)

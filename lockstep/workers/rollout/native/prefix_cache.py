@@ -23,6 +23,8 @@ class Node:
     page: int
     tokens: tuple[int, ...] = ()
     parent: Node | None = None
+    depth: int = 0
+    """Pages from the first to this one."""
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
 
 
@@ -61,10 +63,14 @@ class PrefixCache:
         for place in range(len(path), len(ids) // size):
             tokens = tuple(ids[place * size : (place + 1) * size])
             (page,) = self._pool.share([pages[place]])
-            node.children[tokens] = node = self._nodes[page] = Node(page, tokens, node)
+            node.children[tokens] = node = self._nodes[page] = Node(page, tokens, node, place + 1)
             path.append(node)
         self._touch(path)
         return path[-1] if path else None
+
+    def ends_with(self, known: Node | None, count: int) -> bool:
+        """Whether `known`, which `insert` has returned, is still stored and the last of `count` pages: then there is nothing to insert."""
+        return known is not None and known.depth == count and self._nodes.get(known.page) is known
 
     def evict(self, count: int) -> bool:
         """Give up `count` pages that nobody else holds, or more, or as many as there are; whether there was one."""

@@ -115,6 +115,8 @@ class SGLangRollout(ProcessRollout):
 class SGLangStream(Stream):
     """Requests that are all there at the start. Closing it aborts those that have no answer yet."""
 
+    poll_s = 0.005  # SGLang computes in another process
+
     def __init__(self, engine: SGLangRollout, sampling: SamplingParams) -> None:
         super().__init__(engine, sampling)
         self._sglang, self._asked = engine, dict[Future[Any], Job]()

@@ -19,6 +19,8 @@ COLDEST = 0.01
 class VLLMStream(Stream):
     """See Stream. vLLM shares the pages of requests that start alike by itself, a continued one with what it continues among them."""
 
+    poll_s = 0.005  # vLLM computes in another process
+
     def __init__(self, engine: ProcessRollout, sampling: SamplingParams, process: EngineProcess, watches: bool) -> None:
         super().__init__(engine, sampling)
         self._vllm, self._exchange = engine, Exchange(process, "generate", watches)

@@ -15,6 +15,7 @@ held them has left the batch.
 from collections import deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -176,16 +177,13 @@ class GenerationLoop:
             return
         page_size = self._cache.shape.page_size
         spans = [(row.sample, row.sample.num_cached, row.sample.num_cached + row.count) for row in rows]
-        packed = np.stack(
-            [
-                np.concatenate([sample.slice(start, end) for sample, start, end in spans]),
-                np.concatenate([np.arange(start, end) for _, start, end in spans]),
-                np.concatenate([_slots(sample.pages, start, end, page_size) for sample, start, end in spans]),
-            ]
-        )
         contexts, lengths = [start for _, start, _ in spans], [row.count for row in rows]
+        packed, place = np.empty((3, sum(lengths)), dtype=np.int64), 0
+        for (sample, start, end), length in zip(spans, lengths, strict=True):
+            own, place = packed[:, place : place + length], place + length
+            own[0], own[1], own[2] = sample.slice(start, end), np.arange(start, end), _slots(sample.pages, start, end, page_size)
         scored = scored_rows(rows) if any(row.sample.scores for row in rows) else []
-        wanted = np.array([*(np.cumsum(lengths) - 1), *places_of(scored)])
+        wanted = np.array([*(end - 1 for end in accumulate(lengths)), *places_of(scored)])
         short = self._runner.short
         # Only in a stream: a list of requests has the tokens that it always had, to the last bit.
         if (

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,9 +41,32 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def upload_into(target: Tensor, tensor: Tensor) -> None:
-    """The same into memory of the device that is there already."""
-    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
+class Staged:
+    """Host memory that is copied to `target` again and again. Pinned once: to pin memory for each copy takes as long as all else that the
+    host does for a short prefill."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+        self._buffers = [torch.empty(target.shape, dtype=target.dtype, pin_memory=target.is_cuda) for _ in range(2)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._copied: list[Any] = [torch.cuda.Event(), torch.cuda.Event()] if target.is_cuda else []
+        """When the copy of each is done."""
+        self._turn = 0
+
+    def zeros(self, length: int) -> np.ndarray:
+        """[length], to be filled and then sent."""
+        self._turn = 1 - self._turn
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        array: np.ndarray = self._arrays[self._turn][:length]
+        array.fill(0)
+        return array
+
+    def send(self, length: int) -> None:
+        """Copy it, behind what the device has to do."""
+        self._target[:length].copy_(self._buffers[self._turn][:length], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
 
 
 def packed_prompt_attention(

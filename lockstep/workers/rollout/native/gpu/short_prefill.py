@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.prefill import upload_into
+from lockstep.workers.rollout.native.gpu.prefill import Staged
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of tokens that are captured."""
@@ -40,6 +40,7 @@ class ShortPrefill:
         # Places of wanted tokens may be twice as many as tokens: where a prompt's log-probs are wanted, and its last token's to draw from.
         self._inputs = torch.zeros(5 * SIZES[-1] + SIZES[-1] * width // 2 + 1, dtype=torch.int64, device=device)
         """What a step reads, in one piece, so that one copy brings it (see `_parts`)."""
+        self._staged = Staged(self._inputs)
         self._graphs: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         """(tokens, tokens of a block) -> the graph and where it writes."""
 
@@ -51,22 +52,26 @@ class ShortPrefill:
     def logits(self, packed: np.ndarray, lengths: Sequence[int], pages: Sequence[Sequence[int]], wanted: np.ndarray) -> Tensor:
         """[wanted, vocabulary] float32 at the tokens `wanted` of `packed` [token, position, slot; N], which are `lengths` of each row.
         Row i has `pages[i]`."""
-        block, padded = self._block_of(lengths), np.array(self._padded(lengths))
-        size = next(size for size in SIZES if size >= padded.sum())
-        # Token i of the packed ones is computed at place[i]; what is between and behind them writes to the scratch page.
-        place = np.arange(packed.shape[1]) + np.repeat(np.cumsum(padded) - padded - (np.cumsum(lengths) - lengths), lengths)
-        sent = torch.zeros(self._length(size, block) + len(wanted), dtype=torch.int64)
-        numbers, tables = (part.numpy() for part in self._parts(sent, size, block))
-        ends = np.cumsum(lengths) - 1
-        numbers[:2, : padded.sum()] = np.repeat(packed[:2, ends], padded, axis=1)
-        numbers[:, place] = packed
-        line = 0
-        for own, blocks in zip(pages, (padded // block).tolist(), strict=True):
-            tables[line : line + blocks, : len(own)] = own
-            line += blocks
-        sent[-len(wanted) :] = torch.from_numpy(place[wanted])
-        upload_into(self._inputs[: len(sent)], sent)
-        return self._decoder.logits(self._computed(size, block)[self._inputs[len(sent) - len(wanted) : len(sent)]])
+        block, padded = self._block_of(lengths), self._padded(lengths)
+        total = sum(padded)
+        size = next(size for size in SIZES if size >= total)
+        numbers_end, length = 3 * size, self._length(size, block)
+        sent = self._staged.zeros(length + len(wanted))
+        numbers = sent[:numbers_end].reshape(3, size)
+        tables = sent[numbers_end:length].view(np.int32)[: size // block * self._width].reshape(-1, self._width)
+        # A row's tokens are computed from `place` on; what fills it up has its last token and position, and writes to the scratch page.
+        place = start = line = 0
+        moves = np.empty(len(lengths), dtype=np.int64)
+        for i, (count, filled, own) in enumerate(zip(lengths, padded, pages, strict=True)):
+            end = start + count
+            numbers[:, place : place + count] = packed[:, start:end]
+            numbers[:2, place + count : place + filled] = packed[:2, end - 1 : end]
+            tables[line : line + filled // block, : len(own)] = own
+            moves[i] = place - start
+            place, start, line = place + filled, end, line + filled // block
+        sent[length:] = wanted + np.repeat(moves, lengths)[wanted]
+        self._staged.send(len(sent))
+        return self._decoder.logits(self._computed(size, block)[self._inputs[length : len(sent)]])
 
     def forget(self) -> None:
         """Drop the graphs and the memory they hold."""

@@ -1,0 +1,163 @@
+"""Driver: many coroutines on one thread, which wait for the engine, for environments and for the tokenizer.
+
+```text
+await Asked(request)         -> (index, completion)   the engine's passes run between two rounds of coroutines
+await host.stepping(action)  -> Turn                  environments run elsewhere (hosts.py)
+await Encoded(bridge, text)  -> token ids             all texts of one round at once, on all processors
+```
+
+One thread, because the interpreter runs one at a time anyway: with a thread for each episode the passes, which launch hundreds of kernels,
+would ask for the interpreter after each of them, and wait for all others. Not asyncio, whose loop may be running in this thread already.
+"""
+
+import queue
+import time
+from collections import defaultdict, deque
+from collections.abc import Coroutine, Generator, Iterator
+from typing import Any
+
+from lockstep.agents.bridge import Bridge
+from lockstep.agents.hosts import Waited
+from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.stream import Stream
+
+Play = Coroutine[Any, Any, Any]
+_AT_ONCE = 16
+"""Coroutines that go on between two passes: when a whole batch ends a turn at once, the device has the first of them to compute while the
+interpreter is busy with the next."""
+
+
+class Asked:
+    """A request to the engine; awaited, its index in the stream and its completion."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.completion: Completion | None = None
+
+    def __await__(self) -> Generator["Asked", None, tuple[int, Completion]]:
+        yield self
+        assert self.completion is not None
+        return self.completion.index, self.completion
+
+
+class Encoded:
+    """Text to be encoded; awaited, its token ids."""
+
+    def __init__(self, bridge: Bridge, text: str) -> None:
+        self.bridge, self.text = bridge, text
+        self.ids: list[int] = []
+
+    def __await__(self) -> Generator["Encoded", None, list[int]]:
+        yield self
+        return self.ids
+
+
+class Driver:
+    """Runs coroutines on a stream, which only it calls `next` of."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.idle_s = 0.0
+        """How long nothing was asked of the engine."""
+        self._idle_since = time.monotonic()
+        self._asked: dict[int, tuple[Play, Asked]] = {}
+        self._called: dict[Play, Waited] = {}
+        self._answered: queue.SimpleQueue[tuple[Play, Waited]] = queue.SimpleQueue()
+        """Those of `_called` whose environments have answered, and what was too late. Other threads put them there."""
+        self._texts: list[tuple[Play, Encoded]] = []
+        self._completions: deque[Completion] = deque()
+        self._running: set[Play] = set()
+
+    def run(self, plays: Iterator[Play], at_once: int) -> None:
+        """Run all of them, `at_once` at a time. Raises what one of them raises; then the others are closed."""
+        try:
+            while self._start(plays, at_once):
+                self._take_completions()
+                self._take_answers()
+                self._encode()
+                if len(self._asked) > len(self._completions):
+                    self._note(self.stream.next(self.stream.poll_s))
+        finally:
+            for play in self._running:
+                play.close()
+            self._note_idle()
+
+    def _start(self, plays: Iterator[Play], at_once: int) -> bool:
+        """Begin as many as may run; returns whether there are any."""
+        while len(self._running) < at_once and (play := next(plays, None)) is not None:
+            self._running.add(play)
+            self._go_on(play)
+        return bool(self._running)
+
+    def _go_on(self, play: Play) -> None:
+        """Run a coroutine until it waits for something, or to its end."""
+        try:
+            wanted = play.send(None)
+        except BaseException as error:
+            self._running.discard(play)
+            if not isinstance(error, StopIteration):
+                raise
+            return
+        if isinstance(wanted, Asked):
+            self._note_idle()
+            self._asked[self.stream.add(wanted.request)] = play, wanted
+        elif isinstance(wanted, Encoded):
+            self._texts.append((play, wanted))
+        else:
+            assert isinstance(wanted, Waited)
+            self._called[play] = wanted
+            wanted.future.add_done_callback(lambda _: self._answered.put((play, wanted)))
+
+    def _note_idle(self) -> None:
+        if not self._asked:
+            self.idle_s += time.monotonic() - self._idle_since
+            self._idle_since = time.monotonic()
+
+    def _note(self, answer: object) -> None:
+        """Take in what the pass has brought."""
+        while answer is not None:
+            if isinstance(answer, Completion):
+                self._completions.append(answer)
+            answer = self.stream.next(0.0) if self.stream.has_answers else None
+
+    def _take_completions(self) -> None:
+        """Go on with those that the engine has answered."""
+        for _ in range(min(_AT_ONCE, len(self._completions))):
+            completion = self._completions.popleft()
+            play, asked = self._asked.pop(completion.index)
+            if not self._asked:
+                self._idle_since = time.monotonic()
+            asked.completion = completion
+            self._go_on(play)
+
+    def _take_answers(self) -> None:
+        """Go on with those whose environments have answered or are late. Waits for one where there is nothing else to do."""
+        if self._called and not (self._asked or self._texts):
+            ends = [waited.deadline for waited in self._called.values() if waited.deadline is not None]
+            self._go_on_if_called(timeout_s=max(0.0, min(ends) - time.monotonic()) if ends else None)
+        for _ in range(min(_AT_ONCE, self._answered.qsize())):
+            self._go_on_if_called(timeout_s=0.0)
+        now = time.monotonic()
+        for play in [play for play, waited in self._called.items() if waited.deadline is not None and waited.deadline < now]:
+            del self._called[play]
+            self._go_on(play)
+
+    def _go_on_if_called(self, timeout_s: float | None) -> None:
+        try:
+            play, waited = self._answered.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if self._called.get(play) is waited:  # else its deadline was before, and the episode has gone on without it
+            del self._called[play]
+            self._go_on(play)
+
+    def _encode(self) -> None:
+        texts, self._texts = self._texts, []
+        groups: dict[int, list[Encoded]] = defaultdict(list)
+        for _, encoded in texts:
+            groups[id(encoded.bridge.tokenizer)].append(encoded)
+        for group in groups.values():
+            for encoded, ids in zip(group, group[0].bridge.encode([one.text for one in group]), strict=True):
+                encoded.ids = ids
+        for play, _ in texts:
+            self._go_on(play)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from lockstep.agents.driver import Asked, Driver, Encoded
+from lockstep.agents.hosts import EnvironmentFailed, ThreadHost, Waited
+from lockstep.workers.rollout.base import Completion, Request
+
+REQUEST = Request(torch.tensor([1]), (0, 0, 0))
+
+
+class FakeStream:
+    """Answers a request after as many passes as its first token says."""
+
+    poll_s = 0.0
+
+    def __init__(self):
+        self.left, self.answers, self.passes = {}, deque(), []
+
+    @property
+    def has_answers(self):
+        return bool(self.answers)
+
+    def add(self, request):
+        index = len(self.left)
+        self.left[index] = int(request.prompt_ids[0])
+        return index
+
+    def next(self, timeout_s=None):
+        if not self.answers:
+            running = [index for index, left in self.left.items() if left > 0]
+            self.passes.append(len(running))
+            for index in running:
+                self.left[index] -= 1
+                if not self.left[index]:
+                    self.answers.append(Completion(index, torch.tensor([7]), torch.zeros(1), "stop", 0))
+        return self.answers.popleft() if self.answers else None
+
+
+class FakeBridge:
+    tokenizer = "one"
+
+    def __init__(self):
+        self.batches = []
+
+    def encode(self, texts):
+        self.batches.append(list(texts))
+        return [[len(text)] for text in texts]
+
+
+def request(passes):
+    return Request(torch.tensor([passes]), (0, 0, 0))
+
+
+def test_every_coroutine_gets_its_own_answers_however_many_run_at_once():
+    for at_once in (1, 3, 100):
+        stream, bridge, found = FakeStream(), FakeBridge(), {}
+
+        async def play(number, bridge=bridge, found=found):
+            ids = await Encoded(bridge, "x" * number)
+            index, completion = await Asked(request(1 + number % 3))
+            found[number] = ids, index == completion.index
+
+        Driver(stream).run((play(number) for number in range(40)), at_once)
+        assert found == {number: ([number], True) for number in range(40)}
+        assert max(map(len, bridge.batches)) == min(at_once, 40)  # texts that are there together are encoded together
+        assert max(stream.passes) <= at_once
+
+
+def test_when_a_whole_batch_ends_a_turn_the_first_are_computed_while_others_wait_for_the_interpreter():
+    stream = FakeStream()
+
+    async def play():
+        await Asked(request(1))
+        await Asked(request(1))
+
+    Driver(stream).run((play() for _ in range(64)), 64)
+    assert stream.passes == [64, 16, 16, 16, 16]
+
+
+def test_an_environment_that_is_late_is_left_and_its_answer_is_taken_for_no_other():
+    host, late, heard = ThreadHost(0.01), Future(), []
+
+    async def play():
+        with pytest.raises(EnvironmentFailed, match="did not answer"):
+            await Waited(host, late, 0.01)
+        following = Future()
+        late.set_result("too late")
+        heard.append("waits")
+        following_call = Waited(host, following, None)
+        other.append(following)
+        heard.append(await following_call)
+
+    async def answers():
+        while not other:
+            await Asked(request(1))
+        for _ in range(3):
+            await Asked(request(1))
+        assert heard == ["waits"]
+        other[0].set_result("in time")
+
+    other: list[Future] = []
+    Driver(FakeStream()).run(iter([play(), answers()]), 2)
+    assert heard == ["waits", "in time"]
+
+
+def test_what_one_raises_ends_the_run_and_closes_the_others():
+    closed = []
+
+    async def waits():
+        try:
+            await Asked(request(1000))
+        finally:
+            closed.append(True)
+
+    async def breaks():
+        await Asked(request(2))
+        raise RuntimeError("a fault of ours")
+
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        Driver(FakeStream()).run(iter([waits(), breaks(), waits()]), 3)
+    assert closed == [True, True]
