@@ -4,8 +4,9 @@
     python -m benchmarks.auto --shapes tiny --prompts 4 --device cpu
 
 Each shape generates the load (gsm8k_like: 8 samples a prompt) with the numbers that the plan chooses for it and with several by hand; the
-cache is given back after each generation, as in training, so that graphs are captured anew each time. First, in float32 on a tiny model:
-whatever the numbers, and with or without a warm-up, the tokens are the same. One table, and benchmarks/results/auto_*.json.
+cache is given back after each generation, as in training, so that graphs are captured anew each time. First, greedily and in float32 on a tiny model:
+whatever the numbers, and with or without a warm-up, the tokens are the same (random weights spread the probability so evenly that drawn
+tokens depend on the last bit of a sum). One table, and benchmarks/results/auto_*.json.
 """
 
 import argparse
@@ -85,7 +86,9 @@ def _check(options: argparse.Namespace) -> None:
         engine = _engine(model, numbers)
         if warm:
             _warm_up(engine, load)
-        found.append([completion.ids.tolist() for completion in engine.generate(_requests(load), _sampling(load, {}))])
+        found.append(
+            [completion.ids.tolist() for completion in engine.generate(_requests(load), _sampling(load, {"temperature": 0.0}))]
+        )
         engine.sleep()
     assert all(tokens == found[0] for tokens in found[1:]), "the numbers changed the tokens"
     print(f"{load.num_tokens} tokens are the same for four choices of numbers", flush=True)
