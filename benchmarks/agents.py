@@ -7,8 +7,8 @@ Random weights of a real shape (or --model) with SmolLM2's tokenizer and templat
 of tokens. Two loads:
 
 - reuse: episodes of --turns turns whose environments answer at once, with observations of --observation tokens: as they are played, against
-  computing the whole conversation anew for each turn. The tokens must be the same in float32 (--check episodes; their ids are compared, at
-  temperature 0.1: random weights at 1 spread the probability so evenly that the last bit of a sum decides on a token every few hundred);
+  computing the whole conversation anew for each turn. The tokens must be the same in float32 (--check episodes; their ids are compared,
+  greedily: random weights spread the probability so evenly that the last bit of a sum decides on every few hundredth token that is drawn);
   in bfloat16 other shapes round otherwise, so there the share of equal tokens is only shown.
 - environments: --waiting episodes at once whose environments take 50 ms to 2 s for an answer, by the seed, against the same episodes whose
   environments answer at once. Busy is the share of the time in which the GPU computed, as nvidia-smi sees it, while at least half of the
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = []
     if options.check:
         bench = _Bench(model, tokenizer, options)
-        result["check"] = _reuse(bench, options.check, 0, temperature=0.1)
+        result["check"] = _reuse(bench, options.check, 0, temperature=0.0)
         bench.close()
         table.append(_check_line(result["check"]))
         print(table[-1], flush=True)
