@@ -4,9 +4,9 @@
     python -m benchmarks.auto --shapes tiny --prompts 4 --device cpu
 
 Each shape generates the load (gsm8k_like: 8 samples a prompt) with the numbers that the plan chooses for it and with several by hand; the
-cache is given back after each generation, as in training, so that graphs are captured anew each time. First, greedily and in float32 on a tiny model:
-whatever the numbers, and with or without a warm-up, the tokens are the same (random weights spread the probability so evenly that drawn
-tokens depend on the last bit of a sum). One table, and benchmarks/results/auto_*.json.
+cache is given back after each generation, as in training, so that graphs are captured anew each time. First, greedily and in float32 on a
+tiny model: whatever the numbers, and with or without a warm-up, the tokens are the same (random weights spread the probability so evenly
+that drawn tokens depend on the last bit of a sum). One table, and benchmarks/results/auto_*.json.
 """
 
 import argparse
