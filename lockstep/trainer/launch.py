@@ -93,6 +93,9 @@ class Workers:
                     view.init_model()
             if section.on_nonfinite == "skip" and hasattr(view, "skip_nonfinite"):
                 view.skip_nonfinite()
+        for view in self.by_role.values():
+            if not self.group_cls.in_driver and hasattr(view, "freeze_objects"):  # in the driver `Run.fit` does it, and undoes it
+                view.freeze_objects()
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]], specs: Mapping[Enum, RoleSpec]) -> None:
         """Decide, for each device, which models are offloaded while others work, and say so."""
