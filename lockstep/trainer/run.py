@@ -37,7 +37,7 @@ from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
-from lockstep.utils.garbage import frozen_objects
+from lockstep.utils.garbage import frozen_objects, unfreeze_objects
 
 
 @dataclass(frozen=True)
@@ -343,6 +343,7 @@ class Run(ABC):
 
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
+        unfreeze_objects()  # what the lost ones held here is garbage now
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
