@@ -17,6 +17,8 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from lockstep.utils.garbage import freeze_objects, unfreeze_objects
+
 if TYPE_CHECKING:  # what a run needs is imported by the fixtures: it takes seconds, in pytest-xdist's own process too
     from lockstep.config import PPOConfig
     from lockstep.embedded import EmbeddedTask
@@ -79,6 +81,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = {item.path for item in items if uses_ray(item)}
     length = {Path(__file__).parent / name: len(LONGEST) - i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path in files, -length.get(item.path, 0)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_suite() -> None:
+    """What all test files have imported is left out of collections. A run that finds objects frozen leaves them so (utils/garbage.py): to
+    collect and freeze them takes 0.15 s, and there are hundreds of runs."""
+    freeze_objects()
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """In this test objects are frozen by what it tests only, as in a program that has just begun."""
+    unfreeze_objects()
+    yield
+    unfreeze_objects()
+    freeze_objects()
 
 
 @pytest.fixture(scope="session")

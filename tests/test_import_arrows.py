@@ -60,7 +60,9 @@ ARROWS: dict[str, set[str]] = {
         "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
-    "trainer/run": {"trainer/stop", "trainer/skipped", "trainer/capsule", "data/schedule", "config", "checkpoint", "observability"},
+    "trainer/run": {
+        "trainer/stop", "trainer/skipped", "trainer/capsule", "data/schedule", "config", "checkpoint", "observability", "utils/garbage",
+    },
     "trainer/role": set(),
     "trainer/resources": {"single_controller"},
     "trainer/memory": {"single_controller", "planner"},

@@ -97,6 +97,9 @@ class Workers:
             if hasattr(view, "warm_up"):
                 with progress(f"compiling kernels for {view.name}"):
                     view.warm_up()
+        for view in self.by_role.values():
+            if not self.group_cls.in_driver and hasattr(view, "freeze_objects"):  # in the driver `Run.fit` does it, and undoes it
+                view.freeze_objects()
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]], specs: Mapping[Enum, RoleSpec]) -> None:
         """Decide, for each device, which models are offloaded while others work, and say so."""

@@ -37,6 +37,7 @@ from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.stop import StopSignals
+from lockstep.utils.garbage import frozen_objects, unfreeze_objects
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Run(ABC):
                 self._resume()
                 self.alarms.resume(self._metrics_file, self.global_steps)
                 (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
-                with self._tracking() as tracking, self.display:
+                with self._tracking() as tracking, self.display, frozen_objects():
                     self._introduce()
                     if self.has_validation and (config.val_only or (config.val_before_train and not self.global_steps)):
                         metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
@@ -342,6 +343,7 @@ class Run(ABC):
 
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
+        unfreeze_objects()  # what the lost ones held here is garbage now
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:

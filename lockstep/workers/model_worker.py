@@ -11,6 +11,7 @@ from lockstep.planner.count import Load
 from lockstep.planner.memory import Model, Rollout
 from lockstep.planner.needs import Needs
 from lockstep.single_controller.base import Dispatch, Worker, register
+from lockstep.utils.garbage import freeze_objects
 from lockstep.utils.memory import available_ram, free_device_memory
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.memory_watch import MemoryWatch
@@ -50,6 +51,11 @@ class ModelWorker(Worker):
     def skip_nonfinite(self) -> None:
         """From now on an update whose loss or gradient is not finite is left out, and counted (engine/skip.py)."""
         self.skips_nonfinite = True
+
+    @register(Dispatch.ONE_TO_ALL)
+    def freeze_objects(self) -> None:
+        """Leave all that is loaded out of this process's garbage collections, until it ends. Not for the driver's process."""
+        freeze_objects()
 
     @register(Dispatch.ONE_TO_ALL)
     def take_peaks(self) -> dict[str, Metric]:

@@ -1,6 +1,7 @@
 """The skeleton, with a recipe that only counts."""
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -93,6 +94,23 @@ def test_a_run_trains_validates_saves_and_says_what_it_came_to(tmp_path):
     assert saved(tmp_path) == ["global_step_4", "global_step_5"]
     assert "start: 0" in (tmp_path / "config.yaml").read_text()
     assert run.display.texts == ["a step adds two"]
+
+
+def test_collections_in_a_step_leave_out_what_was_there_before_whatever_becomes_of_the_step(tmp_path, nothing_frozen):
+    before, seen = [tmp_path], []
+
+    def look(run):
+        seen.append((gc.get_freeze_count() > 0, any(one is before for one in gc.get_objects())))
+        if run.global_steps == 2:
+            raise NumericalError("the loss is nan")
+
+    Counting(tmp_path / "a", 2, at_step=look).fit()
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(NumericalError):
+        Counting(tmp_path / "b", 3, at_step=look).fit()
+    assert gc.get_freeze_count() == 0
+    assert seen == [(True, False)] * 5
+    assert any(one is before for one in gc.get_objects())
 
 
 @pytest.mark.parametrize(

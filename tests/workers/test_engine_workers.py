@@ -240,6 +240,15 @@ def test_stop_strings_use_the_models_tokenizer(tmp_path: Path) -> None:
     assert stopped.non_tensor_batch["finish_reason"][0] == "stop"
 
 
+@pytest.mark.usefixtures("nothing_frozen")
+def test_a_worker_leaves_what_is_loaded_out_of_its_collections(tmp_path: Path) -> None:
+    with workers(policy=policy_class(save_tiny_model(tmp_path), "actor_rollout")) as (roles, there):
+        module = there["policy"].actor.engine.module
+        assert any(one is module for one in gc.get_objects())
+        roles["policy"].freeze_objects()
+        assert not any(one is module for one in gc.get_objects())
+
+
 def living_tensors() -> tuple[int, int]:
     """How many tensors this process has, and their bytes, each storage once."""
     gc.collect()

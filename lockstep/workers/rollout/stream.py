@@ -29,7 +29,7 @@ class Stream(ABC):
     Every other gets exactly one Completion, in whatever order they finish.
     """
 
-    poll_s: float = 0.0
+    poll_s: float
     """A timeout with which `next`, called again and again, keeps the engine busy and the caller from spinning."""
 
     def __init__(self, engine: RolloutEngine, sampling: SamplingParams) -> None:

@@ -80,6 +80,7 @@ class HFRollout(ModuleRollout):
 class HFStream(Stream):
     """See Stream. One padded batch after the other: the oldest request, and those behind it that are drawn alike."""
 
+    poll_s = 0.0
     _queue: list[Job]
 
     def __init__(self, engine: HFRollout, sampling: SamplingParams) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class NativeStream(Stream):
     """See Stream. The pages of `backend`, and what they hold, are this stream's until `close`, which calls `on_close`."""
 
+    poll_s = 0.0
+
     def __init__(
         self,
         engine: RolloutEngine,
