@@ -45,6 +45,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
+from lockstep.utils.garbage import frozen_objects
 from lockstep.utils.model_source import model_folder
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.base import Completion, Request
@@ -71,13 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(table[-1], flush=True)
     bench = _Bench(model.to(dtype), tokenizer, options)
     result["reuse"] = []
-    for count in options.episodes:
-        result["reuse"].append(_reuse(bench, count, options.repeats))
-        table.append(_reuse_line(result["reuse"][-1]))
-        print(table[-1], flush=True)
-    if options.waiting:
-        result["environments"] = _environments(bench, options.waiting)
-        table.append(_environments_line(result["environments"]))
+    with frozen_objects():  # as in training
+        for count in options.episodes:
+            result["reuse"].append(_reuse(bench, count, options.repeats))
+            table.append(_reuse_line(result["reuse"][-1]))
+            print(table[-1], flush=True)
+        if options.waiting:
+            result["environments"] = _environments(bench, options.waiting)
+            table.append(_environments_line(result["environments"]))
     options.out.mkdir(parents=True, exist_ok=True)
     name = options.shape if options.model is None else Path(options.model).name
     (options.out / f"agents_{name}_{result['date']}.json").write_text(json.dumps(result, indent=1) + "\n")

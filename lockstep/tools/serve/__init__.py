@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, MissingExtra, ResourceError, as_command
 from lockstep.tools.load_model import add_model_arguments, load_model_of
+from lockstep.utils.garbage import frozen_objects
 
 if TYPE_CHECKING:
     import uvicorn
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.host not in _LOCAL and api_key is None:
             print(f"warning: anybody who reaches {options.host} can use this server: there is no --api-key", flush=True)
         try:
-            http_server(server, f"{own.name} on {address_of(bound)}").run(sockets=[bound])
+            with frozen_objects():  # no request waits while Python walks over all that was imported
+                http_server(server, f"{own.name} on {address_of(bound)}").run(sockets=[bound])
         finally:
             loaded.engine.close()
     return 0
