@@ -3,8 +3,8 @@
     python -m benchmarks.agents --shape tiny --device cpu --episodes 4 --turns 4 --observation 64 --waiting 16
     python -m benchmarks.agents --shape 0.5b
 
-Random weights of a real shape (or --model) with SmolLM2's tokenizer and template; turns of the policy and observations have a fixed number
-of tokens. Two loads:
+Random weights of a real shape (or --model) with SmolLM2's tokenizer and template; observations have a fixed number of tokens, and turns of
+the policy one that is drawn around a mean (--spread), as those of a model that ends its turns itself. Two loads:
 
 - reuse: episodes of --turns turns whose environments answer at once, with observations of --observation tokens: as they are played, against
   computing the whole conversation anew for each turn. The tokens must be the same in float32 (--check episodes; their ids are compared,
@@ -22,12 +22,14 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 import statistics
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--observation", type=int, default=512, help="tokens of an observation")
     parser.add_argument("--turn-tokens", type=int, default=32, help="tokens of a turn of the policy, in the first load")
     parser.add_argument("--long-turn-tokens", type=int, default=256, help="the same in the second load")
+    parser.add_argument(
+        "--spread", type=float, default=0.5, help="turns have up to this share more or fewer tokens; 0: all end together"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="runs of the first load after one that compiles and captures")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser
@@ -148,8 +153,8 @@ class Talks(Environment):
 class _Noted:
     """A stream that notes when requests were added and answered. Without `reuses` nothing of earlier turns is used again."""
 
-    def __init__(self, stream: Any, reuses: bool) -> None:
-        self._stream, self._lock = stream, threading.Lock()
+    def __init__(self, stream: Any, reuses: bool, spread: float) -> None:
+        self._stream, self._lock, self._spread = stream, threading.Lock(), spread
         self.added: dict[int, tuple[float, int]] = {}
         """Index -> when, and which episode."""
         self.answered: dict[int, float] = {}
@@ -167,6 +172,9 @@ class _Noted:
         self._stream.close()
 
     def add(self, request: Request) -> int:
+        if request.max_tokens is not None:  # by the episode and what it says, not by the time
+            chance = random.Random(f"{request.key} {request.prompt_ids.tolist()}").uniform(1 - self._spread, 1 + self._spread)
+            request = replace(request, max_tokens=max(1, round(request.max_tokens * chance)))
         with self._lock:
             index = self._stream.add(request)
             self.added[index] = time.perf_counter(), request.key[1]
@@ -212,7 +220,7 @@ class _Bench:
         """Play `count` episodes at once. `delays[episode][turn]` are those of the environments; None: they answer at once. They have
         `turns` turns instead of --turns."""
         options, bench = self.options, self
-        room = options.turns * (turn_tokens + options.observation + 64)
+        room = options.turns * (math.ceil(turn_tokens * (1 + options.spread)) + options.observation + 64)
         sampling = SamplingParams(temperature=temperature, max_tokens=room, stop_token_ids=(), seed=SEED)
         limits = Limits(options.turns, turn_tokens, None, count, 600.0, 3600.0, 0)
 
@@ -223,7 +231,7 @@ class _Bench:
 
             def open(self, sampling: SamplingParams) -> Any:
                 # Twice: without reuse a turn that is kept and the one that goes on after it have pages of their own.
-                bench.noted = _Noted(bench._engine.open(sampling, num_tokens=2 * count * (room + 64)), reuses)
+                bench.noted = _Noted(bench._engine.open(sampling, num_tokens=2 * count * (room + 64)), reuses, options.spread)
                 return bench.noted
 
         kwargs = {"words": self._words, "length": options.observation, "turns": turns or options.turns}

@@ -6,6 +6,7 @@ of earlier turns are kept, so a turn costs its new tokens.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -87,7 +88,7 @@ class Player:
         whatever the template writes at a turn's end."""
         self._inner_ids = inner_ids
         self._engine, self._tokenizer, self._parse, self._sampling, self._limits = engine, tokenizer, parse, sampling, limits
-        self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self._longest_token = _longest_token(tokenizer)
 
     def play(self, tasks: Sequence[Task], on_finished: Callable[[int, Episode], None] | None = None) -> list[Episode]:
         """All of them, in order. `on_finished` hears of each (its number, the episode) when it ends, between two passes."""
@@ -269,6 +270,12 @@ class _Hosts:
             host.close(waits=False)
         for host in self._all if waits else ():
             host.close()
+
+
+@functools.lru_cache(maxsize=8)
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """In characters. Kept, for a player is made for every step."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 @contextmanager

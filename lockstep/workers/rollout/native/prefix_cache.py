@@ -59,10 +59,9 @@ class PrefixCache:
         comes before it, and only what follows is looked up.
         """
         size, path = self._pool.page_size, self._path(ids, known)
-        node = path[-1] if path else self._root
-        for place in range(len(path), len(ids) // size):
+        node, first = path[-1] if path else self._root, len(path)
+        for place, page in enumerate(self._pool.share(pages[first : len(ids) // size]), first):
             tokens = tuple(ids[place * size : (place + 1) * size])
-            (page,) = self._pool.share([pages[place]])
             node.children[tokens] = node = self._nodes[page] = Node(page, tokens, node, place + 1)
             path.append(node)
         self._touch(path)

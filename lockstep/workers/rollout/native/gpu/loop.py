@@ -271,7 +271,7 @@ class GenerationLoop:
 
     def _update_page_table(self) -> None:
         """Tell the device which pages its rows have got."""
-        changes: list[tuple[int, int, int]] = []
+        changes: list[np.ndarray] = []
         page_size = self._cache.shape.page_size
         for row, seat in enumerate(self._seats):
             known, held = seat.known, seat.held
@@ -282,10 +282,11 @@ class GenerationLoop:
             if not known:
                 start = 0
             if start < len(held):
-                changes += [(row, column, held[column]) for column in range(start, len(held))]
+                columns = np.arange(start, len(held))
+                changes.append(np.stack([np.full_like(columns, row), columns, np.array(held[start:])]))
                 seat.known = list(held)
         if changes:
-            row_index, column_index, pages = self._upload(np.array(changes, dtype=np.int64).T)
+            row_index, column_index, pages = self._upload(np.concatenate(changes, axis=1))
             self._rows.page_table[row_index, column_index] = pages.int()
 
     def _share_prefixes(self) -> bool:
