@@ -29,6 +29,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.models.load import share_structure
 from lockstep.planner import count
 from lockstep.planner.choose import PLAIN, RolloutNumbers, choose_rollout
+from lockstep.utils.garbage import frozen_objects
 from lockstep.utils.memory import free_device_memory
 from lockstep.workers.rollout.registry import make_rollout
 
@@ -47,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     _check(options)
     rows: list[dict[str, Any]] = []
-    for shape in options.shapes:
-        prompts = min(options.prompts, 128) if shape == "7b" else options.prompts
-        rows += _measure(shape, gsm8k_like(prompts), options)
+    with frozen_objects():  # as in training
+        for shape in options.shapes:
+            prompts = min(options.prompts, 128) if shape == "7b" else options.prompts
+            rows += _measure(shape, gsm8k_like(prompts), options)
     print("\n" + _table(rows))
     file = RESULTS / f"auto_{options.name or 'gsm8k_like'}_{_about(options)['date']}.json"
     file.write_text(json.dumps(_about(options) | {"rows": rows}, indent=1) + "\n")
