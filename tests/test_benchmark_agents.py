@@ -22,7 +22,9 @@ def test_the_benchmark_says_what_reuse_saves_and_how_busy_slow_environments_leav
     (file,) = tmp_path.glob("agents_tiny_*.json")
     result = json.loads(file.read_text())
     assert result["check"]["equal_episodes"] == 2
-    assert result["reuse"]["equal_tokens"] == result["reuse"]["policy_tokens"] == 3 * 3 * 4
+    (reuse,) = result["reuse"]
+    assert reuse["equal_tokens"] == reuse["policy_tokens"]
+    assert 3 * 3 * 2 <= reuse["policy_tokens"] <= 3 * 3 * 6
     slow = result["environments"]["slow"]
     assert result["environments"]["equal_episodes"] == 4
     assert 0 < slow["busy"] <= 1
