@@ -81,7 +81,7 @@ def test_an_environment_with_a_server_that_hangs_or_dies_fails_and_leaves_no_pro
         assert "no such thing" in host.step(act("fails")).messages[0]["content"]
         with pytest.raises(EnvironmentFailed, match="the MCP server"):
             host.step(act("dies"))
-        host.end()
+        host.ending().result()
         host.begin(ToolEnvironment, kwargs, {"prompt": "?"}, 0)
         assert host.step(act("calls")).messages[0]["content"] == "call 1"
         host._timeout_s = 0.5
