@@ -18,7 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class Waited:
     """A call that an environment is making. Awaited in a Driver's coroutine, or asked for its `result` by a thread that then waits."""
 
     def __init__(self, host: "Host", future: "Future[Any]", timeout_s: float | None) -> None:
-        self.future = future
+        self.future = host.last = future
         self._host, self._started, self._timeout_s = host, time.monotonic(), timeout_s
         self._ended: float | None = None
         self.deadline = None if timeout_s is None else self._started + timeout_s
@@ -60,6 +60,8 @@ class Waited:
         except TimeoutError as late:
             self._host.leave_behind()
             raise EnvironmentFailed(f"the environment did not answer within {self._timeout_s:g} s; it was left behind") from late
+        except CancelledError as cancelled:  # by itself: nobody here does
+            raise EnvironmentFailed("the environment's call was cancelled") from cancelled
         finally:
             self._host.seconds += (self._ended or time.monotonic()) - self._started
         if error is None:
@@ -74,6 +76,8 @@ class Host(ABC):
 
     seconds: float = 0.0
     """Spent in the environment since `begin`."""
+    last: "Future[Any] | None" = None
+    """The call that was made last."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -106,6 +110,11 @@ class Host(ABC):
     def leave_behind(self) -> None:
         """The environment hangs: nothing more is asked of it."""
         return
+
+    def abandon(self) -> None:
+        """In the middle of an episode: close the environment when it has answered, and give up what the host holds. Waits for nothing."""
+        self.ending()
+        self.close(waits=False)
 
     def close(self, waits: bool = True) -> None:
         """Give up what the host holds, when it has done what it does. It can be used again."""
@@ -185,6 +194,10 @@ class ThreadHost(Host):
 
     def leave_behind(self) -> None:
         self._held = {}
+
+    def abandon(self) -> None:
+        if self.last is not None:
+            self.last.add_done_callback(lambda _: self.ending())
 
 
 class LoopHost(ThreadHost):
@@ -283,8 +296,11 @@ async def _await(value: Any) -> Any:
 
 
 async def _awaited(call: Call, held: dict[str, Environment]) -> Any:
-    value = call(held)
-    return await value if inspect.isawaitable(value) else value
+    try:
+        value = call(held)
+        return await value if inspect.isawaitable(value) else value
+    except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and with it everybody's environment
+        raise EnvironmentFailed(f"the environment raised {type(error).__name__}: {error}") from error
 
 
 @functools.cache

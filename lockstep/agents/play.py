@@ -251,6 +251,7 @@ class _Hosts:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._all: list[Host] = []
+        self._busy: set[Host] = set()
         self._free: dict[type[Host], list[Host]] = defaultdict(list)
 
     @contextmanager
@@ -261,13 +262,18 @@ class _Hosts:
         if not free:
             self._all.append(new)
         host = free.pop() if free else new
-        yield host
+        self._busy.add(host)
+        yield host  # when this raises, the episode is not played to its end, and `close` ends its environment
+        self._busy.remove(host)
         free.append(host)
 
     def close(self, waits: bool) -> None:
         """Close them all; those that are busy when they are done."""
         for host in self._all:
-            host.close(waits=False)
+            if host in self._busy:
+                host.abandon()
+            else:
+                host.close(waits=False)
         for host in self._all if waits else ():
             host.close()
 

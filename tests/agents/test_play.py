@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -179,6 +180,36 @@ def test_an_error_of_the_engine_ends_the_call_and_the_threads_of_environments(en
         if thread.name == "environment":
             thread.join(60)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "loop"])
+def test_an_error_of_the_engine_closes_the_environments_that_are_open(engine, tokenizer, bridge, monkeypatch, is_async):
+    closed = threading.Semaphore(0)
+
+    class Local(environments.CountsInALoop if is_async else environments.Counts):
+        def close(self):
+            closed.release()
+
+    def breaks(*arguments):
+        raise RuntimeError("no device")
+
+    with engine.open(sampling(tokenizer)) as stream:
+        monkeypatch.setattr(type(stream), "_work", breaks)
+    with pytest.raises(RuntimeError, match="no device"):
+        play(engine, tokenizer, bridge, [task(bridge, i, Local, turns=2) for i in range(4)])
+    assert all(closed.acquire(timeout=60) for _ in range(4))
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+def test_an_environment_in_the_event_loop_that_ends_itself_is_missing_and_the_others_go_on(engine, tokenizer, bridge, error):
+    class Ends(environments.CountsInALoop):
+        async def step(self, action):
+            raise error
+
+    tasks = [task(bridge, 0, Ends, turns=2), task(bridge, 1, environments.CountsInALoop, turns=2)]
+    lost, played = play(engine, tokenizer, bridge, tasks)
+    assert (lost.finish_reason, played.finish_reason) == ("error", "stop")
+    assert "cancelled" in lost.error or error.__name__ in lost.error
 
 
 def test_a_token_that_ends_a_part_of_a_turn_does_not_end_the_turn(engine, tokenizer, bridge):
