@@ -27,7 +27,6 @@ from lockstep.workers.rollout.native.gpu.new_token import NewToken, cuts
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
 
-
 Attend = Callable[[int, Any, Tensor, Tensor | None], Tensor]
 """Number of a layer, its attention module, product of its projections and the bias that is still to be added -> [N, heads D]."""
 

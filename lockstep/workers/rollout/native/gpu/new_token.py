@@ -4,8 +4,8 @@
 
 One program computes one row, one KV head (its query heads together) and one split of the context. It adds up the parts of the product
 and the bias, norms (Qwen3) and rotates its queries and the new key. The last split, which has the fewest tokens, stores key and value and
-starts from them instead of reading them back. The split that ends last of a row and KV head adds up what all of them have left, in the order of the
-splits, so that it does not matter which one that is.
+starts from them instead of reading them back. The split that ends last of a row and KV head adds up what all of them have left, in the
+order of the splits, so that it does not matter which one that is.
 """
 
 import torch
@@ -147,21 +147,21 @@ def _attend_new(
     q2 = _sum_up(QKV, BIASES, q_place + H2, q_mask, stride_part, PARTS, BIAS, TYPE)
     # Every split reads the new key and value, which costs nothing beside its queries; waiting for them after these would.
     k_place = (HEADS + kv_head) * D + d[None, :]
-    k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
-    k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
+    new_k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
+    new_k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
     v_place = (HEADS + KV_HEADS + kv_head) * D + whole
-    v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
+    new_v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
     q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
-    k1, k2 = _norm_and_rotate(k1, k2, K_NORM, cos, sin, d, eps, D, NORM)
+    new_k1, new_k2 = _norm_and_rotate(new_k1, new_k2, K_NORM, cos, sin, d, eps, D, NORM)
     is_last = split == SPLITS - 1
     target = tl.load(SLOT + row) * (KV_HEADS * D) + kv_head * D
-    tl.store(KP + target + d[None, :], k1, mask=in_half & is_last)
-    tl.store(KP + target + H2 + d[None, :], k2, mask=in_half & is_last)
-    tl.store(VP + target + whole, v, mask=(whole < D) & is_last)
-    new = tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1) * scale * LOG2_E
-    peak = tl.where(is_last, new, float("-inf"))
+    tl.store(KP + target + d[None, :], new_k1, mask=in_half & is_last)
+    tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half & is_last)
+    tl.store(VP + target + whole, new_v, mask=(whole < D) & is_last)
+    new_score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32) + q2.to(tl.float32) * new_k2.to(tl.float32), 1) * scale * LOG2_E
+    peak = tl.where(is_last, new_score, float("-inf"))
     total = tl.where(is_last, 1.0, tl.zeros([ROWS], tl.float32))
-    acc = tl.where(is_last, v.to(tl.float32)[None, :], tl.zeros([ROWS, DP], tl.float32))
+    acc = tl.where(is_last, new_v.to(tl.float32)[None, :], tl.zeros([ROWS, DP], tl.float32))
     k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
     v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
     for start in range(low, high, TILE):
