@@ -121,8 +121,8 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
     with LocalWorkerGroup(ResourcePool([1]), classes, device=options.device, timeout_s=3600, start_timeout_s=600) as group:
         roles = group.spawn()
         rows = options.prompts * options.n
-        line = place_models("global_pool", roles, dict.fromkeys(roles, Load(options.prompt + options.response, rows, rows)))
-        print(line or "nothing is offloaded to host memory", flush=True)
+        placed = place_models("global_pool", roles, dict.fromkeys(roles, Load(options.prompt + options.response, rows, rows)))
+        print(placed.text or "nothing is offloaded to host memory", flush=True)
         for role in roles.values():
             role.init_model()
         start_up = time.perf_counter() - started

@@ -125,6 +125,7 @@ class RayPPOTrainer(Run):
         when this fails."""
         self.open_folder()
         workers = self.workers
+        workers.recall(self._from)
         workers.start(role_specs(self.config, self.role_worker_mapping, self.total_steps, self.tokenizer.pad_token_id))
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
@@ -268,6 +269,7 @@ class RayPPOTrainer(Run):
             "kl_control": self.kl_control.state_dict(),
             "sampler_drift": self.drift.largest,
             "num_train_rows": len(self.train_dataset),
+            "numbers": self.workers.numbers,
         }
 
     def _save(self, folder: Path) -> list[Path]:
