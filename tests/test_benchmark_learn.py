@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import learn
 
 _CORE, _AUX = "val-core/gsm8k/acc/mean@4", "val-aux/gsm8k/acc/mean@4"
