@@ -85,9 +85,9 @@ def _fork(words: list[str], folder: Path) -> None:
 
 
 def _command(words: list[str], output: Path) -> None:
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    sys.stdout = sys.stderr = output.open("w", buffering=1)
+    for descriptor in (1, 2):  # for what is not Python
+        os.dup2(sys.stdout.fileno(), descriptor)
     sys.argv = ["lockstep", *words]
     sys.exit(cli.main())
 
