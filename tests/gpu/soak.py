@@ -15,12 +15,14 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from gpu.soak_cases import draw_case
-from gpu.soak_play import PLAIN, Plain, Soaked, compare, expected, make_engine, play
+from gpu.soak_cases import FAMILIES_DRAWN, draw_case
+from gpu.soak_play import compare, engine_for, expected, plain_for, play
 
 _QUIET = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes that share the cores."""
@@ -46,6 +48,8 @@ class Outcome:
     """equal, border, wrong -> responses"""
     error: str | None = None
     """What it raised."""
+    seconds: float = dataclasses.field(default=0.0, compare=False)
+    """How long it took on the device, without the plain engine."""
 
     @property
     def is_wrong(self) -> bool:
@@ -56,12 +60,12 @@ def try_case(seed: int, device: str, end: float) -> Outcome | None:
     """The case of this number; None when the time is up (`end` on time.monotonic, which is one clock for all processes)."""
     if time.monotonic() > end:
         return None
-    case = draw_case(seed)
+    case, start = draw_case(seed), time.monotonic()
     try:
-        engine = make_engine(Soaked, case.family, case.settings, device)
-        plain = make_engine(Plain, case.family, PLAIN, "cpu")
-        played = play(engine, case)
-        return Outcome(seed, case.kind, compare(case, played, expected(plain, case, played), plain))
+        plain = plain_for(case)
+        played = play(engine_for(case, device), case)
+        seconds = time.monotonic() - start
+        return Outcome(seed, case.kind, compare(case, played, expected(plain, case, played), plain), None, seconds)
     except Exception:  # whatever it is, the other cases are tried
         return Outcome(seed, case.kind, Counter(), traceback.format_exc())
 
@@ -72,9 +76,22 @@ def soak(seeds: Iterable[int], seconds: float, device: str, processes: int = 1) 
     if processes == 1:
         return [outcome for outcome in map(one, seeds) if outcome is not None]
     os.environ.update(_QUIET)
+    by_family: dict[str, list[int]] = {}
+    for seed in seeds:
+        by_family.setdefault(draw_case(seed).family, []).append(seed)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return [outcome for outcome in pool.map(one, seeds) if outcome is not None]
+    with ExitStack() as stack:
+        found = []
+        for count, family in zip(_shares(processes, len(by_family)), sorted(by_family, key=FAMILIES_DRAWN.index), strict=True):
+            pool = ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,))
+            found.append(stack.enter_context(pool).map(one, by_family[family]))
+        return sorted((outcome for part in found for outcome in part if outcome is not None), key=lambda outcome: outcome.seed)
+
+
+def _shares(processes: int, families: int) -> list[int]:
+    """Processes for each family, whose kernels are then compiled and whose steps are captured in few of them; the last families, which are
+    slower, have one more where they cannot have the same."""
+    return [(processes * (i + 1)) // families - (processes * i) // families or 1 for i in range(families)]
 
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
@@ -92,7 +109,12 @@ def _report(outcomes: list[Outcome], seconds: float) -> None:
     print("| | cases | equal | border | wrong | raised |\n|---|---|---|---|---|---|")
     for kind, counts in summary(outcomes).items():
         print(f"| {kind} | {' | '.join(map(str, counts.values()))} |")
-    print(f"{seconds:.0f} s")
+    slow = {
+        family: statistics.mean(times)
+        for family in FAMILIES_DRAWN
+        if (times := [outcome.seconds for outcome in outcomes if draw_case(outcome.seed).family == family])
+    }
+    print(f"{seconds:.0f} s; of a case on the device: {', '.join(f'{family} {mean:.2f}' for family, mean in slow.items())}")
     for outcome in [outcome for outcome in outcomes if outcome.is_wrong][:20]:
         case = draw_case(outcome.seed)
         print(f"wrong: --first {outcome.seed} --count 1   {case.kind} {case.family} {case.settings} room {case.room} {case.params}")

@@ -61,7 +61,7 @@ def draw_case(seed: int) -> Case:
     rng = random.Random(seed)
     params = _params(rng, seed)
     settings = Settings(rng.choice([2, 16, 64, 256]), rng.choice([33, 256, 8192]), rng.random() < 0.2)
-    family, room = rng.choice(FAMILIES_DRAWN), rng.choice([None, None, None, 320, 1024])
+    family, room = rng.choice(FAMILIES_DRAWN), rng.choice([None] * 6 + [320, 1024])
     if rng.random() < 0.4:
         return Case(family, settings, _stream(rng, seed), params, is_open=True, room=room)
     if rng.random() < 0.04:  # batches whose attention is not split, and that read shared pages together

@@ -10,11 +10,11 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-from gpu.soak_cases import BAD, CONTEXT, Case, Settings
+from gpu.soak_cases import BAD, CONTEXT, Case
 from helpers.families import FAMILIES
 from helpers.rollouts import PAD
 from helpers.tiny import tiny_model
@@ -36,7 +36,6 @@ from lockstep.workers.rollout.request import Job, Tokens, TopLogProbs
 from lockstep.workers.rollout.sampling import sample
 from lockstep.workers.rollout.stream import Stream
 
-PLAIN = Settings(64, 512, False)
 _LOG_PROB = 2e-4
 _BORDER = 1e-4
 """How far off the log-prob of an equal token, and the random number behind another token, may be."""
@@ -103,14 +102,32 @@ class _PlainStream(OpenStream):
         return job
 
 
-@lru_cache(maxsize=64)
-def make_engine(kind: type[NativeRollout], family: str, settings: Settings, device: str) -> Any:
+@cache
+def _engine(kind: type[NativeRollout], family: str, invariant: bool, device: str) -> Any:
     """An engine over its own module of the family."""
     model = tiny_model(family, **FAMILIES[family] | {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False})
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD] = torch.nan
-    config = RolloutConfig(**settings._asdict(), gpu_memory_utilization=0.02)
+    config = RolloutConfig(batch_invariant=invariant, gpu_memory_utilization=0.02)
     return kind(share_structure(model.to(device), CACHED), config, PAD, letters)
+
+
+def engine_for(case: Case, device: str) -> Soaked:
+    """The engine with the case's settings: one for all cases of a family, whose captured steps are worth keeping, but where the cache is
+    small: that one starts anew."""
+    settings = case.settings
+    engine: Soaked = _engine(Soaked, case.family, settings.batch_invariant, device)
+    engine.seats, engine.pass_tokens, engine.room = settings.max_num_seqs, settings.max_num_batched_tokens, case.room
+    if case.room is not None:
+        engine.sleep()
+    return engine
+
+
+def plain_for(case: Case) -> Plain:
+    """The plain engine of the case's family."""
+    engine: Plain = _engine(Plain, case.family, False, "cpu")
+    engine.seats, engine.pass_tokens = 64, 512
+    return engine
 
 
 # -- playing -------------------------------------------------------------------------------------------------------------------
@@ -118,9 +135,6 @@ def make_engine(kind: type[NativeRollout], family: str, settings: Settings, devi
 
 def play(engine: Soaked, case: Case) -> list[Played]:
     """What the engine answers. A request that continues one without a response is not asked."""
-    engine.room = case.room
-    if case.room is not None:
-        engine.sleep()  # the next pages are as many as this case has
     if case.is_open:
         return _play_stream(engine, case)
     found = engine.generate([arrival.request for arrival in case.arrivals], case.params)

@@ -9,14 +9,13 @@ import pytest
 import torch
 from gpu import soak
 from gpu.soak_cases import Case, draw_case
-from gpu.soak_play import PLAIN, Plain, Played, Soaked, compare, expected, make_engine, neighbours, play
+from gpu.soak_play import Played, compare, engine_for, expected, neighbours, plain_for, play
 
 
 def played_case(wants: Any) -> tuple[Case, list[Played], Any]:
     """The first case of that kind, played on the CPU, and the plain engine."""
     case = next(case for case in map(draw_case, range(10_000)) if wants(case) and not case.settings.batch_invariant)
-    played = play(make_engine(Soaked, case.family, case.settings, "cpu"), case)
-    return case, played, make_engine(Plain, case.family, PLAIN, "cpu")
+    return case, play(engine_for(case, "cpu"), case), plain_for(case)
 
 
 def test_cases_on_the_cpu_are_equal() -> None:
@@ -32,6 +31,11 @@ def test_cases_on_the_cpu_are_equal() -> None:
 
 def test_two_processes_find_what_one_finds() -> None:
     assert soak.soak([0, 1], 300.0, "cpu", processes=2) == soak.soak([0, 1], 300.0, "cpu")
+
+
+def test_every_family_has_a_process_and_the_last_ones_have_more() -> None:
+    assert soak._shares(14, 5) == [2, 3, 3, 3, 3]
+    assert soak._shares(2, 5) == [1, 1, 1, 1, 1]
 
 
 def test_the_time_limit_ends_it() -> None:
@@ -57,9 +61,7 @@ def test_streams_are_continued_and_aborted() -> None:
 
 def test_a_small_cache_is_small() -> None:
     case = next(c for c in map(draw_case, range(10_000)) if c.room == 320 and not c.is_open and len(c.arrivals) > 30)
-    engine = make_engine(Soaked, case.family, case.settings, "cpu")
-    engine.room = case.room
-    engine.sleep()
+    engine = engine_for(case, "cpu")
     assert engine._pages_for([arrival.request for arrival in case.arrivals], case.params) == 1 + 320 // engine.backend.page_size
 
 
