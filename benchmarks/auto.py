@@ -4,7 +4,7 @@
     python -m benchmarks.auto --shapes tiny --prompts 4 --device cpu
 
 Each shape generates the load (gsm8k_like: 8 samples a prompt) with the numbers that the plan chooses for it and with several by hand, in
-turn, some rounds after one that is not counted: the median counts. The cache is given back after each generation, as in training, so that
+turn, after a warm-up: the median of some rounds counts. The cache is given back after each generation, as in training, so that
 graphs are captured anew each time. --gsm8k: SmolLM2-135M on questions of GSM8K (DIR has train.jsonl) too, 8 samples each, up to 320 tokens
 or the end token. First, greedily and in float32 on a tiny model: whatever the numbers, and with or without a warm-up, the tokens are the
 same (random weights spread the probability so evenly that drawn tokens depend on the last bit of a sum). One table, and
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=256, help="8 samples each; 7b has 128 at most")
     parser.add_argument("--hand", nargs="+", choices=BY_HAND, default=list(BY_HAND), help="the lines beside auto's")
     parser.add_argument("--gsm8k", type=Path, help="the folder of GSM8K's train.jsonl: SmolLM2 on its questions too")
-    parser.add_argument("--rounds", type=int, default=5, help="generations of each line that count")
+    parser.add_argument("--rounds", type=int, default=5, help="generations of each line")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="middle part of the result file's name")
@@ -152,12 +152,10 @@ def _measure(
         _warm_up(engine, load)
         warm[key] = time.perf_counter() - start
     timed: dict[Any, list[tuple[float, int]]] = {key: [] for key in engines}
-    for number in range(1 + options.rounds):
+    for _ in range(options.rounds):
         for key, engine in engines.items():
-            found = _generate(engine, load, sampling)
-            timed[key] += [found] if number else []
-        if number:  # what there is, in case that the rest does not fit into the time
-            print(shape, "round", number, {n: [round(s, 2) for s, _ in timed[key]] for n, key in keys.items()}, flush=True)
+            timed[key].append(_generate(engine, load, sampling))
+        print(shape, {name: [round(seconds, 3) for seconds, _ in timed[key]] for name, key in keys.items()}, flush=True)
     rows = [_row(shape, name, lines[name], len(load.lengths), warm[key], timed[key]) for name, key in keys.items()]
     print(*rows, sep="\n", flush=True)
     return rows
