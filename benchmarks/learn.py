@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tiny", action="store_true", help="a random model of two layers instead")
-    parser.add_argument("--sft-epochs", type=int, default=2)
+    parser.add_argument("--sft-epochs", type=int, default=2, help="of the fine-tuning; 0: none")
     parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
     parser.add_argument("--prompts", type=int, default=256, help="prompts per step")
     parser.add_argument("--n", type=int, default=8, help="samples per prompt")
@@ -146,7 +146,9 @@ def _data(options: argparse.Namespace) -> Path:
 
 
 def _fine_tuned(options: argparse.Namespace, data: Path) -> tuple[Path, dict[str, float]]:
-    """The folder of the fine-tuned model, and what its run came to."""
+    """The folder of the fine-tuned model, and what its run came to; the model as it is without epochs."""
+    if not options.sft_epochs:
+        return _tiny_model(options.out) if options.tiny else Path(options.model), {}
     folder: Path = options.out / ("sft_tiny" if options.tiny else "sft")
     found = sorted(folder.glob("global_step_*/actor"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     if not found:
