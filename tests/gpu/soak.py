@@ -102,7 +102,7 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
         for kind in (outcome.kind, "all"):
             found[kind] = found.get(kind, Counter()) + counts
     names = ("cases", "equal", "border", "wrong", "raised")
-    return {kind: {name: found[kind][name] for name in names} for kind in sorted(found, reverse=True)}
+    return {kind: {name: found[kind][name] for name in names} for kind in sorted(found, key=lambda kind: (kind == "all", kind))}
 
 
 def _report(outcomes: list[Outcome], seconds: float) -> None:

@@ -50,25 +50,31 @@ class Case:
     is_open: bool = False
     room: int | None = None
     """Tokens that the cache holds; None: as many as are wanted. With few, sequences are preempted."""
+    adapters: bool = False
+    """Whether the linear layers have adapters beside them."""
 
     @property
     def kind(self) -> str:
+        if self.adapters:
+            return "adapters"
         return "stream" if self.is_open else ("crowd" if len(self.arrivals) > 100 else "list")
 
 
 def draw_case(seed: int) -> Case:
-    """The case of this number: of ten, six are lists, four streams; one list in 25 has hundreds of requests."""
+    """The case of this number: of ten, six are lists, four streams; one list in 25 has hundreds of requests, one case in 12 adapters."""
     rng = random.Random(seed)
     params = _params(rng, seed)
     settings = Settings(rng.choice([2, 16, 64, 256]), rng.choice([33, 256, 8192]), rng.random() < 0.2)
     family, room = rng.choice(FAMILIES_DRAWN), rng.choice([None] * 6 + [320, 1024])
+    adapters = rng.random() < 1 / 12
     if rng.random() < 0.4:
-        return Case(family, settings, _stream(rng, seed), params, is_open=True, room=room)
+        return Case(family, settings, _stream(rng, seed), params, is_open=True, room=room, adapters=adapters)
     if rng.random() < 0.04:  # batches whose attention is not split, and that read shared pages together
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, 10))
         settings = settings._replace(max_num_seqs=rng.choice([256, 512]), batch_invariant=False)
         return Case(family, settings, _list(rng, seed, [rng.randint(100, 300) for _ in range(2)]), params)
-    return Case(family, settings, _list(rng, seed, [rng.choice([1, 2, 8]) for _ in range(rng.randint(1, 12))]), params, room=room)
+    samples = [rng.choice([1, 2, 8]) for _ in range(rng.randint(1, 12))]
+    return Case(family, settings, _list(rng, seed, samples), params, room=room, adapters=adapters)
 
 
 def _params(rng: random.Random, seed: int) -> SamplingParams:

@@ -18,10 +18,11 @@ from gpu.soak_cases import BAD, CONTEXT, Case
 from helpers.families import FAMILIES
 from helpers.rollouts import PAD
 from helpers.tiny import tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.workers.rollout.base import Completion, Request
@@ -103,20 +104,34 @@ class _PlainStream(OpenStream):
 
 
 @cache
-def _engine(kind: type[NativeRollout], family: str, invariant: bool, device: str) -> Any:
+def _engine(kind: type[NativeRollout], family: str, invariant: bool, adapters: bool, device: str) -> Any:
     """An engine over its own module of the family."""
     model = tiny_model(family, **FAMILIES[family] | {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False})
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD] = torch.nan
+        if adapters:
+            _adapt(model)
     config = RolloutConfig(batch_invariant=invariant, gpu_memory_utilization=0.02)
     return kind(share_structure(model.to(device), CACHED), config, PAD, letters)
+
+
+def _adapt(model: nn.Module) -> None:
+    """Adapters that change what is drawn beside all linear layers but the last."""
+    generator = torch.Generator().manual_seed(5)
+    for name, linear in [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and "layers" in name]:
+        adapted = AdaptedLinear(linear, rank=4, scaling=1.5)
+        for half in ("lora_A", "lora_B"):
+            drawn = 0.2 * torch.randn(getattr(adapted, half).shape, generator=generator)
+            setattr(adapted, half, nn.Parameter(drawn, requires_grad=False))
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, adapted)
 
 
 def engine_for(case: Case, device: str) -> Soaked:
     """The engine with the case's settings: one for all cases of a family, whose captured steps are worth keeping, but where the cache is
     small: that one starts anew."""
     settings = case.settings
-    engine: Soaked = _engine(Soaked, case.family, settings.batch_invariant, device)
+    engine: Soaked = _engine(Soaked, case.family, settings.batch_invariant, case.adapters, device)
     engine.seats, engine.pass_tokens, engine.room = settings.max_num_seqs, settings.max_num_batched_tokens, case.room
     if case.room is not None:
         engine.sleep()
@@ -125,7 +140,7 @@ def engine_for(case: Case, device: str) -> Soaked:
 
 def plain_for(case: Case) -> Plain:
     """The plain engine of the case's family."""
-    engine: Plain = _engine(Plain, case.family, False, "cpu")
+    engine: Plain = _engine(Plain, case.family, False, case.adapters, "cpu")
     engine.seats, engine.pass_tokens = 64, 512
     return engine
 

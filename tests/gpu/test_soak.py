@@ -29,6 +29,14 @@ def test_cases_on_the_cpu_are_equal() -> None:
     assert found["all"]["equal"] > 6
 
 
+def test_adapters_change_what_is_drawn() -> None:
+    case = next(case for case in map(draw_case, range(10_000)) if case.adapters and not case.is_open and case.params.temperature)
+    assert soak.soak([case.params.seed], 300.0, "cpu")[0].verdicts["wrong"] == 0
+    without = dataclasses.replace(case, adapters=False)
+    with_ids, without_ids = ([p.completion.ids.tolist() for p in play(engine_for(c, "cpu"), c)] for c in (case, without))
+    assert with_ids != without_ids
+
+
 def test_two_processes_find_what_one_finds() -> None:
     assert soak.soak([0, 1], 300.0, "cpu", processes=2) == soak.soak([0, 1], 300.0, "cpu")
 
@@ -51,7 +59,7 @@ def test_a_case_that_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_streams_are_continued_and_aborted() -> None:
-    case, played, plain = played_case(lambda case: case.is_open and case.room is None and len(case.arrivals) > 12)
+    case, played, plain = played_case(lambda case: case.is_open and case.room is None and len(case.arrivals) > 30)
     continued = [p for p in played if p.request.position]
     assert continued
     assert all(len(p.request.prompt_ids) > p.own for p in continued)
@@ -67,7 +75,7 @@ def test_a_small_cache_is_small() -> None:
 
 @pytest.mark.parametrize("change", ["token", "log_prob", "reason", "random numbers", "top", "prompt", "pieces"])
 def test_what_differs_is_wrong(change: str) -> None:
-    case, played, plain = played_case(lambda case: case.is_open and case.room is None and len(case.arrivals) > 12)
+    case, played, plain = played_case(lambda case: case.is_open and case.room is None and len(case.arrivals) > 30)
     answers = expected(plain, case, played)
 
     def wants(p: Played) -> bool:
