@@ -99,7 +99,7 @@ def _steps(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
         }
     )  # fmt: skip
     lengths = Lengths(asked["prompt"], run["metrics"].get("response_length/mean", asked["response"]))
-    found = predict(config, H200, lengths, recomputes_old="old_log_prob" in run["stage_s"])
+    found = predict(config, H200, lengths, passes=run["stage_s"])
     for stage in (*found.seconds, "step"):
         peak = run["metrics"].get(f"perf/max_memory_allocated_gb/{stage}")
         if peak:

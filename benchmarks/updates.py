@@ -1,12 +1,14 @@
 """Updates of the recipes that learn from files, beside GRPO's on the same tokens: seconds and tokens per second of one device.
 
     python -m benchmarks.updates --shape 1.5b
+    python -m benchmarks.updates --recipes grpo --rows 8 --prompt 384 --response 16000 --name 1.5b_16k
     python -m benchmarks.updates --shape tiny --rows 8 --prompt 32 --response 16 --device cpu
 
 Random weights of a real shape, random tokens, on the real workers in one process. `sft` trains every token but the first of a row;
-`dpo` has two responses per prompt, which is computed once; `grpo` is PPO's clipped loss on the very rows of `dpo`. Tokens are those that
-are computed: rows of one prompt share it. The first update compiles and warms up and is left out; the others are averaged. One table, and
-benchmarks/results/updates_*.json.
+`dpo` has two responses per prompt, which is computed once; `grpo` is PPO's clipped loss on the very rows of `dpo`, or on `--n` responses
+per prompt. Tokens are those that are computed: rows of one prompt share it. The first update compiles and warms up and is left out; the
+others are averaged. What is recomputed and offloaded is planned as in training. `--profile` adds one update under torch.profiler and the
+time of each kind of kernel. One table, and benchmarks/results/updates_*.json.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels import profiled
 from benchmarks.step import RESULTS, SEED, _about, _save_model
 from benchmarks.workload import SHAPES
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
+from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig
 from lockstep.config.engine import ModelConfig
-from lockstep.config.stage import STAGE_KEYS, LearnerConfig, StageConfig
+from lockstep.config.stage import STAGE_KEYS, stage_optim
 from lockstep.models.packing import shared_prompt_tokens
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.planner.count import Load
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shown = "  ".join(f"{name} {value}" for name, value in results[recipe].items())
             print(f"{recipe:6}{shown}", flush=True)
     about = _about(options)
-    file = RESULTS / f"updates_{options.shape}_{about['date']}.json"
+    file = RESULTS / f"updates_{options.name or options.shape}_{about['date']}.json"
     file.write_text(json.dumps(about | {"updates": results}, indent=1) + "\n")
 
 
@@ -66,15 +70,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--n", type=int, default=2, help="grpo: responses per prompt")
     parser.add_argument("--updates", type=int, default=3, help="measured updates, after one that is not")
-    parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
+    parser.add_argument("--max-tokens", type=_tokens, default=32_768, help="tokens of a micro-batch, or auto")
+    parser.add_argument("--profile", action="store_true", help="where one more update spends the GPU's time")
+    parser.add_argument("--name", help="of the results file, instead of the shape's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
 
+def _tokens(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    config = StageConfig(model=ModelConfig(path=folder), engine=LearnerConfig(max_token_len_per_gpu=options.max_tokens))
-    policy = config.policy()
+    actor = ActorConfig(ppo_max_token_len_per_gpu=options.max_tokens, optim=stage_optim(1e-5))
+    policy = ActorRolloutRefConfig(model=ModelConfig(path=folder), actor=actor)
     losses: dict[str, Callable[[], Any]] = {
         "sft": partial(make_sft_loss, "train"),
         "dpo": partial(make_preference_loss, "train", "sigmoid", {"beta": 0.1}),
@@ -94,16 +105,15 @@ def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str,
         ResourcePool([1]), {"actor": worker}, device=options.device, timeout_s=3600, start_timeout_s=600
     ) as group:
         roles = group.spawn()
-        place_models("global_pool", roles, {"actor": Load(options.prompt + options.response, options.rows, options.rows)})
+        line = place_models("global_pool", roles, {"actor": Load(options.prompt + options.response, options.rows, options.rows)})
+        print(line or "nothing is offloaded to host memory", flush=True)
         roles["actor"].init_model()
-        seconds, metrics = [], {}
+        seconds, found = [], dict[str, float]()
         for update in range(1 + options.updates):
             batch = _batch(recipe, options, seed=update)
-            mask = batch.ragged("response_mask")
-            started = time.perf_counter()
-            found = roles["actor"].update_actor(batch, denominators=Denominators.of(mask.values, Rows(mask.lengths)))
-            seconds.append(time.perf_counter() - started)
-            metrics = values(merge_metrics(found))
+            taken, found = _update(roles["actor"], batch)
+            seconds.append(taken)
+        kernels = profiled(lambda: _update(roles["actor"], batch)) if options.profile else {}
     tokens = int(batch.token_counts().sum()) - sum(shared_prompt_tokens(batch))
     mean = sum(seconds[1:]) / options.updates
     memory = {"peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 1)} if options.device == "cuda" else {}
@@ -112,9 +122,18 @@ def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str,
         "first_s": round(seconds[0], 3),
         "update_s": round(mean, 4),
         "tokens_per_s": round(tokens / mean),
-        **({"mfu": round(metrics["perf/mfu/train"], 4)} if "perf/mfu/train" in metrics else {}),
+        **({"mfu": round(found["perf/model_mfu/train"], 4)} if "perf/model_mfu/train" in found else {}),
         **memory,
+        **kernels,
     }
+
+
+def _update(actor: Any, batch: DataProto) -> tuple[float, dict[str, float]]:
+    """The seconds of one update, and its metrics."""
+    mask = batch.ragged("response_mask")
+    started = time.perf_counter()
+    found = actor.update_actor(batch, denominators=Denominators.of(mask.values, Rows(mask.lengths)))
+    return time.perf_counter() - started, values(merge_metrics(found))
 
 
 def _batch(recipe: str, options: argparse.Namespace, seed: int) -> DataProto:
@@ -127,7 +146,8 @@ def _batch(recipe: str, options: argparse.Namespace, seed: int) -> DataProto:
     if recipe == "sft":
         prompts, responses = [draw(1) for _ in range(rows)], [draw(options.prompt + options.response - 1) for _ in range(rows)]
     else:
-        prompts = [prompt for prompt in (draw(options.prompt) for _ in range(rows // 2)) for _ in range(2)]
+        n = options.n if recipe == "grpo" else 2
+        prompts = [prompt for prompt in (draw(options.prompt) for _ in range(rows // n)) for _ in range(n)]
         responses = [draw(options.response) for _ in range(rows)]
     columns: dict[str, Any] = {"prompts": Ragged.from_rows(prompts), "responses": Ragged.from_rows(responses)}
     flat = columns["responses"].like
