@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lockstep.models import flash, ulysses
+from lockstep.models import flash, long_rows, ulysses
 from lockstep.models.cached_attention import Variant
-from lockstep.models.flash import Bounds
+from lockstep.models.flash import Bounds, Run
 from lockstep.models.masked_attention import masked_attention
 
 PACKED = "lockstep_packed"
@@ -51,14 +51,18 @@ class PackedLayout:
         self.longest = max(a + b for a, b in zip(before, own, strict=True))
         """Tokens of the longest sequence."""
         self.num_tokens, self.num_shared_tokens = sum(own), sum(own[: self.num_shared])
-        bounds = _bounds(self.lengths).to(device, non_blocking=True)
-        self.own = Bounds(bounds, bounds, max(own), max(own))
+        self.own = flash.own_bounds(own, device)
         self.shared: Bounds | None = None
         if followers:
             shared = self.lengths[: self.num_shared]
             readers = torch.stack([part.sum() for part in self.lengths[self.num_shared :].split(counts.tolist())])
             query, key = (_bounds(part).to(device, non_blocking=True) for part in (readers, shared))
             self.shared = Bounds(query, key, int(readers.max()), int(shared.max()))
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The segments as they are computed where long ones go alone."""
+        return flash.cut_runs(self.lengths.tolist(), self._device, long_rows.LEAST - 1)
 
     def divided(self, group: dist.ProcessGroup) -> PackedLayout:
         """The same layout for ranks that have a part of the tokens each."""
@@ -127,7 +131,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, var
     if query.is_cuda and variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        return flash.attend(q, k, v, layout.own, layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]
+        own = layout.runs if window is None and long_rows.applies(query) else [Run(0, layout.num_tokens, layout.own)]
+        return flash.attend(q, k, v, own, layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]
     if layout.shared is None and layout.wastes_little:
         q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [S, H, L, D]
         out = causal_attention(q, k, v, variant)
