@@ -46,8 +46,8 @@ def cut_runs(lengths: Sequence[int], device: torch.device | str, longest_packed:
     """The runs of segments of these lengths that lie end to end; those longer than `longest_packed` are alone."""
     runs, start = list[Run](), 0
     for is_long, found in groupby(lengths, lambda length: length > longest_packed):
-        together = [[length] for length in found] if is_long else [list(found)]
-        for part in together:
+        together = list(found)
+        for part in [[length] for length in together] if is_long else [together]:
             runs.append(Run(start, start + sum(part), None if is_long else own_bounds(part, device)))
             start = runs[-1].stop
     return runs

@@ -1,4 +1,4 @@
-"""Flash attention over rows of many thousand tokens, one row at a time, by cuDNN: there it takes half the time of the kernel for packed rows.
+"""Flash attention over rows of many thousand tokens, one at a time, by cuDNN: there it takes half the time of the kernel for packed rows.
 
 cuDNN makes a plan for each length that it meets, so a row is filled up to one of a few lengths. What fills it up comes after the row: the
 causal mask hides it, and its gradient is 0. Legend: L tokens, H query heads, K key-value heads, D head size.
@@ -18,8 +18,8 @@ _STEPS = 16
 
 
 def applies(query: Tensor) -> bool:
-    """Whether rows of these heads [..., D] go through cuDNN: on a Hopper GPU or a later one, and not where torch is told to use kernels that
-    give the same bits twice."""
+    """Whether rows of these heads [..., D] go through cuDNN: on a Hopper GPU or a later one, and not where torch is told to use only
+    kernels that give the same bits twice."""
     return query.shape[-1] in _SIZES and _has_kernels(query.device) and not torch.are_deterministic_algorithms_enabled()
 
 

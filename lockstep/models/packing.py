@@ -47,9 +47,12 @@ class TokenRows:
     units: Sequence[Sequence[int]] | None = None
     """Rows that a loss sees together (`DataProto.units`); None where each is one."""
 
-    def chunks(self, max_tokens: int) -> list[TokenRows] | None:
-        """Runs of whole rows, and of whole units, of at most `max_tokens` tokens each; None where one has more."""
+    def chunks(self, max_tokens: int, cuts_rows: bool = False) -> list[TokenRows] | None:
+        """Runs of whole rows, and of whole units, of at most `max_tokens` tokens each. A row, or unit, that has more makes it None; with
+        `cuts_rows` a row that has more is cut into about equal parts, each of which counts as a row."""
         lengths = self.rows.lengths.tolist()
+        if cuts_rows and self.units is None and max(lengths) > max_tokens:
+            return self._cut(max_tokens).chunks(max_tokens)
         if max(lengths if self.units is None else [sum(lengths[row] for row in unit) for unit in self.units]) > max_tokens:
             return None
         found, token = [], 0
@@ -62,6 +65,19 @@ class TokenRows:
             found.append(TokenRows(rows, columns, self.indices[of_rows], row_columns))
             token = end
         return found
+
+    def _cut(self, max_tokens: int) -> TokenRows:
+        """The same tokens with longer rows in parts."""
+        parts = [-(-length // max_tokens) for length in self.rows.lengths.tolist()]
+        lengths = [
+            length // count + (part < length % count)
+            for length, count in zip(self.rows.lengths.tolist(), parts, strict=True)
+            for part in range(count)
+        ]
+        number = torch.repeat_interleave(torch.tensor(parts))
+        indices = [self.indices[row] for row in number.tolist()]
+        row_columns = {name: column[number.to(column.device)] for name, column in self.row_columns.items()}
+        return TokenRows(Rows(torch.tensor(lengths), self.rows.device), self.columns, indices, row_columns)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def test_flash_equals_float32_one_segment_at_a_time(heads, size, followers, wind
 @pytest.mark.parametrize(("heads", "size"), [((12, 2), 128), ((14, 2), 64), ((9, 3), 64)])
 @pytest.mark.parametrize(("lengths", "followers"), [((700, 5000, 4097, 300, 4096), ()), ((300, 4500, 4500, 130, 5003), (2, 2))])
 def test_long_rows_are_as_near_float32_as_packed_ones(heads, size, lengths, followers, monkeypatch) -> None:
-    """Rows that go alone, some of them filled up, among packed ones and with shared prompts. Errors relative to the float32 result, which is
-    attention written out, in the mean over all numbers: at most 1.1 times those of the packed kernel, and below 1 %."""
+    """Rows that go alone, some of them filled up, among packed ones and with shared prompts. Errors against float32, one segment at a
+    time, relative and in the mean over all numbers: at most 1.1 times those of the packed kernel, and below 1 %."""
     generator = torch.Generator("cuda").manual_seed(1)
     tensors = [torch.randn(1, h, sum(lengths), size, device="cuda", generator=generator) for h in (heads[0], heads[1], heads[1])]
     weights = torch.randn(1, sum(lengths), heads[0], size, device="cuda", generator=generator)

@@ -82,7 +82,11 @@ LAYOUTS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 4), max_
 
 @settings(deadline=None, max_examples=30)
 @given(
-    groups=LAYOUTS, share=st.booleans(), window=st.none() | st.integers(1, 4), longest_packed=st.integers(0, 4), seed=st.integers(0, 99)
+    groups=LAYOUTS,
+    share=st.booleans(),
+    window=st.none() | st.integers(1, 4),
+    longest_packed=st.integers(0, 4),
+    seed=st.integers(0, 99),
 )
 def test_the_joined_passes_equal_attention_written_out(
     groups: list[tuple[int, list[int]]], share: bool, window: int | None, longest_packed: int, seed: int
