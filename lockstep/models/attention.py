@@ -51,7 +51,7 @@ class PackedLayout:
         self.longest = max(a + b for a, b in zip(before, own, strict=True))
         """Tokens of the longest sequence."""
         self.num_tokens, self.num_shared_tokens = sum(own), sum(own[: self.num_shared])
-        self.own = flash.own_bounds(own, device)
+        self.own, self._runs = flash.own_bounds(own, device), dict[int, list[Run]]()
         self.shared: Bounds | None = None
         if followers:
             shared = self.lengths[: self.num_shared]
@@ -59,10 +59,11 @@ class PackedLayout:
             query, key = (_bounds(part).to(device, non_blocking=True) for part in (readers, shared))
             self.shared = Bounds(query, key, int(readers.max()), int(shared.max()))
 
-    @cached_property
-    def runs(self) -> list[Run]:
-        """The segments as they are computed where long ones go alone."""
-        return flash.cut_runs(self.lengths.tolist(), self._device, long_rows.LEAST - 1)
+    def runs(self, longest_packed: int) -> list[Run]:
+        """The segments as they are computed where longer ones than `longest_packed` go alone."""
+        if longest_packed not in self._runs:
+            self._runs[longest_packed] = flash.cut_runs(self.lengths.tolist(), self._device, longest_packed)
+        return self._runs[longest_packed]
 
     def divided(self, group: dist.ProcessGroup) -> PackedLayout:
         """The same layout for ranks that have a part of the tokens each."""
@@ -131,7 +132,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, var
     if query.is_cuda and variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        own = layout.runs if window is None and long_rows.applies(query) else [Run(0, layout.num_tokens, layout.own)]
+        alone = window is None and long_rows.applies(query)
+        own = layout.runs(long_rows.LEAST[query.shape[-1]] - 1 if alone else layout.num_tokens)
         return flash.attend(q, k, v, own, layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]
     if layout.shared is None and layout.wastes_little:
         q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [S, H, L, D]

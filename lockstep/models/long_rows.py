@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST = 4096
-"""Shorter rows are packed."""
-_SIZES = (64, 128)
-_STEPS = 16
+LEAST = {64: 8192, 128: 4096}
+"""By head size; shorter rows are packed."""
+_STEPS = 32
 """Lengths between a power of 2 and the next."""
 
 
 def applies(query: Tensor) -> bool:
     """Whether rows of these heads [..., D] go through cuDNN: on a Hopper GPU or a later one, and not where torch is told to use only
     kernels that give the same bits twice."""
-    return query.shape[-1] in _SIZES and _has_kernels(query.device) and not torch.are_deterministic_algorithms_enabled()
+    return query.shape[-1] in LEAST and _has_kernels(query.device) and not torch.are_deterministic_algorithms_enabled()
 
 
 @functools.cache
@@ -29,7 +28,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def filled_length(length: int) -> int:
-    """The length that a row of `length` tokens is filled up to: at most a sixteenth more."""
+    """The length that a row of `length` tokens is filled up to: at most a thirty-second more."""
     step = max(1, 2 ** (length.bit_length() - 1) // _STEPS)
     return -(-length // step) * step
 

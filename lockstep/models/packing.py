@@ -16,6 +16,8 @@ from lockstep.protocol import DataProto, Ragged
 
 MIN_SHARED = 32
 """A shorter prompt is computed for each of its rows: attention to a prompt apart costs more than it saves."""
+MAX_LONGER = 8
+"""So is one of rows whose responses are longer than so many prompts: the pass over few keys for many queries leaves the GPU idle."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,11 @@ def _check_fits(unit: Sequence[int], tokens: int, budget: Budget) -> None:
 def shared_prompt_tokens(data: DataProto) -> list[int]:
     """[rows]: the length of the row's prompt where it is that of the row before and worth sharing, else 0. Rows with several contexts
     (`restarts`) share nothing."""
-    lengths = data.ragged("prompts").lengths.tolist()
+    prompts, responses = (data.ragged(name).lengths.tolist() for name in ("prompts", "responses"))
     if "restarts" in data:
         return [0] * len(data)
-    return [n if again and n >= MIN_SHARED else 0 for n, again in zip(lengths, data.repeats_prompt(), strict=True)]
+    rows = zip(prompts, responses, data.repeats_prompt(), strict=True)
+    return [n if again and n >= MIN_SHARED and t <= MAX_LONGER * n else 0 for n, t, again in rows]
 
 
 def pack_rows(data: DataProto, device: torch.device, scored: bool = False) -> PackedRows:

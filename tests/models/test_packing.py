@@ -24,6 +24,7 @@ from lockstep.protocol import DataProto, Ragged
 def every_prompt_is_worth_sharing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_SHARED", 1)
+        patch.setattr(packing, "MAX_LONGER", 1 << 30)
         yield
 
 
@@ -102,6 +103,11 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_SHARED", 2)
         assert shared_prompt_tokens(data) == [0, 2, 0, 0, 0]
+        patch.setattr(packing, "MAX_LONGER", 3)
+        data.set("responses", Ragged.from_rows([[5] * 7, [5] * 6, [5], [5], [5]]))
+        assert shared_prompt_tokens(data) == [0, 2, 0, 0, 0]
+        data.set("responses", Ragged.from_rows([[5], [5] * 7, [5], [5], [5]]))
+        assert shared_prompt_tokens(data) == [0, 0, 0, 0, 0]
 
 
 UNITS = st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=3), min_size=1, max_size=8)
