@@ -7,8 +7,9 @@
 Random weights of a real shape, random tokens, on the real workers in one process. `sft` trains every token but the first of a row;
 `dpo` has two responses per prompt, which is computed once; `grpo` is PPO's clipped loss on the very rows of `dpo`, or on `--n` responses
 per prompt. Tokens are those that are computed: rows of one prompt share it. The first update compiles and warms up and is left out; the
-others are averaged. Several lengths of responses, each with its number of rows, are measured one after the other. What is recomputed and offloaded is planned as in training. `--profile` adds one update under torch.profiler and the
-time of each kind of kernel. One table, and benchmarks/results/updates_*.json.
+others are averaged. Several lengths of responses, each with its number of rows, are measured one after the other. What is recomputed and
+offloaded is planned as in training. `--profile` adds one update under torch.profiler and the time of each kind of kernel. One table, and
+benchmarks/results/updates_*.json.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,12 @@ from lockstep.models.cached_attention import Variant
 from lockstep.models.flash import Bounds, Run
 from lockstep.models.masked_attention import masked_attention
 
+if TYPE_CHECKING:
+    from lockstep.models.segment_attention import Segments
+
 PACKED = "lockstep_packed"
+_LONGEST_SEGMENT = {64: 2048, 128: 2048}
+"""By head size, up to which length of the longest segment the kernels of segment_kernels.py are the fastest."""
 
 
 class PackedLayout:
@@ -58,6 +63,14 @@ class PackedLayout:
             readers = torch.stack([part.sum() for part in self.lengths[self.num_shared :].split(counts.tolist())])
             query, key = (_bounds(part).to(device, non_blocking=True) for part in (readers, shared))
             self.shared = Bounds(query, key, int(readers.max()), int(shared.max()))
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The same for segment_kernels.py."""
+        from lockstep.models.segment_attention import Segments
+
+        followers = torch.bincount(torch.tensor(self.continued, dtype=torch.int64), minlength=self.num_shared)
+        return Segments(self.lengths.tolist(), followers.tolist() if self.num_shared else (), self._device)
 
     def runs(self, longest_packed: int) -> list[Run]:
         """The segments as they are computed where longer ones than `longest_packed` go alone."""
@@ -132,6 +145,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, var
     if query.is_cuda and variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if window is None and layout.own.longest_query <= _LONGEST_SEGMENT.get(query.shape[-1], 0):
+            from lockstep.models import segment_attention
+
+            return segment_attention.attend(q, k, v, layout.segments, variant.scaling)[None]
         alone = window is None and long_rows.applies(query)
         own = layout.runs(long_rows.LEAST[query.shape[-1]] - 1 if alone else layout.num_tokens)
         return flash.attend(q, k, v, own, layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]

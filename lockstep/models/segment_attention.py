@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.models import segment_kernels as kernels
@@ -101,6 +100,3 @@ class _Attend(torch.autograd.Function):
             D=size, BM=blocks.step, BN=blocks.tile, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
         return dq, dk, dv, None, None
-
-
-__all__ = ["Blocks", "Segments", "attend", "triton"]

@@ -16,15 +16,20 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _load(X, tokens, inside, head, heads, D: tl.constexpr):
-    """[tokens, D] of one head of X [N, heads, D]."""
+def _load(X, tokens, inside, head, heads, D: tl.constexpr, MASKED: tl.constexpr = True):
+    """[tokens, D] of one head of X [N, heads, D]; 0 where not `inside`."""
     at = (tokens.to(tl.int64) * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(X + at, mask=inside[:, None], other=0.0)
+    if MASKED:
+        return tl.load(X + at, mask=inside[:, None], other=0.0)
+    return tl.load(X + at)
 
 
 @triton.jit
-def _attend_block(q, K, V, tokens, inside, queries, kv_head, kv_heads, scale, total, largest, out, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    k = _load(K, tokens, inside, kv_head, kv_heads, D)
+def _attend_block(
+    q, K, V, tokens, inside, queries, kv_head, kv_heads, scale, total, largest, out,
+    D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    k = _load(K, tokens, inside, kv_head, kv_heads, D, MASKED)
     s = tl.dot(q, tl.trans(k)) * scale
     if CAUSAL:
         s = tl.where(queries[:, None] >= tokens[None, :], s, float("-inf"))
@@ -34,16 +39,16 @@ def _attend_block(q, K, V, tokens, inside, queries, kv_head, kv_heads, scale, to
     p = tl.math.exp2(s - higher[:, None])
     keep = tl.math.exp2(largest - higher)
     total = total * keep + tl.sum(p, 1)
-    v = _load(V, tokens, inside, kv_head, kv_heads, D)
+    v = _load(V, tokens, inside, kv_head, kv_heads, D, MASKED)
     out = out * keep[:, None] + tl.dot(p.to(v.dtype), v)
     return total, higher, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def forward(
     Q, K, V, OUT, LSE, TILES, scale, num_tokens, heads, kv_heads, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """OUT [N, H, D] and LSE [H, N]. TILES [.., 6]: first token of a tile, bounds of its segment, bounds of the one before, not read."""
+    """OUT [N, H, D] and LSE [H, N]. TILES is `Segments.tiles`."""
     tile, head = TILES + tl.program_id(0) * 8, tl.program_id(1)
     first, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     before, before_end = tl.load(tile + 3), tl.load(tile + 4)
@@ -55,22 +60,31 @@ def forward(
     out = tl.zeros((BM, D), tl.float32)
     for block in range(before, before_end, BN):
         tokens = block + tl.arange(0, BN)
-        total, largest, out = _attend_block(q, K, V, tokens, tokens < before_end, queries, kv_head, kv_heads, scale, total, largest, out, D, False, True)  # fmt: skip
+        total, largest, out = _attend_block(
+            q, K, V, tokens, tokens < before_end, queries, kv_head, kv_heads, scale, total, largest, out, D, False, True
+        )  # fmt: skip
     for block in range(start, first, BN):  # whole blocks, since BN divides BM
         tokens = block + tl.arange(0, BN)
-        total, largest, out = _attend_block(q, K, V, tokens, tokens < end, queries, kv_head, kv_heads, scale, total, largest, out, D, False, False)  # fmt: skip
+        total, largest, out = _attend_block(
+            q, K, V, tokens, tokens < end, queries, kv_head, kv_heads, scale, total, largest, out, D, False, False
+        )  # fmt: skip
     for block in range(first, tl.minimum(first + BM, end), BN):
         tokens = block + tl.arange(0, BN)
-        total, largest, out = _attend_block(q, K, V, tokens, tokens < end, queries, kv_head, kv_heads, scale, total, largest, out, D, True, True)  # fmt: skip
+        total, largest, out = _attend_block(
+            q, K, V, tokens, tokens < end, queries, kv_head, kv_heads, scale, total, largest, out, D, True, True
+        )  # fmt: skip
     at = (queries.to(tl.int64) * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(OUT + at, (out / total[:, None]).to(OUT.dtype.element_ty), mask=valid[:, None])
     tl.store(LSE + queries.to(tl.int64) + head * num_tokens, largest + tl.math.log2(total), mask=valid)
 
 
 @triton.jit
-def _query_block(q, do, K, V, lse, delta, tokens, inside, queries, kv_head, kv_heads, scale, dq, D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    k = _load(K, tokens, inside, kv_head, kv_heads, D)
-    v = _load(V, tokens, inside, kv_head, kv_heads, D)
+def _query_block(
+    q, do, K, V, lse, delta, tokens, inside, queries, kv_head, kv_heads, scale, dq,
+    D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    k = _load(K, tokens, inside, kv_head, kv_heads, D, MASKED)
+    v = _load(V, tokens, inside, kv_head, kv_heads, D, MASKED)
     p = tl.math.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
     if CAUSAL:
         p = tl.where(queries[:, None] >= tokens[None, :], p, 0.0)
@@ -80,7 +94,7 @@ def _query_block(q, do, K, V, lse, delta, tokens, inside, queries, kv_head, kv_h
     return dq + tl.dot(ds.to(k.dtype), k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def query_gradient(
     Q, K, V, OUT, DOUT, LSE, DELTA, DQ, TILES, scale, factor, num_tokens, heads, kv_heads,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -102,7 +116,9 @@ def query_gradient(
     dq = tl.zeros((BM, D), tl.float32)
     for block in range(before, before_end, BN):
         tokens = block + tl.arange(0, BN)
-        dq = _query_block(q, do, K, V, lse, delta, tokens, tokens < before_end, queries, kv_head, kv_heads, scale, dq, D, False, True)
+        dq = _query_block(
+            q, do, K, V, lse, delta, tokens, tokens < before_end, queries, kv_head, kv_heads, scale, dq, D, False, True
+        )
     for block in range(start, first, BN):
         tokens = block + tl.arange(0, BN)
         dq = _query_block(q, do, K, V, lse, delta, tokens, tokens < end, queries, kv_head, kv_heads, scale, dq, D, False, False)
@@ -114,7 +130,9 @@ def query_gradient(
 
 
 @triton.jit
-def _key_block(k, v, Q, DOUT, LSE, DELTA, queries, valid, tokens, head, heads, num_tokens, scale, dk, dv, D: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+def _key_block(
+    k, v, Q, DOUT, LSE, DELTA, queries, valid, tokens, head, heads, num_tokens, scale, dk, dv, D: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
     q = _load(Q, queries, valid, head, heads, D)
     do = _load(DOUT, queries, valid, head, heads, D)
     row = queries.to(tl.int64) + head * num_tokens
@@ -128,12 +146,12 @@ def _key_block(k, v, Q, DOUT, LSE, DELTA, queries, valid, tokens, head, heads, n
     return dk + tl.dot(ds.to(q.dtype), q), dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def key_gradient(
     Q, K, V, DOUT, LSE, DELTA, DK, DV, TILES, scale, factor, num_tokens, heads, kv_heads,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """DK and DV [N, K, D]. TILES [.., 8]: first token, bounds of its segment, not read, not read, bounds of those after."""
+    """DK and DV [N, K, D]."""
     tile, kv_head = TILES + tl.program_id(0) * 8, tl.program_id(1)
     first, end = tl.load(tile), tl.load(tile + 2)
     after, after_end = tl.load(tile + 5), tl.load(tile + 6)
@@ -146,13 +164,19 @@ def key_gradient(
     for head in range(kv_head * group, kv_head * group + group):
         for block in range(first, tl.minimum(first + BN, end), BM):
             queries = block + tl.arange(0, BM)
-            dk, dv = _key_block(k, v, Q, DOUT, LSE, DELTA, queries, queries < end, tokens, head, heads, num_tokens, scale, dk, dv, D, True)  # fmt: skip
+            dk, dv = _key_block(
+                k, v, Q, DOUT, LSE, DELTA, queries, queries < end, tokens, head, heads, num_tokens, scale, dk, dv, D, True
+            )  # fmt: skip
         for block in range(first + BN, end, BM):
             queries = block + tl.arange(0, BM)
-            dk, dv = _key_block(k, v, Q, DOUT, LSE, DELTA, queries, queries < end, tokens, head, heads, num_tokens, scale, dk, dv, D, False)  # fmt: skip
+            dk, dv = _key_block(
+                k, v, Q, DOUT, LSE, DELTA, queries, queries < end, tokens, head, heads, num_tokens, scale, dk, dv, D, False
+            )  # fmt: skip
         for block in range(after, after_end, BM):
             queries = block + tl.arange(0, BM)
-            dk, dv = _key_block(k, v, Q, DOUT, LSE, DELTA, queries, queries < after_end, tokens, head, heads, num_tokens, scale, dk, dv, D, False)  # fmt: skip
+            dk, dv = _key_block(
+                k, v, Q, DOUT, LSE, DELTA, queries, queries < after_end, tokens, head, heads, num_tokens, scale, dk, dv, D, False
+            )  # fmt: skip
     at = (tokens.to(tl.int64) * kv_heads + kv_head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(DK + at, (dk * factor).to(DK.dtype.element_ty), mask=inside[:, None])
     tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside[:, None])

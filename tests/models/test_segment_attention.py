@@ -37,7 +37,9 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], f
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize(("lengths", "followers"), [([5, 33, 16, 70], []), ([20, 1, 40, 17, 35], [3, 0]), ([33, 20, 16, 64, 7], [1, 2])])
+@pytest.mark.parametrize(
+    ("lengths", "followers"), [([5, 33, 16, 70], []), ([20, 1, 40, 17, 35], [3, 0]), ([33, 20, 16, 64, 7], [1, 2])]
+)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
 def test_output_and_gradients_are_those_of_attention_written_out(lengths, followers, heads, monkeypatch):
     """float32, so 1e-5 of the largest; twice the same bits."""
