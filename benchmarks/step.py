@@ -5,7 +5,8 @@
 
 Random weights of a real shape, forced response lengths, random rewards: what is measured is the work, not the learning. The first step
 compiles, captures and warms up, and is shown apart; the others are averaged. --old-log-prob adds the pass that a sampler whose
-log-probs are the trainer's own makes unnecessary. What is offloaded is planned as in training; --memory-gb makes the GPU smaller.
+log-probs are the trainer's own makes unnecessary, --values the one that a batch with one update of the critic does without. What is
+offloaded is planned as in training; --memory-gb makes the GPU smaller.
 One table for each algorithm, and benchmarks/results/step_*.json.
 """
 
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
     parser.add_argument("--old-log-prob", action="store_true", help="recompute the old log-probs")
+    parser.add_argument("--values", action="store_true", help="ppo: a pass for the values, as where a batch is several updates")
     parser.add_argument("--reference", action="store_true", help="ppo: a reference policy too")
     parser.add_argument("--memory-gb", type=float, help="as if the GPU had no more: torch refuses what goes beyond")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -162,12 +164,17 @@ def _step(
         if ref is not None:
             with timer.stage("ref"):
                 stages.ref_log_prob(ref, batch)
-        if critic is not None:
+        estimation = Estimation.of(config)
+        stages.shape_rewards(batch, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
+        if critic is not None and options.values:
             with timer.stage("values"):
                 stages.values(critic, batch)
+        elif critic is not None:
+            with timer.stage("update_critic"):
+                metrics |= stages.learn_values(critic, batch, estimation)
         with timer.stage("adv"):
-            stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.0, 0.1, 1000))
-        if critic is not None:
+            stages.estimate(batch, estimation)
+        if critic is not None and options.values:
             with timer.stage("update_critic"):
                 metrics |= stages.update_critic(critic, batch, rows)
         with timer.stage("update_actor"):

@@ -1,9 +1,11 @@
 """RayPPOTrainer: one driver, groups of workers, and the step of PPO and its relatives. `_step` reads as the algorithm:
 
 ```text
-generate -> score -> old_log_prob -> ref_log_prob -> values -> correct -> advantage
+generate -> score -> old_log_prob -> ref_log_prob -> values -> correct -> shape_rewards -> estimate
          -> update_critic -> update_actor -> sync_weights -> record
 ```
+
+Where a batch is one update of the critic, that update's own forward pass gives the values: learn_values, before estimate.
 """
 
 import dataclasses
@@ -109,7 +111,7 @@ class RayPPOTrainer(Run):
         self.kl_control = make_kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
         policy = config.actor_rollout_ref
         self.policy_update = PolicyUpdate.of(policy.actor, balances=policy.model.router_aux_loss_coef > 0)
-        self.estimation = Estimation.of(algorithm)
+        self.estimation, self.values_in_update = Estimation.of(algorithm), config.values_in_update
         self.correction = read_correction(algorithm.rollout_correction)
         self.actor_prompts, self.critic_prompts = config.actor_mini_batch_prompts, config.critic_mini_batch_prompts
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
@@ -186,16 +188,20 @@ class RayPPOTrainer(Run):
             if self.ref_policy_wg is not None:
                 with timer.stage("ref"):
                     stages.ref_log_prob(self.ref_policy_wg, batch)
-            if self.critic_wg is not None:
+            values_are_learned = self.values_in_update and not is_recorded
+            if self.critic_wg is not None and not values_are_learned:
                 with timer.stage("values"):
                     stages.values(self.critic_wg, batch)
             if is_recorded:
                 with timer.stage("record_batch"):
                     recording.record_step(self, step, batch, scored)
-            metrics |= stages.correct(batch, self.correction)
+            metrics |= stages.correct(batch, self.correction) | stages.shape_rewards(batch, self.estimation, self.kl_control)
+            if values_are_learned:
+                with timer.stage("update_critic"):
+                    metrics |= stages.learn_values(self.critic_wg, batch, self.estimation)
             with timer.stage("adv"):
-                metrics |= stages.advantage(batch, self.estimation, self.kl_control)
-            if self.critic_wg is not None:
+                stages.estimate(batch, self.estimation)
+            if self.critic_wg is not None and not values_are_learned:
                 with timer.stage("update_critic"):
                     rows = self._mini_batches(step, batch, self.critic_prompts, config.critic_epochs)
                     metrics |= stages.update_critic(self.critic_wg, batch, rows)

@@ -64,7 +64,6 @@ ALWAYS = [
     "timing_s/gen",
     "timing_s/reward",
     "timing_s/ref",
-    "timing_s/values",
     "timing_s/adv",
     "timing_s/update_critic",
     "timing_s/update_actor",
@@ -111,11 +110,22 @@ def test_peaks_of_memory_are_told_of_every_stage_also_where_a_worker_learns_noth
 
     monkeypatch.setattr(MemoryWatch, "stage", remembered)
     monkeypatch.setattr(MemoryWatch, "take_peaks", lambda self: seen.pop(self, {}))
-    (row,) = train(embedded_config("trainer.total_training_steps=1", "trainer.val_before_train=false"), POOL, HYBRID)
+    options = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "critic.ppo_epochs=2")
+    (row,) = train(embedded_config(*options), POOL, HYBRID)
     assert {f"perf/max_memory_allocated_gb/{name}" for name in ("gen", "ref", "values", "update_critic", "update_actor")} <= set(
         row
     )
     assert row["perf/max_memory_allocated_gb"] == 1.0
+
+
+def test_a_batch_that_is_one_update_of_the_critic_has_no_pass_for_the_values(plain, embedded_config):
+    """Where the batch is recorded there is one, and the run is the same to 1e-4 after two updates of the critic."""
+    assert all("timing_s/values" not in row for row in plain)
+    record = [f"trainer.record_batch_dir={embedded_config().trainer.run_dir}/batches", "trainer.record_batch_freq=1"]
+    recorded = train(embedded_config(*THREE_STEPS, *record), POOL, HYBRID)
+    assert all("timing_s/values" in row for row in recorded)
+    for name in ("critic/vf_loss", "critic/values/mean", "critic/returns/mean", "critic/grad_norm", "actor/pg_loss"):
+        assert [row[name] for row in plain] == pytest.approx([row[name] for row in recorded], rel=1e-4, abs=1e-5), name
 
 
 def test_the_old_log_prob_pass_is_skipped_while_the_sampler_is_exact(plain):
