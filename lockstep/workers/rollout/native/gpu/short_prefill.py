@@ -1,8 +1,8 @@
 """ShortPrefill: new tokens, computed as a captured decode step in which every token is a row of its own.
 
 A prefill launches its kernels one by one, which takes the host about as long as the device computes 8,192 tokens. A stream meets it
-whenever a request arrives or a conversation goes on. Long rows are cut into blocks of tokens that read their pages together (block_attention.py);
-their last block is filled up with tokens that write to the scratch page.
+whenever a request arrives or a conversation goes on. Long rows are cut into blocks of tokens that read their pages together
+(block_attention.py); their last block is filled up with tokens that write to the scratch page.
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,10 @@ class ShortPrefill:
         if total <= _FEW:
             return True
         size = _size_of(total)
-        is_known, _ = size in self._asked, self._asked.add(size)
-        return is_known
+        if size in self._asked:
+            return True
+        self._asked.add(size)
+        return False
 
     def logits(self, packed: np.ndarray, lengths: Sequence[int], pages: Sequence[Sequence[int]], wanted: np.ndarray) -> Tensor:
         """[wanted, vocabulary] float32 at the tokens `wanted` of `packed` [token, position, slot; N], which are `lengths` of each row.
