@@ -19,6 +19,7 @@ from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
 from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, rms_norm
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.memory import PackedMemory
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
 from lockstep.workers.rollout.native.cpu.whole import WholePass
@@ -53,15 +54,15 @@ def _linears(layer: Any) -> list[Any]:
 class _Layer:
     """One decoder layer's weights."""
 
-    def __init__(self, library: Library, module: PreTrainedModel, layer: Any) -> None:
+    def __init__(self, library: Library, module: PreTrainedModel, layer: Any, memory: PackedMemory) -> None:
         attention = layer.self_attn
         q, k, v, o, gate, up, down = _linears(layer)
         self.input_norm, self.mlp_norm = _float(layer.input_layernorm), _float(layer.post_attention_layernorm)
-        self.qkv, self.out = PackedLinear(library, [q, k, v]), PackedLinear(library, [o])
+        self.qkv, self.out = PackedLinear(library, [q, k, v], memory=memory), PackedLinear(library, [o], memory=memory)
         self.norms = _float(getattr(attention, "q_norm", None)), _float(getattr(attention, "k_norm", None))
         """Of queries and keys (Qwen3)."""
         self.variant = Variant(attention.scaling, sliding_window(module, attention))
-        self.gate_up, self.down = PackedLinear(library, [gate, up], gated=True), PackedLinear(library, [down])
+        self.gate_up, self.down = PackedLinear(library, [gate, up], True, memory), PackedLinear(library, [down], memory=memory)
 
 
 def _float(norm: Any) -> Any:
@@ -92,9 +93,10 @@ class FusedBackend(PassBackend):
     @contextmanager
     def ready(self) -> Iterator[None]:
         model: Any = self.module.model
-        self._layers = [_Layer(self._library, self.module, layer) for layer in model.layers]
+        memory = PackedMemory(self._library)
+        self._layers = [_Layer(self._library, self.module, layer, memory) for layer in model.layers]
         self._norm = _float(model.norm)
-        self._head = PackedLinear(self._library, [self.module.lm_head])
+        self._head = PackedLinear(self._library, [self.module.lm_head], memory=memory)
         self._angles = (torch.empty(0), torch.empty(0))
         try:
             yield
@@ -113,8 +115,8 @@ class FusedBackend(PassBackend):
         if self._whole is None or self._whole[0] is not self._cache:
             pages = [Pages(*self._cache.layer(number)) for number in range(len(self._layers))]
             self._whole = self._cache, WholePass(lib, self._layers, pages, (self._heads, kv_heads, dim), self._eps)
-        self._whole[1](hidden, angles, batch, blocks)
-        return self._head(rms_norm(lib, hidden[logits_at], self._norm, self._eps))
+        found = self._whole[1](hidden, angles, batch, blocks, logits_at)
+        return self._head(rms_norm(lib, found, self._norm, self._eps))
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, D / 2] of at least the positions up to `position`; both halves of a head turn alike."""

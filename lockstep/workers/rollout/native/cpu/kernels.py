@@ -75,6 +75,12 @@ def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], gro
     return torch.tensor(blocks, dtype=torch.int32)
 
 
+def single_blocks(query_lens: Sequence[int], positions: Tensor, wanted: Tensor) -> Tensor:
+    """`attention_blocks` of the tokens `wanted` [W] alone, each by itself; `positions` [N] are those of every token."""
+    rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+    return torch.stack([wanted, torch.ones_like(wanted), positions[wanted], rows[wanted]], 1).int()
+
+
 def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Tensor, variant: Variant) -> Tensor:
     """Attention of q [N, H, D] over what its rows have in `pages`, the new tokens included: [N, H, D]. `table` is [rows, width] int32."""
     _check(torch.float32, q[0])

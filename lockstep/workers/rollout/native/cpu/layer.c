@@ -13,18 +13,24 @@ INLINE void normalise(const float *x, const float *weight, float *out, int64_t s
     for (int64_t i = 0; i < size; i++) out[i] = weight[i] * (x[i] * factor);
 }
 
-// out = weight * x / sqrt(mean(x^2) + eps); x, out: [rows, size].
-void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps, int64_t threads) {
-#pragma omp parallel for num_threads(rows < 32 ? 1 : threads)
+// out = weight * x / sqrt(mean(x^2) + eps); x, out: [rows, size]. Functions with `share` in their name are called by every thread of a team.
+void rms_norm_share(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) normalise(x + row * size, weight, out + row * size, size, eps);
+}
+
+void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps, int64_t threads) {
+#pragma omp parallel num_threads(rows < 32 ? 1 : threads)
+    rms_norm_share(x, weight, out, rows, size, eps);
 }
 
 // Rotary positions, in place: the `heads` first heads of x [tokens, stride], each halves (a, b) -> (a cos - b sin, b cos + a sin).
 // cos, sin: [positions, dim / 2]. Before, the first `query_heads` of them are normalised by q_norm and the others by k_norm, where given.
-void rotate(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
-            int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps, int64_t threads) {
+// Nobody waits for the others at its end: what follows takes the same tokens.
+void rotate_share(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
+                  int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps) {
     const int64_t half = dim / 2;
-#pragma omp parallel for num_threads(tokens < 32 ? 1 : threads)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < tokens; i++) {
         const float *c = cos + positions[i] * half, *s = sin + positions[i] * half;
         for (int64_t head = 0; head < heads; head++) {
@@ -38,6 +44,12 @@ void rotate(float *x, const float *cos, const float *sin, const int64_t *positio
             }
         }
     }
+}
+
+void rotate(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
+            int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps, int64_t threads) {
+#pragma omp parallel num_threads(tokens < 32 ? 1 : threads)
+    rotate_share(x, cos, sin, positions, q_norm, k_norm, stride, tokens, heads, query_heads, dim, eps);
 }
 
 #define CHUNK 256

@@ -1,14 +1,16 @@
 // Matrix products with a weight that was laid out in panels before: out = x W^T.
 //
 // A panel holds 2 * LANES output columns: for each input the weights of all these columns, side by side. A tile of up to TILE_ROWS rows
-// keeps its sums in registers and walks down the panel once; meanwhile the next panel is fetched from memory, so that a product with many
-// rows computes at full speed and one with few reads at full speed. A number of the result is a sum of sums over BLOCK inputs in their
-// order, whatever the other rows are: it has the same bits in any batch, and rounds less than one long sum would.
+// keeps its sums in registers and walks down the panel once; meanwhile what comes next is fetched from memory, so that a product with many
+// rows computes at full speed and one with few reads at full speed. Rows are dealt to tiles evenly: one of a single row takes as long as
+// one of four. A number of the result is a sum of sums over BLOCK inputs in their order, whatever the other rows are: it has the same bits
+// in any batch, and rounds less than one long sum would.
 #include "vectors.h"
 
 #define PANEL (2 * LANES)
 #define BLOCK 128
-#define CHUNK (8 * TILE_ROWS)  // rows that stay in the cache while the panels go by
+#define CHUNK (8 * TILE_ROWS)  // most rows that stay in the cache while the panels go by
+#define AHEAD 8192             // bytes: how far ahead one tile alone reads its panel
 
 enum { STORE, ADD, GATED };  // out = y (+ bias); out += y (+ bias); out = silu(first half of each panel) * second half
 
@@ -39,8 +41,8 @@ INLINE void tile(const int rows, const float *x, int64_t x_stride, const char *p
             } else {
                 low = load((const float *)panel), high = load((const float *)panel + LANES);
             }
-            __builtin_prefetch(next, 0, 2);
-            __builtin_prefetch(next + 64, 0, 2);
+            __builtin_prefetch(next, 0, 3);
+            __builtin_prefetch(next + 64, 0, 3);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 const float a = x[r * x_stride + k];
@@ -69,10 +71,10 @@ static void finish(float *y, int rows, const float *bias, float *out, int64_t ou
 INLINE void chunk_times_panel(const float *x, int64_t x_stride, int rows, const char *panel, const int half, int depth,
                               const float *bias, float *out, int64_t out_stride, int columns, int mode) {
     const int bytes = PANEL * (half ? 2 : 4), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t pace = bytes / tiles;  // the next panel is asked for evenly over the tiles
-    const char *next = panel + (int64_t)depth * bytes;
-    for (int first = 0; first < rows; first += TILE_ROWS, next += pace * depth) {
-        const int here = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
+    const int64_t pace = bytes / tiles;  // several tiles ask for the next panel, evenly
+    const char *next = panel + (tiles == 1 ? AHEAD : (int64_t)depth * bytes);
+    for (int first = 0, left = tiles, here; first < rows; first += here, left--, next += pace * depth) {
+        here = (rows - first + left - 1) / left;
         const float *from = x + first * x_stride;
         float y[TILE_ROWS * PANEL];
         switch (here) {
@@ -88,15 +90,15 @@ INLINE void chunk_times_panel(const float *x, int64_t x_stride, int rows, const 
 }
 
 // x: [rows, depth], rows x_stride apart; panels: see above, float32 or (half) bfloat16; bias: [panels * PANEL] or NULL;
-// out: [rows, columns], rows out_stride apart.
-void linear(const float *x, const char *panels, const float *bias, float *out, int64_t x_stride, int64_t out_stride, int64_t rows,
-            int64_t depth, int64_t columns, int64_t half, int64_t mode, int64_t threads) {
+// out: [rows, columns], rows out_stride apart. Every thread of a team calls this, for its share.
+void linear_share(const float *x, const char *panels, const float *bias, float *out, int64_t x_stride, int64_t out_stride, int64_t rows,
+                  int64_t depth, int64_t columns, int64_t half, int64_t mode) {
     const int width = mode == GATED ? LANES : PANEL, count = (columns + width - 1) / width, chunks = (rows + CHUNK - 1) / CHUNK;
-    const int64_t panel_bytes = (int64_t)depth * PANEL * (half ? 2 : 4);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    const int64_t panel_bytes = (int64_t)depth * PANEL * (half ? 2 : 4), size = chunks ? (rows + chunks - 1) / chunks : 0;
+#pragma omp for collapse(2) schedule(static)
     for (int chunk = 0; chunk < chunks; chunk++) {
         for (int p = 0; p < count; p++) {
-            const int first = chunk * CHUNK, here = rows - first < CHUNK ? rows - first : CHUNK;
+            const int64_t first = chunk * size, here = rows - first < size ? rows - first : size;
             const int wide = columns - p * width < width ? columns - p * width : width;
             const float *from = x + first * x_stride, *own = bias ? bias + p * PANEL : 0;
             float *to = out + first * out_stride + p * width;
@@ -106,4 +108,10 @@ void linear(const float *x, const char *panels, const float *bias, float *out, i
                 chunk_times_panel(from, x_stride, here, panels + p * panel_bytes, 0, depth, own, to, out_stride, wide, mode);
         }
     }
+}
+
+void linear(const float *x, const char *panels, const float *bias, float *out, int64_t x_stride, int64_t out_stride, int64_t rows,
+            int64_t depth, int64_t columns, int64_t half, int64_t mode, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    linear_share(x, panels, bias, out, x_stride, out_stride, rows, depth, columns, half, mode);
 }
