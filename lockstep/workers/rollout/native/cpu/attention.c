@@ -102,7 +102,8 @@ INLINE void attend(const int half, const float *queries, const void *k, const vo
             const int64_t own = position + r / groups;
             const int from = window && own - window + 1 > start ? own - window + 1 - start : 0;
             const int to = own + 1 - start < KEYS ? own + 1 - start : KEYS;
-            for (int t = 0; t < KEYS; t++) scores[r][t] = t < from || t >= to ? -INFINITY : scores[r][t];
+            if (from > 0 || to < KEYS)
+                for (int t = 0; t < KEYS; t++) scores[r][t] = t < from || t >= to ? -INFINITY : scores[r][t];
             if (from >= to) {
                 for (int t = 0; t < KEYS; t++) scores[r][t] = 0.0f;
                 continue;
@@ -115,7 +116,7 @@ INLINE void attend(const int half, const float *queries, const void *k, const vo
             for (int t = 0; t < KEYS; t++) most = scores[r][t] > most ? scores[r][t] : most;
             // Without any score above -inf (or with none that is a number) there is nothing to subtract.
             const float base = most == -INFINITY ? 0.0f : most;
-            const float correction = largest[r] == -INFINITY ? 0.0f : exp_negative(largest[r] - base);
+            const float correction = largest[r] == base || largest[r] == -INFINITY ? 1.0f : exp_negative(largest[r] - base);
 #pragma omp simd reduction(+ : sum)
             for (int t = 0; t < KEYS; t++) {
                 scores[r][t] = exp_negative(scores[r][t] - base);

@@ -1,7 +1,7 @@
 """FusedBackend: the common families on a CPU, their layers as a few C functions over packed weights.
 
-The weights are copies of the module's, made for the time of one generation. Activations are float32 whatever the weights are. Every
-function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
+The weights are copies of the module's, made for each generation; their memory is given back with the pages. Activations are float32
+whatever the weights are. Every function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,14 +89,20 @@ class FusedBackend(PassBackend):
         self._layers: list[_Layer] = []
         self._whole: tuple[KVCache, WholePass] | None = None
         """The pages, and what computes all layers over them: it has their addresses."""
+        self._memory = PackedMemory(library)
+        """Of the packed weights: kept as long as the pages are."""
+
+    def close(self) -> None:
+        super().close()
+        self._memory = PackedMemory(self._library)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         model: Any = self.module.model
-        memory = PackedMemory(self._library)
-        self._layers = [_Layer(self._library, self.module, layer, memory) for layer in model.layers]
+        self._memory.reuse()
+        self._layers = [_Layer(self._library, self.module, layer, self._memory) for layer in model.layers]
         self._norm = _float(model.norm)
-        self._head = PackedLinear(self._library, [self.module.lm_head], memory=memory)
+        self._head = PackedLinear(self._library, [self.module.lm_head], memory=self._memory)
         self._angles = (torch.empty(0), torch.empty(0))
         try:
             yield

@@ -13,17 +13,25 @@ _LINE = 64
 
 class PackedMemory:
     """Tensors side by side in a few large blocks, in large pages where the system has them: 4 kB pages of one weight cost a product with
-    few rows up to a tenth of its time. A block is there as long as one of its tensors is."""
+    few rows up to a tenth of its time. After `reuse` the blocks are given out again: fresh memory costs more than laying weights out."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Nobody needs the tensors any more that were taken until now."""
+        self._number, self._used = 0, 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of this shape; what is in it is left to chance."""
         count = torch.Size(shape).numel() * dtype.itemsize
-        if len(self._left) < count:
-            self._left = torch.empty(max(_BLOCK, count) + _LINE, dtype=torch.uint8)
-            self._library.call("large_pages", self._left, len(self._left))
-        taken, self._left = self._left[:count], self._left[-(-count // _LINE) * _LINE :]
+        while self._number < len(self._blocks) and len(self._blocks[self._number]) - self._used < count:
+            self._number, self._used = self._number + 1, 0
+        if self._number == len(self._blocks):
+            self._blocks.append(torch.empty(max(_BLOCK, count), dtype=torch.uint8))
+            self._library.call("large_pages", self._blocks[-1], len(self._blocks[-1]))
+        taken = self._blocks[self._number][self._used : self._used + count]
+        self._used += -(-count // _LINE) * _LINE
         return taken.view(dtype).view(shape)
