@@ -149,10 +149,11 @@ INLINE void attend(const int half, const float *queries, const void *k, const vo
 
 // q, out: [tokens, heads, dim], tokens q_stride and heads * dim apart; k, v: pages, float32 or (half) bfloat16; table: [sequences, width];
 // blocks: [count, 4] = first token, tokens, position of the first token, sequence. window 0: none; softcap 0: none; sinks: [heads] or NULL.
+// to_half: out is bfloat16.
 // Functions with `share` in their name are called by every thread of a team.
-void attention_share(const float *q, const void *k, const void *v, const int32_t *table, const int32_t *blocks, float *out,
+void attention_share(const float *q, const void *k, const void *v, const int32_t *table, const int32_t *blocks, void *out,
                      const float *sinks, int64_t q_stride, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t width,
-                     int64_t window, int64_t half, float scale, float softcap) {
+                     int64_t window, int64_t half, float scale, float softcap, int64_t to_half) {
     const int64_t groups = heads / kv_heads, page = kv_heads * dim * PAGE;
     // The heads of a block lie side by side in its pages, and follow one another; few blocks are cut for the threads to have all of them.
 #pragma omp for collapse(2) schedule(dynamic, count < 16 ? 1 : kv_heads)
@@ -175,8 +176,13 @@ void attention_share(const float *q, const void *k, const void *v, const int32_t
             else
                 ATTEND(0);
 #undef ATTEND
-            for (int t = 0; t < tokens; t++)
-                memcpy(out + ((block[0] + t) * heads + head * groups) * dim, result + t * groups * dim, sizeof(float) * groups * dim);
+            for (int t = 0; t < tokens; t++) {
+                const int64_t to = ((block[0] + t) * heads + head * groups) * dim;
+                if (to_half)
+                    for (int64_t d = 0; d < groups * dim; d++) put(out, to + d, result[t * groups * dim + d], 1);
+                else
+                    memcpy((float *)out + to, result + t * groups * dim, sizeof(float) * groups * dim);
+            }
         }
     }
 }
@@ -185,7 +191,7 @@ void attention(const float *q, const void *k, const void *v, const int32_t *tabl
                int64_t q_stride, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t width, int64_t window, int64_t half,
                float scale, float softcap, int64_t threads) {
 #pragma omp parallel num_threads(threads)
-    attention_share(q, k, v, table, blocks, out, sinks, q_stride, count, heads, kv_heads, dim, width, window, half, scale, softcap);
+    attention_share(q, k, v, table, blocks, out, sinks, q_stride, count, heads, kv_heads, dim, width, window, half, scale, softcap, 0);
 }
 
 // Put keys and values [tokens, kv_heads, dim], tokens `stride` apart, into the pages at `slots` (page * PAGE + place).

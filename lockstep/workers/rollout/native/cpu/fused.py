@@ -1,11 +1,13 @@
 """FusedBackend: the common families on a CPU, their layers as a few C functions over packed weights.
 
 The weights are copies of the module's, made for each generation; their memory is given back with the pages. Activations are float32
-whatever the weights are. Every function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
+whatever the weights are; only what enters a product is rounded where the weights are bfloat16 and the processor multiplies that itself.
+Every function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +34,9 @@ def fused_library(module: PreTrainedModel) -> Library | None:
     """The functions that FusedBackend needs, if it computes this model on this machine, and faster than PyTorch."""
     if module.device.type != "cpu" or not is_fusable(module):
         return None
-    if module.dtype == torch.bfloat16:
-        # Where the processor multiplies bfloat16 itself, oneDNN's products are ahead of those that widen it first.
-        if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
-            return None
-    elif module.dtype != torch.float32:
+    if module.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return None  # oneDNN multiplies with tiles, these functions do not
+    if module.dtype not in (torch.float32, torch.bfloat16):
         return None
     parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in _linears(layer))]
     # Whatever changes how a layer computes is a class of its own.
@@ -51,18 +51,22 @@ def _linears(layer: Any) -> list[Any]:
     ]
 
 
+Pack = Callable[..., PackedLinear]
+"""PackedLinear of these layers."""
+
+
 class _Layer:
     """One decoder layer's weights."""
 
-    def __init__(self, library: Library, module: PreTrainedModel, layer: Any, memory: PackedMemory) -> None:
+    def __init__(self, pack: Pack, module: PreTrainedModel, layer: Any) -> None:
         attention = layer.self_attn
         q, k, v, o, gate, up, down = _linears(layer)
         self.input_norm, self.mlp_norm = _float(layer.input_layernorm), _float(layer.post_attention_layernorm)
-        self.qkv, self.out = PackedLinear(library, [q, k, v], memory=memory), PackedLinear(library, [o], memory=memory)
+        self.qkv, self.out = pack([q, k, v]), pack([o])
         self.norms = _float(getattr(attention, "q_norm", None)), _float(getattr(attention, "k_norm", None))
         """Of queries and keys (Qwen3)."""
         self.variant = Variant(attention.scaling, sliding_window(module, attention))
-        self.gate_up, self.down = PackedLinear(library, [gate, up], True, memory), PackedLinear(library, [down], memory=memory)
+        self.gate_up, self.down = pack([gate, up], gated=True), pack([down])
 
 
 def _float(norm: Any) -> Any:
@@ -100,9 +104,10 @@ class FusedBackend(PassBackend):
     def ready(self) -> Iterator[None]:
         model: Any = self.module.model
         self._memory.reuse()
-        self._layers = [_Layer(self._library, self.module, layer, self._memory) for layer in model.layers]
+        pack = partial(PackedLinear, self._library, memory=self._memory, rounds=True)
+        self._layers = [_Layer(pack, self.module, layer) for layer in model.layers]
         self._norm = _float(model.norm)
-        self._head = PackedLinear(self._library, [self.module.lm_head], memory=self._memory)
+        self._head = pack([self.module.lm_head])
         self._angles = (torch.empty(0), torch.empty(0))
         try:
             yield

@@ -21,12 +21,14 @@ _BLOCK_ROWS = 12
 
 
 class Library:
-    """The compiled functions. `page_size` is the only one that they serve; `panel` is how many columns of a weight lie side by side."""
+    """The compiled functions. `page_size` is the only one that they serve; `panel` is how many columns of a weight lie side by side;
+    `has_pairs` says whether they multiply bfloat16 itself."""
 
     def __init__(self, file: Path) -> None:
         self._library = ctypes.CDLL(str(file))
         self.page_size: int = self._library.page_tokens()
         self.panel: int = self._library.panel_columns()
+        self.has_pairs = bool(self._library.has_pairs())
         self._functions: dict[str, Any] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:

@@ -9,31 +9,31 @@
 #define DEEP 16  // inputs that are turned at a time
 
 // panels: of `count` * PANEL columns, from `rows`, the addresses of their weights in the panels' order (0: zeros). `half` says whether the
-// panels are bfloat16, `from_half` whether the weights are; float32 is cut to bfloat16 only where that holds it (`holds`). In bfloat16 a
-// 32-bit word has a column of the first half of the panel and one of the second.
-void pack(const int64_t *rows, void *panels, int64_t count, int64_t depth, int64_t from_half, int64_t half, int64_t threads) {
+// weights are bfloat16; float32 is cut to it only where that holds it (`holds`). A 32-bit word of the panel is a number, or has two:
+// of a column of the first half of the panel and one of the second (WIDENED), or of two inputs (PAIRS, whose depth is even).
+void pack(const int64_t *rows, void *panels, int64_t count, int64_t depth, int64_t half, int64_t kind, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t p = 0; p < count; p++) {
         for (int64_t start = 0; start < depth; start += DEEP) {
             const int64_t deep = depth - start < DEEP ? depth - start : DEEP, to = (p * depth + start) * PANEL;
             uint32_t words[DEEP][PANEL];
-            uint16_t halves[DEEP][PANEL];
+            uint16_t halves[DEEP * PANEL];
             for (int c = 0; c < PANEL; c++) {
                 const int64_t row = rows[p * PANEL + c];
-                const int place = c % LANES * 2 + c / LANES;
                 for (int64_t i = 0; i < deep; i++) {
-                    if (!half)
+                    const int64_t at = kind == PAIRS ? (i / 2 * PANEL + c) * 2 + i % 2 : i * PANEL + c % LANES * 2 + c / LANES;
+                    if (kind == WHOLE)
                         words[i][c] = row ? ((const uint32_t *)row)[start + i] : 0;
-                    else if (from_half)
-                        halves[i][place] = row ? ((const uint16_t *)row)[start + i] : 0;
+                    else if (half)
+                        halves[at] = row ? ((const uint16_t *)row)[start + i] : 0;
                     else
-                        halves[i][place] = row ? ((const uint32_t *)row)[start + i] >> 16 : 0;
+                        halves[at] = row ? ((const uint32_t *)row)[start + i] >> 16 : 0;
                 }
             }
-            if (half)
-                memcpy((uint16_t *)panels + to, halves, deep * sizeof halves[0]);
-            else
+            if (kind == WHOLE)
                 memcpy((uint32_t *)panels + to, words, deep * sizeof words[0]);
+            else
+                memcpy((uint16_t *)panels + to, halves, deep * PANEL * sizeof halves[0]);
         }
     }
 }

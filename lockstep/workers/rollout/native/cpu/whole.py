@@ -42,8 +42,8 @@ class WholePass:
             panels, biases = zip(*(part.addresses for part in linears), strict=True)
             addresses = [0 if norm is None else norm.data_ptr() for norm in norms]
             memory = [own.keys.data_ptr(), own.values.data_ptr()]
-            halves = [int(part.half) for part in linears]
-            rows.append([*addresses, *panels, *biases, *memory, *halves, layer.variant.sliding_window or 0])
+            kinds = [part.kind for part in linears]
+            rows.append([*addresses, *panels, *biases, *memory, *kinds, layer.variant.sliding_window or 0])
             inner = linears[2].columns
         self._table, self._inner = torch.tensor(rows, dtype=torch.int64), inner
         (scaling,), dim = {layer.variant.scaling for layer in layers}, sizes[2]
