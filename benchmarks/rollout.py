@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.workload import LOADS, SHAPES, Load
+from benchmarks.workload import LOADS, MIXTURES, SHAPES, Load, model_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
@@ -39,6 +39,7 @@ from lockstep.models.adapted import AdaptedLinear, adapt
 from lockstep.models.attention import PACKED
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
+from lockstep.models.lora import Lora
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.model_source import model_folder
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             load = LOADS[name](**{size: value for size, value in sizes.items() if value})
             for filtered in options.filter:
                 check = options.trainer_check if not rows else 0
-                measured = _measure(make(_filter(filtered)), load, options.repeats, model, check)
+                measured = _measure(make(_filter(filtered)), load, options, model, check)
                 rows.append({"engine": engine, "load": name, "filter": filtered} | measured)
                 print(_line(rows[-1]), flush=True)
                 # After each: a run that is cut off has what it has measured.
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=("native", "hf", "vllm"), default=["native"])
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="1.5b")
     parser.add_argument("--model", help="a Hugging Face folder, a .gguf file or smollm2-135m, instead of random weights")
     parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--prompts", type=int, help="prompts of a load, instead of its own number")
@@ -115,7 +116,7 @@ def _model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
     if options.model:
         return AutoModelForCausalLM.from_pretrained(model_folder(options.model), dtype=dtype).to(device).eval()
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    config = Qwen2Config(**SHAPES[options.shape], max_position_embeddings=32_768, rope_parameters=rope)
+    config = model_config(options.shape, max_position_embeddings=32_768, rope_parameters=rope)
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -136,25 +137,28 @@ def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) ->
     if options.generic_layers:
         from lockstep.workers.rollout.native.gpu import backend
 
-        backend.is_fusable = lambda module: False
+        backend.is_fusable = lambda module, mixtures: False
     attention = {"native": "lockstep_cached", "hf": "sdpa"}[name]
     module = share_structure(model, attention)
-    if options.lora:
-        _adapt(module, options.lora)
+    options.adapters = _adapt(module, options.lora) if options.lora else {}
     engine = make_rollout(module, config, pad_token_id=0)
     return lambda filtered: lambda load: engine.generate(_requests(load), _sampling(load, filtered))
 
 
-def _adapt(module: PreTrainedModel, rank: int) -> None:
-    """Random adapters, as training would leave them, beside every linear layer but the head."""
+def _adapt(module: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    """Random adapters, as training would leave them, beside every linear layer but the head; returns them by the trainer's names."""
     head = module.get_output_embeddings()
     named = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head}
     adapt(module, {name: SimpleNamespace(r={"default": rank}, scaling={"default": 1.0}) for name in named})
-    for part in module.modules():
+    made = {}
+    for name, part in module.named_modules():
         if isinstance(part, AdaptedLinear):
             like = {"dtype": part.weight.dtype, "device": part.weight.device}
             part.lora_A = nn.Parameter(torch.randn(rank, part.in_features, **like) / part.in_features**0.5, requires_grad=False)
             part.lora_B = nn.Parameter(0.01 * torch.randn(part.out_features, rank, **like), requires_grad=False)
+            for half in ("lora_A", "lora_B"):
+                made[f"{name}.{half}.default.weight"] = getattr(part, half).detach().clone()
+    return made
 
 
 def _requests(load: Load) -> list[Request]:
@@ -189,9 +193,9 @@ def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Make:
     return lambda filtered: lambda load: engine.generate(_requests(load), _sampling(load, filtered))
 
 
-def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedModel, check: int) -> dict[str, Any]:
+def _measure(generate: Generate, load: Load, options: argparse.Namespace, model: PreTrainedModel, check: int) -> dict[str, Any]:
     seconds = []
-    for _ in range(1 + repeats):
+    for _ in range(1 + options.repeats):
         start = time.perf_counter()
         completions = generate(load)
         seconds.append(time.perf_counter() - start)
@@ -204,11 +208,13 @@ def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedMode
         "tokens_per_s": round(load.num_tokens / min(seconds[1:])),
     }
     if check:
-        row["trainer_log_prob_difference"] = _trainer_check(model, load, completions, check)
+        row["trainer_log_prob_difference"] = _trainer_check(model, load, completions, check, options)
     return row
 
 
-def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Completion], count: int) -> dict[str, float]:
+def _trainer_check(
+    model: PreTrainedModel, load: Load, completions: list[Completion], count: int, options: argparse.Namespace
+) -> dict[str, float]:
     """Sampler against the training engine (float32 weights, computation in the model's type) on some of the responses."""
     step = max(1, len(completions) // count)
     chosen = range(0, len(completions), step)
@@ -225,8 +231,12 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
     install_fast_layers(module)
     backend = "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    spec = EngineSpec(model=ModelConfig(), head=Head.LANGUAGE_MODEL, optim=None, total_updates=0, device=model.device, seed=0)
-    engine = FSDPEngine(module, spec, version=2, config=FSDPConfig(dtype=dtype))
+    config, lora = ModelConfig(lora_rank=options.lora, lora_alpha=max(1, options.lora)), None
+    if options.lora:
+        lora = Lora(module, config, Head.LANGUAGE_MODEL, SEED)
+        lora.values = {name: tensor.float() for name, tensor in options.adapters.items()}
+    spec = EngineSpec(model=config, head=Head.LANGUAGE_MODEL, optim=None, total_updates=0, device=model.device, seed=0)
+    engine = FSDPEngine(module, spec, version=2, config=FSDPConfig(dtype=dtype), lora=lora)
     trained = engine.forward(data, Budget(8192)).ragged("log_probs").values
     dist.destroy_process_group()
     difference = (trained - torch.cat([completions[i].log_probs for i in chosen])).abs()
@@ -262,7 +272,9 @@ def _about(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
         "commit": commit or "unknown",
         "dtype": str(dtype),
         "arguments": {
-            name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "out"
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(options).items()
+            if name not in ("out", "adapters")
         },
     }
 
