@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.step import RESULTS, SEED, _about, _save_model
-from benchmarks.workload import SHAPES
+from benchmarks.step import RESULTS, SEED, _about, _save_model, draw_on_device
+from benchmarks.workload import MIXTURES, SHAPES, model_config
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
 from lockstep.config.engine import ModelConfig
 from lockstep.config.stage import STAGE_KEYS, LearnerConfig, StageConfig
+from lockstep.config.trainer import RunConfig
 from lockstep.models.packing import shared_prompt_tokens
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.planner.count import Load
@@ -55,25 +56,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shown = "  ".join(f"{name} {value}" for name, value in results[recipe].items())
             print(f"{recipe:6}{shown}", flush=True)
     about = _about(options)
-    file = RESULTS / f"updates_{options.shape}_{about['date']}.json"
+    file = RESULTS / f"updates_{options.name or options.shape}_{about['date']}.json"
     file.write_text(json.dumps(about | {"updates": results}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=("sft", "dpo", "grpo"), default=["sft", "dpo", "grpo"])
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="1.5b")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="adapters learn, beside every linear layer but the head"
+    )
+    parser.add_argument("--drawn", action="store_true", help="weights are drawn on the device, not read from files")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--updates", type=int, default=3, help="measured updates, after one that is not")
     parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--name", help="of the results file, instead of the shape's")
     return parser
 
 
 def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    config = StageConfig(model=ModelConfig(path=folder), engine=LearnerConfig(max_token_len_per_gpu=options.max_tokens))
+    config = StageConfig(
+        model=ModelConfig(path=folder, lora_rank=options.lora, lora_alpha=max(1, options.lora)),
+        engine=LearnerConfig(max_token_len_per_gpu=options.max_tokens),
+        trainer=RunConfig(experiment_name="updates"),
+    )
+    if options.drawn:
+        draw_on_device(options)
     policy = config.policy()
     losses: dict[str, Callable[[], Any]] = {
         "sft": partial(make_sft_loss, "train"),
@@ -119,7 +131,7 @@ def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str,
 
 def _batch(recipe: str, options: argparse.Namespace, seed: int) -> DataProto:
     generator = torch.Generator().manual_seed(seed)
-    vocabulary, rows = SHAPES[options.shape]["vocab_size"], options.rows
+    vocabulary, rows = model_config(options.shape).vocab_size, options.rows
 
     def draw(length: int) -> torch.Tensor:
         return torch.randint(5, vocabulary, (length,), generator=generator)
