@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.models.adapted import AdaptedLinear
-
 
 class Parts(NamedTuple):
     """What a linear layer is made of: `weight` [out, in], `bias` [out], and the adapter's `down` (A) [r, in] and `up` (B) [out, r]."""
@@ -32,9 +30,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(linear: Any) -> Parts | None:
-    """The parts of a linear layer, plain, of peft or of a decoder; None where it is something else, or divided among ranks."""
-    if isinstance(linear, AdaptedLinear):
-        return Parts(linear.weight, linear.bias, linear.lora_A, linear.lora_B, linear.scaling)
+    """The parts of a linear layer, plain or of peft; None where it is something else, or divided among ranks."""
     base = linear.get_base_layer() if hasattr(linear, "lora_A") else linear
     if type(base) is not nn.Linear or isinstance(base.weight, DTensor):
         return None

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.linear_parts import Parts, added_product, gradients, parts_of, products
 
 peft = pytest.importorskip("peft")
@@ -97,15 +96,6 @@ def test_adapters_that_are_off_leave_the_plain_layer() -> None:
     assert parts is not None
     assert parts.down is None
     assert parts.up is None
-
-
-def test_a_decoders_layer_has_the_same_parts() -> None:
-    layer = AdaptedLinear(nn.Linear(12, 8), 3, 2.5)
-    parts = parts_of(layer)
-    assert parts is not None
-    assert parts.down is layer.lora_A
-    assert parts.up is layer.lora_B
-    assert parts.scaling == 2.5
 
 
 @pytest.mark.parametrize("kind", ["dropout", "merged", "other"])

@@ -22,7 +22,7 @@ from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.models.expert_kernels import experts_product, pairs_of
 from lockstep.models.fast_layers import is_mixture
-from lockstep.models.linear_parts import Parts, added, parts_of, products
+from lockstep.models.linear_parts import added
 from lockstep.models.routers import routers
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
@@ -220,21 +220,15 @@ def _project(x: Tensor, linears: Sequence[Any], few: bool) -> tuple[Tensor, Tens
     that is still to be added. x has `room_for` what its product needs."""
     weight = _weight_of(x, linears)
     if weight is None:
-        return torch.cat(products(x, [_parts(linear) for linear in linears])[0], dim=-1), None
+        return torch.cat([linear(x) for linear in linears], dim=-1), None
     bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
     return (partial_products(x, weight), bias) if few else (F.linear(x, weight, bias), None)
-
-
-def _parts(linear: Any) -> Parts:
-    found = parts_of(linear)
-    assert found is not None, "the decoder's layers are plain or adapted"
-    return found
 
 
 def _add_linear(hidden: Tensor, x: Tensor, linear: Any, few: bool) -> Tensor | None:
     """Add the linear map of x to `hidden`; or return it, in parts that add up to it with few rows, for the next kernel to add."""
     if linear.bias is not None:
-        return products(x, [_parts(linear)])[0][0]
+        return linear(x)
     update = partial_products(x, linear.weight) if few else None
     if update is None:
         added(hidden, x, linear.weight, out=hidden)
