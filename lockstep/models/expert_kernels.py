@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
+_MOST_COUNTED = 1 << 16
+"""Up to so many pairs, every expert looks for its own among all; more are sorted."""
 
 
 class Pairs(NamedTuple):
@@ -32,13 +34,16 @@ def pairs_of(chosen: Tensor, experts: int) -> Pairs:
     """The pairs of tokens that go to the experts `chosen` [N, k], those of an expert in the order of the tokens. Nothing here waits for
     the device."""
     total, k = chosen.numel(), chosen.shape[1]
+    made: dict[str, Any] = {"dtype": torch.int32, "device": chosen.device}
+    pairs = Pairs(torch.empty(total, **made), torch.empty(chosen.shape, **made), torch.empty(experts, **made))
+    if total <= _MOST_COUNTED:
+        _count[(experts,)](chosen.contiguous(), *pairs, total, K=k, BLOCK=2048, num_warps=8)
+        return pairs
     # The fewer bytes a number has, the fewer passes a sort takes.
     sorted_experts, order = torch.sort(chosen.flatten().to(torch.uint8 if experts <= 256 else torch.int16), stable=True)
-    place = torch.empty(total, dtype=torch.int32, device=chosen.device)
-    place[order] = torch.arange(total, dtype=torch.int32, device=chosen.device)
+    pairs.place.view(-1)[order] = torch.arange(total, **made)
     numbers = torch.arange(experts, device=chosen.device, dtype=sorted_experts.dtype)
-    ends = torch.searchsorted(sorted_experts, numbers, right=True)
-    return Pairs((order // k).int(), place.view(chosen.shape), ends.int())
+    return Pairs((order // k).int(), pairs.place, torch.searchsorted(sorted_experts, numbers, right=True).int())
 
 
 def experts_product(
@@ -99,6 +104,28 @@ def _combined(h: Tensor | None, made: Tensor, place: Tensor, weights: Tensor | N
         K=k, ADD=h is not None, WEIGHTED=weights is not None, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _count(CHOSEN, TOKEN, PLACE, ENDS, total, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One expert: its pairs come behind those of all experts with lower numbers."""
+    expert = tl.program_id(0)
+    lower = tl.zeros([BLOCK], tl.int32)
+    own = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, total, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        chosen = tl.load(CHOSEN + i, mask=i < total, other=1 << 30)
+        lower += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    place = tl.sum(lower, 0)
+    tl.store(ENDS + expert, place + tl.sum(own, 0))
+    for start in range(0, total, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mine = tl.load(CHOSEN + i, mask=i < total, other=1 << 30) == expert
+        at = place + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(PLACE + i, at, mask=mine)
+        tl.store(TOKEN + at, i // K, mask=mine)
+        place += tl.sum(mine.to(tl.int32), 0)
 
 
 @triton.jit

@@ -55,9 +55,11 @@ def test_in_float32_layers_and_gradients_are_transformers_own(family: str, adapt
         assert (own - kernels).abs().max() <= 1e-5 * own.abs().max()
 
 
-def test_pairs_of_an_expert_lie_together_in_the_order_of_their_tokens() -> None:
+@pytest.mark.parametrize("most", [0, 1 << 16], ids=["sorted", "counted"])
+def test_pairs_of_an_expert_lie_together_in_the_order_of_their_tokens(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.models import expert_kernels
 
+    monkeypatch.setattr(expert_kernels, "_MOST_COUNTED", most)
     torch.manual_seed(0)
     chosen = torch.stack([torch.randperm(7)[:3] for _ in range(900)])
     chosen[chosen == 4] = 6  # an expert without a token
