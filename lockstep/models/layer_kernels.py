@@ -3,6 +3,7 @@
 """The parts of a decoder layer that are no matrix product, each in one pass over memory, forward and backward: RMS norm, rotary position
 embedding, the gate of an MLP, and the sums of the residual stream. Sums are float32, and results are rounded once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
+_GATE_NUMBERS = 4096
+"""Numbers of one program of a gate, in whole rows of a block."""
 
 
 class SplitNormalise(torch.autograd.Function):
@@ -59,26 +62,32 @@ def _tiling(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class Project(torch.autograd.Function):
-    """x w^T + b for x [N, H] and several (w, b) in a row, b or None. Their gradients of x are summed inside the products."""
+    """x w^T + b for x [N, H] and several (w, b) in a row, b or None: one product with all weights end to end, and parts of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters)
-        pairs = zip(parameters[::2], parameters[1::2], strict=True)
-        return tuple(F.linear(x, weight, bias) for weight, bias in pairs if weight is not None)
+        weights, biases = (_present(parameters[i::2]) for i in range(2))
+        ctx.sizes = [len(weight) for weight in weights]
+        return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None).split(ctx.sizes, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad
-        dx: Tensor | None = None
-        out: list[Tensor | None] = []
-        for number, grad in enumerate(grads):
-            weight = parameters[2 * number]
-            if needs_x:
-                dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-            out += [grad.t() @ x if needs[2 * number] else None, grad.sum(0) if needs[2 * number + 1] else None]
-        return dx, *out
+        grad = torch.cat(grads, 1)
+        dx = grad @ torch.cat(_present(parameters[::2])) if needs_x else None
+        dw = (grad.t() @ x).split(ctx.sizes) if any(needs[::2]) else [None] * len(grads)
+        db = grad.sum(0).split(ctx.sizes) if any(needs[1::2]) else [None] * len(grads)
+        return dx, *(part if need else None for part, need in zip(_in_turn(dw, db), needs, strict=True))
+
+
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _in_turn(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [x for pair in zip(first, second, strict=True) for x in pair]
 
 
 class AddProduct(torch.autograd.Function):
@@ -120,27 +129,38 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor | None, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        g, u = x @ gate.t(), x @ up.t()
-        ctx.save_for_backward(x, gate, up, down, g, u)
-        y = torch.empty_like(g)
-        _gate[(triton.cdiv(g.numel(), 4096),)](g, u, y, g.numel(), BLOCK=4096, num_warps=8)
+        both = x @ torch.cat([gate, up]).t()
+        ctx.save_for_backward(x, gate, up, down, both)
+        y = both.new_empty(len(x), len(gate))
+        grid, tile, block = _columns(y)
+        _gate[grid](both, y, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
         return y @ down.t() if h is None else torch.addmm(h, y, down.t(), out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, g, u = ctx.saved_tensors
+        x, gate, up, down, both = ctx.saved_tensors
         needs_h, needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         grad = grads[0].to(x.dtype).contiguous()
-        y = grad @ down
-        dg, du = torch.empty_like(g), torch.empty_like(u)
-        _gate_backward[(triton.cdiv(g.numel(), 4096),)](y, g, u, dg, du, g.numel(), BLOCK=4096, num_warps=8)
+        y, d_both = grad @ down, torch.empty_like(both)
+        grid, tile, block = _columns(y)
+        _gate_backward[grid](y, both, d_both, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
+        of_gate, of_up = (d_both.t() @ x).chunk(2) if needs_gate or needs_up else (None, None)
         return (
             grads[0] if needs_h else None,
-            (dg @ gate).addmm_(du, up) if needs_x else None,
-            dg.t() @ x if needs_gate else None,
-            du.t() @ x if needs_up else None,
+            d_both @ torch.cat([gate, up]) if needs_x else None,
+            of_gate if needs_gate else None,
+            of_up if needs_up else None,
             grad.t() @ y if needs_down else None,
         )
+
+
+def _columns(y: Tensor) -> tuple[tuple[int, int], int, int]:
+    """How the kernels of a gate cut y [N, I]: their grid, rows of a program, and its columns, which divide I where a power of 2 does."""
+    rows, width = y.shape
+    block = min(1024, width & -width)
+    block = block if block >= 64 else min(1024, triton.next_power_of_2(width))
+    tile = _GATE_NUMBERS // block
+    return (triton.cdiv(rows, tile), triton.cdiv(width, block)), tile, block
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
@@ -215,23 +235,29 @@ def _rotate(
 
 
 @triton.jit
-def _gate(GATE, UP, OUT, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    g = tl.load(GATE + at, mask=inside).to(tl.float32)
-    u = tl.load(UP + at, mask=inside).to(tl.float32)
+def _places(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the numbers of a program lie in Y [N, I], where those of its gates in BOTH [N, 2 I], and which there are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row * width + column, row * (2 * width) + column, (row < rows) & (column < width)
+
+
+@triton.jit
+def _gate(BOTH, OUT, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     tl.store(OUT + at, (g * tl.sigmoid(g) * u).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(Y, GATE, UP, DGATE, DUP, total, BLOCK: tl.constexpr):
+def _gate_backward(Y, BOTH, DBOTH, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Y comes as the gradient of silu(gate) * up and is left as its value."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
     dy = tl.load(Y + at, mask=inside).to(tl.float32)
-    g = tl.load(GATE + at, mask=inside).to(tl.float32)
-    u = tl.load(UP + at, mask=inside).to(tl.float32)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(DGATE + at, (dy * u * s * (1.0 + g * (1.0 - s))).to(DGATE.dtype.element_ty), mask=inside)
-    tl.store(DUP + at, (dy * g * s).to(DUP.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates, (dy * u * s * (1.0 + g * (1.0 - s))).to(DBOTH.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates + width, (dy * g * s).to(DBOTH.dtype.element_ty), mask=inside)
     tl.store(Y + at, (g * s * u).to(Y.dtype.element_ty), mask=inside)
