@@ -111,7 +111,9 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() ->
 
 
 @given(counts=st.lists(st.integers(1, 30), min_size=1, max_size=40), budget=st.integers(30, 120), data=st.data())
-def test_micro_batches_are_as_few_as_they_can_be_and_about_equally_full(counts: list[int], budget: int, data: st.DataObject) -> None:
+def test_micro_batches_are_as_few_as_they_can_be_and_about_equally_full(
+    counts: list[int], budget: int, data: st.DataObject
+) -> None:
     """No more than filling one after the other makes, and none holds more than its share and a row."""
     shared = [data.draw(st.integers(0, n - 1)) for n in counts] if data.draw(st.booleans()) else [0] * len(counts)
     found = cut_into_micro_batches(counts, Budget(budget), shared)
