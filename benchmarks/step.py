@@ -129,8 +129,8 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
         for role in roles.values():
             role.init_model()
         start_up = time.perf_counter() - started
-        first = argparse.Namespace(**vars(options) | {"prompts": options.first_prompts or options.prompts})
-        runs = [_step(step, roles, policy, options if step else first, algorithm) for step in range(1 + options.steps)]
+        smaller = argparse.Namespace(**vars(options) | {"prompts": options.first_prompts or options.prompts})
+        runs = [_step(step, roles, policy, options if step else smaller, algorithm) for step in range(1 + options.steps)]
     first, *rest = (seconds for seconds, _ in runs)
     return {
         "start_up_s": round(start_up, 2),
