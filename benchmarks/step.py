@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that is not")
+    parser.add_argument("--first-prompts", type=int, help="prompts of that one, where it need not be as long")
     parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
@@ -158,7 +159,8 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
         for role in roles.values():
             role.init_model()
         start_up = time.perf_counter() - started
-        runs = [_step(step, roles, policy, options, algorithm) for step in range(1 + options.steps)]
+        smaller = argparse.Namespace(**vars(options) | {"prompts": options.first_prompts or options.prompts})
+        runs = [_step(step, roles, policy, options if step else smaller, algorithm) for step in range(1 + options.steps)]
     first, *rest = (seconds for seconds, _ in runs)
     return {
         "start_up_s": round(start_up, 2),

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lockstep.models.segment_attention import Segments
 
 PACKED = "lockstep_packed"
-_LONGEST_SEGMENT = {64: 2048, 128: 2048}
-"""By head size, up to which length of the longest segment the kernels of segment_kernels.py are the fastest."""
+_SEGMENT_SIZES = (64, 128)
+"""Head sizes of segment_attention.py."""
 
 
 class PackedLayout:
@@ -145,13 +145,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, var
     if query.is_cuda and variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        if window is None and layout.own.longest_query <= _LONGEST_SEGMENT.get(query.shape[-1], 0):
+        least = long_rows.LEAST[query.shape[-1]] if window is None and long_rows.applies(query) else layout.num_tokens + 1
+        if window is None and query.shape[-1] in _SEGMENT_SIZES and layout.own.longest_query < least:
             from lockstep.models import segment_attention
 
             return segment_attention.attend(q, k, v, layout.segments, variant.scaling)[None]
-        alone = window is None and long_rows.applies(query)
-        own = layout.runs(long_rows.LEAST[query.shape[-1]] - 1 if alone else layout.num_tokens)
-        return flash.attend(q, k, v, own, layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]
+        return flash.attend(q, k, v, layout.runs(least - 1), layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]
     if layout.shared is None and layout.wastes_little:
         q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [S, H, L, D]
         out = causal_attention(q, k, v, variant)

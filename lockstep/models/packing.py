@@ -117,15 +117,29 @@ def cut_into_micro_batches(
     shared: Sequence[int] | None = None,
     units: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order.
+    """Row numbers of each micro-batch, in order: as few as the budget allows, about equally full.
 
     `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1. `units` are runs of rows that stay together; None
     makes each row one. Raises ConfigError for a unit that is larger than the budget.
     """
     free = [0] * len(token_counts) if shared is None else shared
+    found = [[row] for row in range(len(token_counts))] if units is None else units
+    batches = _fill(token_counts, budget, free, found)
+    if budget.max_rows is not None or len(batches) < 2:
+        return batches
+    # The last may be nearly empty, and a GPU waits for the host in it: the same number of them, about equally full. No more are needed,
+    # since each holds at least its share before a unit is turned away.
+    firsts = max(free[unit[0]] for unit in found)
+    total = sum(token_counts) - sum(free) + len(batches) * firsts
+    largest = max(sum(token_counts[row] - free[row] for row in unit) + free[unit[0]] for unit in found)
+    return _fill(token_counts, Budget(min(budget.max_tokens, -(-total // len(batches)) + largest)), free, found)
+
+
+def _fill(token_counts: Sequence[int], budget: Budget, free: Sequence[int], units: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Micro-batches that hold as many units as they can, one after the other."""
     batches: list[list[int]] = []
     used = 0
-    for unit in ([row] for row in range(len(token_counts))) if units is None else units:
+    for unit in units:
         # What the unit costs in the micro-batch of the row before, and in one of its own.
         more = sum(token_counts[row] - free[row] for row in unit)
         alone = more + free[unit[0]]
