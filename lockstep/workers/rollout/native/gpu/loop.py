@@ -276,7 +276,7 @@ class GenerationLoop:
 
     def _update_page_table(self) -> None:
         """Tell the device which pages its rows have got."""
-        changes: list[np.ndarray] = []
+        changes: tuple[list[int], list[int], list[int]] = [], [], []  # row, column, page
         page_size = self._cache.shape.page_size
         for row, seat in enumerate(self._seats):
             known, held = seat.known, seat.held
@@ -285,11 +285,11 @@ class GenerationLoop:
             if start >= len(known) or known[start] == held[start]:
                 start = len(known)
             if start < len(held):
-                columns = np.arange(start, len(held))
-                changes.append(np.stack([np.full_like(columns, row), columns, np.array(held[start:])]))
+                for whole, own in zip(changes, ([row] * (len(held) - start), range(start, len(held)), held[start:]), strict=True):
+                    whole.extend(own)
                 seat.known = list(held)
-        if changes:
-            row_index, column_index, pages = self._upload(np.concatenate(changes, axis=1))
+        if changes[0]:
+            row_index, column_index, pages = self._upload(np.array(changes))
             self._rows.page_table[row_index, column_index] = pages.int()
 
     def _share_prefixes(self) -> bool:
