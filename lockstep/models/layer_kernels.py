@@ -3,13 +3,15 @@
 """The parts of a decoder layer that are no matrix product, each in one pass over memory, forward and backward: RMS norm, rotary position
 embedding, the gate of an MLP, and the sums of the residual stream. Sums are float32, and results are rounded once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lockstep.models.linear_parts import Parts, added_product, gradients, products
 
 _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
@@ -59,42 +61,51 @@ def _tiling(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class Project(torch.autograd.Function):
-    """x w^T + b for x [N, H] and several (w, b) in a row, b or None. Their gradients of x are summed inside the products."""
+    """Several linear layers (linear_parts.py) of x [N, H]: `scalings`, and their tensors in a row. Their gradients of x are summed inside
+    the products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *parameters)
-        pairs = zip(parameters[::2], parameters[1::2], strict=True)
-        return tuple(F.linear(x, weight, bias) for weight, bias in pairs if weight is not None)
+    def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        made, small = products(x, _layers(scalings, tensors))
+        ctx.scalings = scalings
+        ctx.save_for_backward(x, *tensors, *small)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad
+        x, *saved = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
         dx: Tensor | None = None
         out: list[Tensor | None] = []
-        for number, grad in enumerate(grads):
-            weight = parameters[2 * number]
-            if needs_x:
-                dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-            out += [grad.t() @ x if needs[2 * number] else None, grad.sum(0) if needs[2 * number + 1] else None]
-        return dx, *out
+        for number, layer in enumerate(_layers(ctx.scalings, saved)):
+            small = saved[4 * len(grads) + number]
+            own = tuple(needs[4 * number : 4 * number + 4])
+            dx, made = gradients(grads[number], x, small, layer, own, dx, needs_x)
+            out += made
+        return dx, None, *out
 
 
 class AddProduct(torch.autograd.Function):
-    """h + x w^T for h [N, H] float32, x [N, I] and w [H, I]."""
+    """h + a linear layer without a bias (linear_parts.py) of x, for h [N, H] float32 and x [N, I]."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.addmm(h, x, weight.t(), out_dtype=torch.float32)
+    def forward(ctx: Any, h: Tensor, x: Tensor, scaling: float, *tensors: Tensor | None) -> Tensor:
+        out, small = added_product(h, x, _layers((scaling,), tensors)[0])
+        ctx.scaling = scaling
+        ctx.save_for_backward(x, *tensors, small)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _, needs_x, needs_weight = ctx.needs_input_grad
-        grad = grads[0].to(x.dtype)
-        return grads[0], grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None
+        x, *tensors, small = ctx.saved_tensors
+        _, needs_x, _, *needs = ctx.needs_input_grad
+        dx, out = gradients(grads[0].to(x.dtype), x, small, _layers((ctx.scaling,), tensors)[0], tuple(needs), None, needs_x)
+        return grads[0], dx, None, *out
+
+
+def _layers(scalings: tuple[float, ...], tensors: Sequence[Tensor | None]) -> list[Parts]:
+    """The layers whose tensors lie in a row."""
+    return [Parts(*tensors[4 * i : 4 * i + 4], scaling=scaling) for i, scaling in enumerate(scalings)]  # type: ignore[arg-type, misc]
 
 
 class Rotate(torch.autograd.Function):
@@ -112,35 +123,40 @@ class Rotate(torch.autograd.Function):
 
 
 class GatedMLP(torch.autograd.Function):
-    """h + (silu(x gate^T) * (x up^T)) down^T for h [N, H] float32 or None, x [N, H] and weights [I, H], [I, H], [H, I].
+    """h + down(silu(gate(x)) * up(x)) for h [N, H] float32 or None, x [N, H] and three linear layers without bias (linear_parts.py).
 
     What enters `down` is as wide as the two products it comes from, and is made again from them in the backward pass, where they are read
     anyway: a third less to keep.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor | None, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        g, u = x @ gate.t(), x @ up.t()
-        ctx.save_for_backward(x, gate, up, down, g, u)
+    def forward(ctx: Any, h: Tensor | None, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> Tensor:
+        gate, up, down = _layers(scalings, tensors)
+        (g, u), (small_gate, small_up) = products(x, [gate, up])
         y = torch.empty_like(g)
         _gate[(triton.cdiv(g.numel(), 4096),)](g, u, y, g.numel(), BLOCK=4096, num_warps=8)
-        return y @ down.t() if h is None else torch.addmm(h, y, down.t(), out_dtype=torch.float32)
+        if h is None:
+            (out,), (small_down,) = products(y, [down])
+        else:
+            out, small_down = added_product(h, y, down)
+        ctx.scalings = scalings
+        ctx.save_for_backward(x, g, u, small_gate, small_up, small_down, *tensors)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, g, u = ctx.saved_tensors
-        needs_h, needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        x, g, u, small_gate, small_up, small_down, *tensors = ctx.saved_tensors
+        needs_h, needs_x, _, *needs = ctx.needs_input_grad
+        gate, up, down = _layers(ctx.scalings, tensors)
         grad = grads[0].to(x.dtype).contiguous()
-        y = grad @ down
+        y, _ = gradients(grad, x, small_down, down, (False,) * 4, None)
+        assert y is not None
         dg, du = torch.empty_like(g), torch.empty_like(u)
         _gate_backward[(triton.cdiv(g.numel(), 4096),)](y, g, u, dg, du, g.numel(), BLOCK=4096, num_warps=8)
-        return (
-            grads[0] if needs_h else None,
-            (dg @ gate).addmm_(du, up) if needs_x else None,
-            dg.t() @ x if needs_gate else None,
-            du.t() @ x if needs_up else None,
-            grad.t() @ y if needs_down else None,
-        )
+        _, of_down = gradients(grad, y, small_down, down, tuple(needs[8:]), None, needs_x=False)
+        dx, of_gate = gradients(dg, x, small_gate, gate, tuple(needs[:4]), None, needs_x)
+        dx, of_up = gradients(du, x, small_up, up, tuple(needs[4:8]), dx, needs_x)
+        return grads[0] if needs_h else None, dx, None, *of_gate, *of_up, *of_down
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:

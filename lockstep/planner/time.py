@@ -10,6 +10,7 @@ Rates are shares of what the GPU's data sheet promises, so that they carry over 
 
 from dataclasses import dataclass
 
+from lockstep.models.packing import MAX_LONGER, MIN_SHARED
 from lockstep.planner.hardware import NODE_LINK, Device
 from lockstep.planner.shape import Shape
 
@@ -47,7 +48,7 @@ class Rows:
     @property
     def prompts_computed(self) -> float:
         """How often the prompt of a group is computed: once per micro-batch that has rows of it."""
-        shared = self.n > 1 and self.prompt >= 32
+        shared = self.n > 1 and self.prompt >= MIN_SHARED and self.response <= MAX_LONGER * self.prompt
         return max(1.0, self.n * self.response / max(1.0, self.budget - self.prompt)) if shared else float(self.n)
 
     @property

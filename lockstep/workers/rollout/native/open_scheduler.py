@@ -84,6 +84,8 @@ class OpenScheduler(Scheduler):
             if sample.keep:
                 turn = self._turns[sample.index] = Prompt(ids, known=known)
                 self._keep(turn, pages[: self.pool.pages_for(cached)], cached)
+        elif self.cache is not None:  # a number that is not finite spreads to tokens before it that are computed with it
+            self.cache.forget(pages)
         self.pool.release(pages)
 
     def _start_of(self, sample: Sample) -> tuple[list[int], int]:

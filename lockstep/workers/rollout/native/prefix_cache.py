@@ -8,7 +8,7 @@ follows from the tokens alone is all that is stored: when the weights change, th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.workers.rollout.native.pages import SCRATCH, PagePool
@@ -97,6 +97,19 @@ class PrefixCache:
                 heapq.heappush(ends, self._rank(parent))
         self._pool.release(gone)
         return bool(gone)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Give up those of `pages` that are stored, and all that was stored after them."""
+        gone: list[int] = []
+        left = [node for page in pages if (node := self._nodes.get(page)) is not None]
+        while left:
+            node = left.pop()
+            if self._nodes.get(node.page) is node:
+                assert node.parent is not None
+                del self._nodes[node.page], node.parent.children[node.tokens]
+                gone.append(node.page)
+                left += node.children.values()
+        self._pool.release(gone)
 
     def clear(self) -> None:
         """Give all pages up."""
