@@ -24,7 +24,7 @@ from lockstep.models.expert_kernels import experts_product, pairs_of
 from lockstep.models.fast_layers import is_mixture
 from lockstep.models.linear_parts import added
 from lockstep.models.routers import routers
-from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_splits, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
@@ -98,9 +98,10 @@ class FusedDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None,
+        long: bool = False,
     ) -> Tensor:
-        """[rows, vocabulary] float32 after one new token for each row."""
-        return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared))
+        """[rows, vocabulary] float32 after one new token for each row. `long`: see `num_splits`."""
+        return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared, long))
 
     def hidden(
         self,
@@ -110,14 +111,16 @@ class FusedDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None = None,
+        long: bool = False,
     ) -> Tensor:
         """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
+        options: dict[str, Any] = {"shared": shared, "splits": num_splits(len(tokens), self._kv_heads, long)}
 
         def attend(number: int, attention: Any, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
             pages, window = self._cache.layer(number), sliding_window(self._module, attention)
             if len(page_table) < len(query):
                 return block_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window)
-            return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, shared=shared)
+            return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, **options)
 
         return self._layers(tokens, positions, slots, attend)
 

@@ -34,6 +34,8 @@ from lockstep.workers.rollout.native.pages import KVCache
 from lockstep.workers.rollout.native.scheduler import PENDING, PassRow, Sample, Scheduler
 from lockstep.workers.rollout.native.scores import places_of, scored_rows, take_scores, with_drawn
 
+_LONG = 1024
+"""Contexts from which on they are cut into more parts."""
 _WORTH_SHARING = 0.1
 """Shared prefixes are read together when that saves this share of all keys and values."""
 
@@ -169,7 +171,10 @@ class GenerationLoop:
         left = [seat.sample.limits.max_tokens - len(seat.sample.tokens) for seat in self._seats]
         count = min(self._scheduler.lookahead, max(left))
         size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
-        self._runner.steps(size, count, self._keep, self._share_prefixes(), self._keeps_top)
+        shares = self._share_prefixes()
+        # Only in a stream, as in `_prefill`.
+        longest = 0 if self._scheduler.longest is None or self._batch_invariant else max(len(seat.sample) for seat in self._seats)
+        self._runner.steps(size, count, self._keep, shares, self._keeps_top, longest >= _LONG and not shares)
         for seat, remaining in zip(list(self._seats), left, strict=True):
             self._promise(seat.sample, min(count, remaining))
         self._send_outputs()
@@ -273,7 +278,7 @@ class GenerationLoop:
 
     def _update_page_table(self) -> None:
         """Tell the device which pages its rows have got."""
-        changes: list[np.ndarray] = []
+        changes: tuple[list[int], list[int], list[int]] = [], [], []  # row, column, page
         page_size = self._cache.shape.page_size
         for row, seat in enumerate(self._seats):
             known, held = seat.known, seat.held
@@ -282,11 +287,11 @@ class GenerationLoop:
             if start >= len(known) or known[start] == held[start]:
                 start = len(known)
             if start < len(held):
-                columns = np.arange(start, len(held))
-                changes.append(np.stack([np.full_like(columns, row), columns, np.array(held[start:])]))
+                for whole, own in zip(changes, ([row] * (len(held) - start), range(start, len(held)), held[start:]), strict=True):
+                    whole.extend(own)
                 seat.known = list(held)
-        if changes:
-            row_index, column_index, pages = self._upload(np.concatenate(changes, axis=1))
+        if changes[0]:
+            row_index, column_index, pages = self._upload(np.array(changes))
             self._rows.page_table[row_index, column_index] = pages.int()
 
     def _share_prefixes(self) -> bool:
