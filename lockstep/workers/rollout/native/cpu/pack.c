@@ -1,6 +1,6 @@
 // Weights laid out in the panels of linear.c, and memory for them.
 #define _GNU_SOURCE
-#include "vectors.h"
+#include "linear.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
