@@ -14,7 +14,7 @@ from lockstep.utils.model_source import cache_folder
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "decoder.c", "layer.c", "linear.c", "pack.c"))
-_HEADERS = tuple(Path(__file__).parent / name for name in ("linear.h", "vectors.h"))
+_HEADERS = tuple(Path(__file__).parent / name for name in ("linear.h", "team.h", "vectors.h"))
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_S = 60
 """A compiler that takes longer is not waited for."""

@@ -9,6 +9,7 @@
 // There are three kinds of panels: float32; bfloat16 that is widened, for the same float32 rows; and bfloat16 for rows in bfloat16, which the
 // processor multiplies in pairs of inputs and adds in float32.
 #include "linear.h"
+#include "team.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
@@ -137,8 +138,8 @@ INLINE const char *first_panel(const product *weight, int64_t rows) {
 }
 
 // x: [rows, depth], rows x_stride apart, float32 or (PAIRS) bfloat16; out: [rows, columns], rows out_stride apart, float32 or (to_half, not
-// with ADD) bfloat16. Every thread of a team calls this, for its part, and waits for the others. The beginning of what it multiplies with
-// after this (NULL: not known) is fetched meanwhile: between two products memory would have nothing to do.
+// with ADD) bfloat16. Every thread of a team calls this, for its part. The beginning of what it multiplies with after this (NULL: not known)
+// is fetched meanwhile: between two products memory would have nothing to do.
 void linear_share(const void *x, const product *weight, void *out, int64_t x_stride, int64_t out_stride, int64_t rows, int64_t to_half,
                   const product *after) {
     const int64_t kind = weight->kind, mode = weight->mode, words = kind == PAIRS ? 2 : 1, depth = weight->depth / words;
@@ -165,7 +166,6 @@ void linear_share(const void *x, const product *weight, void *out, int64_t x_str
     }
     if (rows <= TILE_ROWS)
         for (int i = 0; i < AHEAD; i += 64) __builtin_prefetch(following + i, 0, 3);
-#pragma omp barrier
 }
 
 void linear(const void *x, const char *panels, const float *bias, void *out, int64_t x_stride, int64_t out_stride, int64_t rows,
