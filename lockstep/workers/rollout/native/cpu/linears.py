@@ -14,7 +14,7 @@ from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
 from lockstep.workers.rollout.native.cpu.memory import PackedMemory
 
-_STORE, _ADD, _GATED = range(3)
+STORE, ADD, GATED = range(3)
 _WHOLE, _WIDENED, _PAIRS = range(3)
 
 
@@ -61,10 +61,11 @@ class PackedLinear:
             ]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
 
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Of the panels, and of the bias or 0: for functions that read them while this object is there."""
-        return self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+    def row(self, mode: int) -> list[int]:
+        """`product` of linear.h, of a result that is stored, added, or (gated) neither: for functions that read it while this object is
+        there."""
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        return [self._panels.data_ptr(), bias, self._panels.shape[1], self.columns, self.kind, mode]
 
     @property
     def half(self) -> bool:
@@ -73,12 +74,12 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, inputs] float32 -> [N, columns]."""
-        return self._into(x, torch.empty(len(x), self.columns), _GATED if self._gated else _STORE)
+        return self._into(x, torch.empty(len(x), self.columns), GATED if self._gated else STORE)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """out [N, columns] += this layer of x [N, inputs]."""
         assert not self._gated
-        self._into(x, out, _ADD)
+        self._into(x, out, ADD)
 
     def _into(self, x: Tensor, out: Tensor, mode: int) -> Tensor:
         assert x.dtype == out.dtype == torch.float32

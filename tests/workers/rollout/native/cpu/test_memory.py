@@ -37,7 +37,7 @@ def test_the_memory_of_packed_weights_is_used_again_and_given_back_with_the_page
     places = []
     for _ in range(2):
         with rollout.backend.ready():
-            places.append(rollout.backend._head.addresses[0])
+            places.append(rollout.backend._head.row(0)[0])
     assert places[0] == places[1]
     rollout.generate(make_requests(2), sampling(stop_token_ids=()))
     block = weakref.ref(rollout.backend._memory._blocks[0])
