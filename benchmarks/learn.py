@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=-1, help="training rows; -1: all")
     parser.add_argument("--sft-rows", type=int, default=-1, help="of these, rows of the fine-tuning; -1: all")
     parser.add_argument("--at-once", action="store_true", help="all runs at the same time, on one device")
+    parser.add_argument("--memory", type=float, default=0.9, help="of the GPU's memory, what runs at once share")
     parser.add_argument("--seconds", type=float, default=86_400.0, help="runs are ended when the script has taken this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_all(options: argparse.Namespace, jobs: dict[Run, list[str]], deadline: float, save: Callable[[], object]) -> None:
     """Run these at the same time until they are over or the time is; `save` whenever one has told something."""
-    threads, share = (max(1, (os.cpu_count() or 1) // len(jobs)), 0.9 / len(jobs)) if len(jobs) > 1 else (None, None)
+    threads, share = (max(1, (os.cpu_count() or 1) // len(jobs)), options.memory / len(jobs)) if len(jobs) > 1 else (None, None)
     # The plan of each sees what is left to it, not what is free before the others have started.
     memory = share if options.device == "cuda" else None
     running = {run: forked.start(words, _folder(options, run), memory, threads) for run, words in jobs.items()}

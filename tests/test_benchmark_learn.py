@@ -57,7 +57,7 @@ def test_runs_at_once_end_with_the_time_and_are_saved_before(tmp_path: Path, mon
 
     monkeypatch.setattr(learn.forked, "start", start)
     monkeypatch.setattr(learn, "_POLL_S", 0.05)
-    options = argparse.Namespace(device="cuda", out=tmp_path, tiny=False)
+    options = argparse.Namespace(device="cuda", out=tmp_path, tiny=False, memory=0.9)
     jobs: dict[learn.Run, list[str]] = {("grpo", 0): ["__import__('time').sleep(600)"], ("rloo", 0): ["exit(3)"]}
     end = time.monotonic() + 2.0
     learn._run_all(options, jobs, end, lambda: saved.append(time.monotonic()))
