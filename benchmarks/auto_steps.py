@@ -17,10 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import forked
-from benchmarks.step import RESULTS, _about
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 LINES = {
@@ -47,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(_measure(options, folder, line))
             print(rows[-1], flush=True)
     print("\n" + _table(rows))
+    import torch
+
+    from benchmarks.step import _about  # only now: the runs do not wait for its imports
+
     told = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     about = _about(argparse.Namespace(**told | {"device": "cuda" if on_gpu else "cpu"}))
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--keys", nargs="*", default=[], help="more keys for every line, as key=value")
     parser.add_argument("--device", default="auto", help="of the runs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the result file")
     parser.add_argument("--name", help="middle part of the result file's name")
     return parser
 

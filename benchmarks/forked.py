@@ -8,8 +8,6 @@ import sys
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-import torch
-
 from lockstep import cli
 
 _PRELOADED = ["lockstep.trainer.main_ppo", "lockstep.trainer.main_sft", "transformers.models.llama.modeling_llama"]
@@ -42,6 +40,8 @@ def _command(words: list[str], output: Path, memory_share: float | None, threads
     sys.stdout = sys.stderr = output.open("w", buffering=1)
     for descriptor in (1, 2):  # for what is not Python
         os.dup2(sys.stdout.fileno(), descriptor)
+    import torch  # here: who only starts commands does without it
+
     if threads is not None:
         torch.set_num_threads(threads)
     if memory_share is not None:
