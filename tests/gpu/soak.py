@@ -79,7 +79,8 @@ def soak(seeds: Iterable[int], seconds: float, device: str, processes: int = 1) 
     by_family: dict[str, list[int]] = {}
     for seed in seeds:
         by_family.setdefault(draw_case(seed).family, []).append(seed)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpu.soak_play"])  # what takes seconds is imported once
     with ExitStack() as stack:
         found = []
         for count, family in zip(_shares(processes, len(by_family)), sorted(by_family, key=FAMILIES_DRAWN.index), strict=True):
