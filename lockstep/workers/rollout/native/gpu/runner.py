@@ -50,6 +50,8 @@ class DecodeRunner:
         self._captures = rows.token.is_cuda
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        self._side: Any = None
+        """The stream that graphs are captured on, so that the device goes on with what it has to do meanwhile."""
         self._warm = warm
         self.short: ShortPrefill | None = None
         """For prefills of few tokens; None where the decoder has no such step."""
@@ -68,6 +70,13 @@ class DecodeRunner:
                 self._step(*kind)
             else:
                 graph.replay()
+
+    def prepare(self, kinds: Sequence[StepKind]) -> None:
+        """Capture the first of these steps that has no graph yet and is compiled: for a moment in which the host would wait."""
+        for kind in kinds:
+            if self._captures and kind in self._warm and kind not in self._graphs:
+                self._capture(kind)
+                return
 
     def draw(self, logits: Tensor, first: int, keep: Filter | None, top: bool = False) -> None:
         """Draw a token for each of the rows `first`... from `logits` [count, vocabulary]."""
@@ -111,10 +120,15 @@ class DecodeRunner:
             self._warm_up(kind)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._step(*kind)
+            # Not `torch.cuda.graph`, which waits for the device first: nothing that is captured here is computed now.
+            with torch.cuda.stream(self._side):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._step(*kind)
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:
             first = str(error).strip().splitlines()[0]
             print(f"decoding without CUDA graphs, which is slower: the step of this model cannot be captured ({first})", flush=True)

@@ -22,10 +22,11 @@ from lockstep.workers.rollout.native.gpu import filters
 
 
 @pytest.mark.parametrize("vocabulary", [3, 500, 9000])
-@pytest.mark.parametrize("collected", [16, 4096])
-def test_what_is_kept_is_what_a_sort_keeps(vocabulary: int, collected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few collected tokens, rows come to their ends by the other ways."""
+@pytest.mark.parametrize(("collected", "block"), [(16, 1024), (256, 64), (4096, 1024)])
+def test_what_is_kept_is_what_a_sort_keeps(vocabulary: int, collected: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few collected tokens, rows come to their ends by the other ways; with small blocks a sample is looked at first."""
     monkeypatch.setattr(filters, "_COLLECTED", collected)
+    monkeypatch.setattr(filters, "_BLOCK", block)
     rng = random.Random(vocabulary)
     rows = odd_rows(vocabulary, 0)
     for _ in range(1 if vocabulary > 1000 else 3):
