@@ -32,8 +32,9 @@ _ROUNDS = 24
 """Walks of kind 1 and 2 at most; seldom more than 3. By the bits 11 of kind 1 end the search."""
 
 
-_LINES, _BLOCK, _WARPS = 4, 1024, 8
+_LINES, _WARPS = 4, 8
 _SAMPLE = 8
+"""Where a vocabulary is long enough, every such chunk of it is looked at first."""
 
 
 class Filter(NamedTuple):
@@ -98,12 +99,13 @@ def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -
     cut = torch.empty(count, device=logits.device)
     if not kind.truncates:
         return Kept(source, cut, chunk_max, chunk_sum)
+    block = max(1, chunk // _LINES)  # a sample is of whole chunks, whose sums are known
     kept_sum, collected = torch.empty_like(chunk_sum), torch.empty(count, _COLLECTED, device=logits.device)
     parameters = (rows.ints[INTS.index("top_k")], rows.floats[FLOATS.index("top_p")], rows.floats[FLOATS.index("min_p")])
     _cut[(count,)](
         source, chunk_max, chunk_sum, rows.inverse_temperature, *parameters, collected, cut, vocabulary, source.stride(0), chunks, first,
         SCALED=kind.penalises, CHUNKS=triton.next_power_of_2(chunks), COLLECTED=_COLLECTED, ROUNDS=_ROUNDS,
-        LINES=_LINES, BLOCK=_BLOCK, SAMPLE=_SAMPLE if vocabulary >= 2 * _SAMPLE * _LINES * _BLOCK else 1, num_warps=_WARPS,
+        LINES=_LINES, BLOCK=block, SAMPLE=_SAMPLE if chunks >= 2 * _SAMPLE else 1, num_warps=_WARPS,
     )  # fmt: skip
     _kept_sums[(count, chunks)](
         source, chunk_max, kept_sum, cut, rows.inverse_temperature, vocabulary, source.stride(0), chunks, first,
@@ -338,13 +340,19 @@ def _search(
 
 @triton.jit
 def _guess(
-    X, HELD, vocabulary, scale, peak, floor, limit,
+    X, HELD, vocabulary, scale, peak, floor, limit, total, sampled,
     COLLECTED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """`_search` for top-p where the distribution is flat: a sample of the vocabulary says where the answer is about, and one walk over
-    all of it collects the tokens there and checks that it is among them. Returns it, and whether it is."""
-    blocks = tl.cdiv(vocabulary, LINES * BLOCK)
-    part = limit * (tl.cdiv(blocks, SAMPLE).to(tl.float32) / blocks)
+    all of it collects the tokens there and checks that it is among them. Returns it, and whether it is.
+
+    All tokens weigh `total`, those of the sample `sampled`. What is estimated is what lies below the answer: many tokens of little
+    weight, of which a sample says more than of the few that weigh much.
+    """
+    visited = tl.cdiv(vocabulary, SAMPLE * LINES * BLOCK)
+    last = tl.minimum(vocabulary - (visited - 1) * SAMPLE * LINES * BLOCK, LINES * BLOCK)
+    times = vocabulary / ((visited - 1) * LINES * BLOCK + last).to(tl.float32)
+    part = sampled - (total - limit) / times
     low, at_low, high, at_high = _walk(
         X, vocabulary, scale, peak, floor, part, peak * 0.0 + float("-inf"), peak * 0.0 + float("inf"), peak, peak * 0.0,
         peak - 0.5, peak - 1.0, peak - 2.0, peak - 4.0, peak - 8.0, peak - 24.0, peak - 104.0,
@@ -359,7 +367,7 @@ def _guess(
             False, SAMPLE, LINES, BLOCK,
         )  # fmt: skip
         centre = high - (high - low) * (part - at_high) / (at_low - at_high)
-        between = (at_low - at_high) * (limit / part) * tl.exp(peak - centre)  # tokens, about
+        between = (at_low - at_high) * times * tl.exp(peak - centre)  # tokens, about
         if between > COLLECTED:
             reach = (high - low) * (0.45 * COLLECTED) / between
             above, upto = centre - reach, tl.minimum(centre + reach, peak)
@@ -388,7 +396,8 @@ def _cut(
     chunk_max = tl.load(MAX + line * chunks + c, mask=c < chunks, other=float("-inf"))
     chunk_sum = tl.load(SUM + line * chunks + c, mask=c < chunks, other=0.0)
     peak = tl.max(chunk_max, 0)
-    total = tl.sum(tl.where(chunk_max == float("-inf"), 0.0, chunk_sum * tl.exp(chunk_max - peak)), 0)
+    mass = tl.where(chunk_max == float("-inf"), 0.0, chunk_sum * tl.exp(chunk_max - peak))
+    total = tl.sum(mass, 0)
     top_k, top_p = tl.load(TOP_K + row), tl.load(TOP_P + row)
     cut, held, nothing = peak * 0.0 + float("-inf"), 0, peak * 0.0 + float("-inf")
     finite = (total == total) & (peak > float("-inf")) & (peak < float("inf"))
@@ -407,8 +416,11 @@ def _cut(
                 total = _collect(X, HELD, vocabulary, scale, peak, cut, nothing, nothing, False, COLLECTED, LINES, BLOCK)[1]
             limit = tl.maximum(top_p * total, 1e-30)
             lowest, found = cut, 0
-            if SAMPLE > 1:
-                lowest, found = _guess(X, HELD, vocabulary, scale, peak, cut, limit, COLLECTED, LINES, BLOCK, SAMPLE)
+            if (SAMPLE > 1) & (cut == float("-inf")):
+                sampled = tl.sum(tl.where(c % SAMPLE == 0, mass, 0.0), 0)
+                lowest, found = _guess(
+                    X, HELD, vocabulary, scale, peak, cut, limit, total, sampled, COLLECTED, LINES, BLOCK, SAMPLE
+                )
             if found == 0:
                 lowest = _search(X, HELD, vocabulary, scale, peak, cut, limit, False, COLLECTED, ROUNDS, LINES, BLOCK)[0]
             cut = tl.maximum(cut, lowest)

@@ -50,8 +50,6 @@ class DecodeRunner:
         self._captures = rows.token.is_cuda
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self._side: Any = None
-        """The stream that graphs are captured on, so that the device goes on with what it has to do meanwhile."""
         self._warm = warm
         self.short: ShortPrefill | None = None
         """For prefills of few tokens; None where the decoder has no such step."""
@@ -120,10 +118,10 @@ class DecodeRunner:
             self._warm_up(kind)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
         try:
-            # Not `torch.cuda.graph`, which waits for the device first: nothing that is captured here is computed now.
-            with torch.cuda.stream(self._side):
+            # As `torch.cuda.graph` does it, without waiting for the device first: nothing that is captured is computed now.
+            with torch.cuda.stream(_capture_stream()):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._step(*kind)
@@ -149,6 +147,13 @@ class DecodeRunner:
         self._step(*kind)
         self._rows.done[:size] = done
         self._warm.add(kind)
+
+
+def _capture_stream() -> Any:
+    """The one that `torch.cuda.graph` captures on: the libraries keep memory for each stream that they have seen."""
+    if torch.cuda.graph.default_capture_stream is None:
+        torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+    return torch.cuda.graph.default_capture_stream
 
 
 def _end_broken_capture() -> None:
