@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Clock:
     """Seconds of each function and phase, while it is switched on."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[tuple[str, str]] = Counter()
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.flops: Counter[tuple[str, str]] = Counter()
         self.phase = ""
         self._call, self._step = Library.call, passes.PassBackend.step
