@@ -61,7 +61,8 @@ def grouped(num_requests: int = 64, n: int = 8, seed: int = 1) -> Load:
 
 def with_other_tokens(load: Load, seed: int, vocabulary: int = 40_000) -> Load:
     """The same lengths, and the same prompts alike, of other tokens."""
-    rng, prompts = random.Random(seed), {}
+    rng = random.Random(seed)
+    prompts: dict[tuple[int, ...], list[int]] = {}
     for prompt in load[0]:
         prompts.setdefault(tuple(prompt), [rng.randrange(100, vocabulary) for _ in prompt])
     return [prompts[tuple(prompt)] for prompt in load[0]], load[1]
@@ -228,7 +229,11 @@ def main() -> None:
         show(load, found[count])
     if arguments.out:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        about = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine(), "commit": commit}
+        about: dict[str, object] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": platform.processor() or platform.machine(),
+            "commit": commit,
+        }
         about |= {"torch": torch.__version__, "transformers": transformers.__version__, "threads": arguments.threads}
         about |= {"model": arguments.model, "dtype": arguments.dtype, "load": arguments.load, "requests": found}
         arguments.out.write_text(json.dumps(about, indent=1) + "\n")
