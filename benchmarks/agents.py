@@ -173,7 +173,8 @@ class _Noted:
 
     def add(self, request: Request) -> int:
         if request.max_tokens is not None:  # by the episode and what it says, not by the time
-            chance = random.Random(f"{request.key} {request.prompt_ids.tolist()}").uniform(1 - self._spread, 1 + self._spread)
+            said = str(request.key).encode() + request.prompt_ids.numpy().tobytes()
+            chance = random.Random(said).uniform(1 - self._spread, 1 + self._spread)
             request = replace(request, max_tokens=max(1, round(request.max_tokens * chance)))
         with self._lock:
             index = self._stream.add(request)

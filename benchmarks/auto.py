@@ -1,36 +1,46 @@
 """What is chosen for keys that are `auto` beside the best numbers set by hand: generation from random weights of real shapes.
 
-    python -m benchmarks.auto --shapes 135m 0.5b 1.5b 7b
+    python -m benchmarks.auto --shapes 135m 0.5b 1.5b 7b --gsm8k DIR
     python -m benchmarks.auto --shapes tiny --prompts 4 --device cpu
 
-Each shape generates the load (gsm8k_like: 8 samples a prompt) with the numbers that the plan chooses for it and with several by hand; the
-cache is given back after each generation, as in training, so that graphs are captured anew each time. First, greedily and in float32 on a
-tiny model: whatever the numbers, and with or without a warm-up, the tokens are the same (random weights spread the probability so evenly
-that drawn tokens depend on the last bit of a sum). One table, and benchmarks/results/auto_*.json.
+Each shape generates the load (gsm8k_like: 8 samples a prompt) with the numbers that the plan chooses for it and with several by hand, in
+turn, after a warm-up: the median of some rounds counts. The cache is given back after each generation, as in training, so that
+graphs are captured anew each time. --gsm8k: SmolLM2-135M on questions of GSM8K (DIR has train.jsonl) too, 8 samples each, up to 320 tokens
+or the end token. First, greedily and in float32 on a tiny model: whatever the numbers, and with or without a warm-up, the tokens are the
+same (random weights spread the probability so evenly that drawn tokens depend on the last bit of a sum). One table, and
+benchmarks/results/auto_*.json.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.rollout import _model, _requests, _sampling
 from benchmarks.step import RESULTS, _about
 from benchmarks.workload import SHAPES, Load, gsm8k_like
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.data.preprocess.gsm8k import INSTRUCTION
+from lockstep.data.preprocess.recipe import ask
 from lockstep.models.load import share_structure
 from lockstep.planner import count
 from lockstep.planner.choose import PLAIN, RolloutNumbers, choose_rollout
 from lockstep.utils.garbage import frozen_objects
 from lockstep.utils.memory import free_device_memory
+from lockstep.utils.model_source import SMOLLM2, model_folder
+from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.registry import make_rollout
 
 BY_HAND = {
@@ -42,6 +52,8 @@ BY_HAND = {
 """The name of a line -> sequences at once, tokens of a pass, share of the free memory."""
 LONGEST = 260 + 1024
 """Tokens of the longest row of the load."""
+RESPONSE = 320
+"""Tokens of the longest answer to a question of GSM8K."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,17 +63,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with frozen_objects():  # as in training
         for shape in options.shapes:
             prompts = min(options.prompts, 128) if shape == "7b" else options.prompts
-            rows += _measure(shape, gsm8k_like(prompts), options)
+            model = _module(shape, options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
+            rows += _measure(shape, model, gsm8k_like(prompts), LONGEST, options)
+            del model
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+        if options.gsm8k:
+            rows += _measure_gsm8k(options)
     print("\n" + _table(rows))
-    file = RESULTS / f"auto_{options.name or 'gsm8k_like'}_{_about(options)['date']}.json"
-    file.write_text(json.dumps(_about(options) | {"rows": rows}, indent=1) + "\n")
+    told = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
+    about = _about(argparse.Namespace(**told))
+    file = options.results / f"auto_{options.name or 'gsm8k_like'}_{about['date']}.json"
+    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "0.5b", "1.5b", "7b"])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["135m", "0.5b", "1.5b", "7b"])
     parser.add_argument("--prompts", type=int, default=256, help="8 samples each; 7b has 128 at most")
     parser.add_argument("--hand", nargs="+", choices=BY_HAND, default=list(BY_HAND), help="the lines beside auto's")
+    parser.add_argument("--gsm8k", type=Path, help="the folder of GSM8K's train.jsonl: SmolLM2 on its questions too")
+    parser.add_argument("--rounds", type=int, default=5, help="generations of each line")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="middle part of the result file's name")
     return parser
@@ -103,28 +126,60 @@ def _warm_up(engine: Any, load: Load) -> None:
         warm_generation(engine, dataclasses.replace(_sampling(load, {}), max_tokens=2), 8)
 
 
-def _measure(shape: str, load: Load, options: argparse.Namespace) -> list[dict[str, Any]]:
-    model = _module(shape, options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
-    chosen = _chosen(model, len(load.lengths))
-    lines = {"auto": chosen} | {name: BY_HAND[name] for name in options.hand}
-    rows, done = [], {}
-    for name, numbers in lines.items():
-        key = (min(numbers.max_num_seqs, len(load.lengths)), numbers.max_num_batched_tokens, numbers.gpu_memory_utilization >= 0.8)
-        if key not in done:  # numbers that come to the same are measured once
-            done[key] = _seconds(model, load, numbers)
-        warm, seconds = done[key]
-        rows.append(
-            {"shape": shape, "line": name, **dataclasses.asdict(numbers), "rows": len(load.lengths), "warm_up_s": round(warm, 2),
-             "seconds": round(seconds, 3), "tokens_per_s": round(load.num_tokens / seconds)}
-        )  # fmt: skip
-        print(rows[-1], flush=True)
-    del model
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
+def _measure_gsm8k(options: argparse.Namespace) -> list[dict[str, Any]]:
+    tokenizer = hf_tokenizer(SMOLLM2)
+    with (options.gsm8k / "train.jsonl").open() as file:
+        questions = [json.loads(line)["question"] for line in itertools.islice(file, options.prompts)]
+    asked = [ask(question, INSTRUCTION) for question in questions]
+    texts = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for messages in asked]
+    prompts = [ids for text in texts for ids in [tokenizer(text, add_special_tokens=False)["input_ids"]] * 8]
+    load = Load(prompts, [RESPONSE] * len(prompts))
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(model_folder(SMOLLM2), dtype=dtype).to(options.device).eval()
+    return _measure("gsm8k", model, load, max(map(len, prompts)) + RESPONSE, options, (tokenizer.eos_token_id,))
+
+
+def _measure(
+    shape: str, model: PreTrainedModel, load: Load, longest: int, options: argparse.Namespace, stop: tuple[int, ...] = ()
+) -> list[dict[str, Any]]:
+    lines = {"auto": _chosen(model, len(load.lengths), longest)} | {name: BY_HAND[name] for name in options.hand}
+    keys = {name: _key(numbers, len(load.lengths)) for name, numbers in lines.items()}
+    engines = {key: _engine(model, lines[name]) for name, key in reversed(keys.items())}  # what comes to the same is measured once
+    sampling = dataclasses.replace(_sampling(load, {}), stop_token_ids=stop)
+    warm = {}
+    for key, engine in engines.items():
+        start = time.perf_counter()
+        _warm_up(engine, load)
+        warm[key] = time.perf_counter() - start
+    timed: dict[Any, list[tuple[float, int]]] = {key: [] for key in engines}
+    for _ in range(options.rounds):
+        for key, engine in engines.items():
+            timed[key].append(_generate(engine, load, sampling))
+        print(shape, {name: [round(seconds, 3) for seconds, _ in timed[key]] for name, key in keys.items()}, flush=True)
+    rows = [_row(shape, name, lines[name], len(load.lengths), warm[key], timed[key]) for name, key in keys.items()]
+    print(*rows, sep="\n", flush=True)
     return rows
 
 
-def _chosen(model: PreTrainedModel, rows: int) -> RolloutNumbers:
+def _key(numbers: RolloutNumbers, rows: int) -> tuple[int, int, bool]:
+    return min(numbers.max_num_seqs, rows), numbers.max_num_batched_tokens, numbers.gpu_memory_utilization >= 0.8
+
+
+def _generate(engine: Any, load: Load, sampling: SamplingParams) -> tuple[float, int]:
+    """Seconds and tokens of one generation."""
+    start = time.perf_counter()
+    tokens = sum(len(completion.ids) for completion in engine.generate(_requests(load), sampling))
+    engine.sleep()
+    return time.perf_counter() - start, tokens
+
+
+def _row(shape: str, line: str, numbers: RolloutNumbers, rows: int, warm: float, timed: list[tuple[float, int]]) -> dict[str, Any]:
+    return {"shape": shape, "line": line, **dataclasses.asdict(numbers), "rows": rows, "warm_up_s": round(warm, 2),
+            "seconds": round(statistics.median(s for s, _ in timed), 3), "all_seconds": [round(s, 3) for s, _ in timed],
+            "tokens": timed[-1][1], "tokens_per_s": round(statistics.median(count / s for s, count in timed))}  # fmt: skip
+
+
+def _chosen(model: PreTrainedModel, rows: int, longest: int) -> RolloutNumbers:
     """What the plan chooses for this load on what is free now."""
     free = free_device_memory(model.device)
     if free is None:
@@ -132,23 +187,9 @@ def _chosen(model: PreTrainedModel, rows: int) -> RolloutNumbers:
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         rollout = count.count_rollout(
-            RolloutConfig(), ModelConfig(path=folder), actor=None, world_size=1, element=2, load=count.Load(LONGEST, rows, rows)
+            RolloutConfig(), ModelConfig(path=folder), actor=None, world_size=1, element=2, load=count.Load(longest, rows, rows)
         )
-    return choose_rollout(rollout, count.Load(LONGEST, rows, rows), free)
-
-
-def _seconds(model: PreTrainedModel, load: Load, numbers: RolloutNumbers) -> tuple[float, float]:
-    """Seconds of the warm-up, and of a generation after one that is not counted."""
-    engine, times = _engine(model, numbers), []
-    for part in ("warm", "first", "then"):
-        start = time.perf_counter()
-        if part == "warm":
-            _warm_up(engine, load)
-        else:
-            engine.generate(_requests(load), _sampling(load, {}))
-            engine.sleep()
-        times.append(time.perf_counter() - start)
-    return times[0], times[2]
+    return choose_rollout(rollout, count.Load(longest, rows, rows), free)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,65 +1,68 @@
 """Does it learn? SmolLM2 is fine-tuned on GSM8K's solutions, then trained with rewards: reward over time, and validation with intervals.
 
     python -m benchmarks.learn --source DIR --algorithms grpo gae rloo dapo --seeds 0 1 2
+    python -m benchmarks.learn --source DIR --algorithms grpo gae rloo dapo --at-once --seconds 290 --prompts 128 --steps 30
     python -m benchmarks.learn --source DIR --tiny --device cpu --steps 2
 
 DIR has GSM8K's train.jsonl and test.jsonl. The programs are started as a user starts them: `lockstep preprocess`, `lockstep sft`, then
-`lockstep grpo` (`ppo` for gae, `rloo`, `dapo`) from the fine-tuned model, for each seed. A run whose folder is complete is not made again.
-Validation is one sample at temperature 1 for each test question, with Wilson's 95 % interval; over several seeds, the t interval of their
-means. --tiny is a random model with SmolLM2's tokenizer, for a look at the script itself
-(dapo ends with an error then: no group of its responses differs). One table, and benchmarks/results/learn_*.json,
-written after each run.
+`lockstep grpo` (`ppo` for gae, `rloo`, `dapo`) from the fine-tuned model, for each seed: one after the other, or all of them at once on one
+device, of which each gets an equal share of the memory. A run whose folder is complete is not made again. Validation is one or more samples
+at temperature 1 for each test question, with the 95 % interval that the run tells; over several seeds, the t interval of their means.
+--tiny is a random model with SmolLM2's tokenizer, for a look at the script itself (dapo ends with an error then: no group of its responses
+differs). One table, and benchmarks/results/learn_*.json, written anew whenever a run has told something.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 
 from benchmarks.step import RESULTS, _about
-from lockstep.observability.statistics import t_interval, wilson_interval
+from lockstep.observability.statistics import t_95, t_interval
 
 COMMANDS = {"grpo": "grpo", "gae": "ppo", "rloo": "rloo", "dapo": "dapo"}
 """Algorithm -> the command that is its preset."""
 REWARD = "critic/score/mean"
 SHOWN = 10
-"""Steps whose mean reward is shown, at the beginning and at the end."""
+"""Steps whose mean reward is shown, at the beginning and at the end; a third of them where there are fewer than 30."""
+_POLL_S = 2.0
+
+Run = tuple[str, int]
+"""Algorithm and seed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    started = time.perf_counter()
+    started = time.monotonic()
     data = _data(options)
     model, tuned = _fine_tuned(options, data)
     print(f"fine-tuned: {tuned}", flush=True)
-    questions, runs = pq.read_metadata(data / "test.parquet").num_rows, []
-    questions = min(questions, options.val_samples) if options.val_samples > 0 else questions
+    runs = [(algorithm, seed) for seed in options.seeds for algorithm in options.algorithms]
     file = options.results / f"learn_{options.name or ('tiny' if options.tiny else 'smollm2')}_{date.today()}.json"
-    for seed in options.seeds:
-        for algorithm in options.algorithms:
-            runs.append(_train(options, data, model, algorithm, seed, questions))
-            print(_line(runs[-1]), flush=True)
-            told = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
-            about = _about(argparse.Namespace(**told))
-            result = {
-                "fine_tuned": tuned,
-                "runs": runs,
-                "seeds": _over_seeds(runs),
-                "seconds": round(time.perf_counter() - started, 1),
-            }
-            file.write_text(json.dumps(about | result, indent=1) + "\n")
-    print("\n" + _table(runs))
+    told = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
+    about = _about(argparse.Namespace(**told)) | {"fine_tuned": tuned}
+
+    def save() -> list[dict[str, Any]]:
+        found = [_result(_folder(options, run), run) for run in runs if _rows(_folder(options, run))]
+        result = {"runs": found, "over_seeds": _over_seeds(found), "seconds": round(time.monotonic() - started, 1)}
+        file.write_text(json.dumps(about | result, indent=1) + "\n")
+        return found
+
+    jobs = {run: _words(options, data, model, run) for run in runs if len(_steps(_folder(options, run))) < options.steps}
+    for part in [jobs] if options.at_once else [{run: words} for run, words in jobs.items()]:
+        _run_all(options, part, started + options.seconds, save)
+    print("\n" + _table(save()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tiny", action="store_true", help="a random model of two layers instead")
-    parser.add_argument("--sft-epochs", type=int, default=2)
+    parser.add_argument("--sft-epochs", type=int, default=2, help="of the fine-tuning; 0: none")
     parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
     parser.add_argument("--prompts", type=int, default=256, help="prompts per step")
     parser.add_argument("--n", type=int, default=8, help="samples per prompt")
@@ -78,39 +81,82 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--val-samples", type=int, default=-1, help="test questions; -1: all")
     parser.add_argument("--val-freq", type=int, default=20, help="steps between validations")
+    parser.add_argument("--val-n", type=int, default=1, help="samples per test question")
     parser.add_argument("--rows", type=int, default=-1, help="training rows; -1: all")
+    parser.add_argument("--sft-rows", type=int, default=-1, help="of these, rows of the fine-tuning; -1: all")
+    parser.add_argument("--at-once", action="store_true", help="all runs at the same time, on one device")
+    parser.add_argument("--seconds", type=float, default=86_400.0, help="runs are ended when the script has taken this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--name", help="middle part of the result file's name")
     return parser
 
 
-def _lockstep(folder: Path, *words: str) -> None:
-    """Run the command; its output goes to output.txt in `folder`. Raises SystemExit, with the end of it, when it fails."""
+def _lockstep(folder: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the command; its output goes to output.txt in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w") as out:
-        done = subprocess.run([sys.executable, "-m", "lockstep.cli", *words], stdout=out, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        last = "\n".join((folder / "output.txt").read_text().splitlines()[-20:])
-        raise SystemExit(f"lockstep {words[0]} ended with status {done.returncode}:\n{last}")
+        return subprocess.Popen(
+            [sys.executable, "-m", "lockstep.cli", *words],
+            stdout=out, stderr=subprocess.STDOUT, env=os.environ | (environment or {}),
+        )  # fmt: skip
+
+
+def _finish(folder: Path, *words: str) -> None:
+    """Run the command. Raises SystemExit, with the end of its output, when it fails."""
+    status = _lockstep(folder, *words).wait()
+    if status:
+        raise SystemExit(f"lockstep {words[0]} ended with status {status}:\n{_last_lines(folder)}")
+
+
+def _last_lines(folder: Path) -> str:
+    return "\n".join((folder / "output.txt").read_text().splitlines()[-20:])
+
+
+def _run_all(options: argparse.Namespace, jobs: dict[Run, list[str]], deadline: float, save: Callable[[], object]) -> None:
+    """Run these at the same time until they are over or the time is; `save` whenever one has told something."""
+    environment: dict[str, str] = {}
+    if len(jobs) > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(jobs)))
+        if options.device == "cuda":  # the plan of each sees what is left to it, not what is free before the others start
+            environment["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{0.9 / len(jobs):.3f}"
+    running = {run: _lockstep(_folder(options, run), *words, environment=environment) for run, words in jobs.items()}
+    told = 0
+    try:
+        while running and time.monotonic() < deadline:
+            time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+            for run in [run for run, process in running.items() if process.poll() is not None]:
+                if status := running.pop(run).returncode:
+                    print(f"{run} ended with status {status}:\n{_last_lines(_folder(options, run))}", flush=True)
+            count = sum(len(_rows(_folder(options, run))) for run in jobs)
+            if count > told:
+                told = count
+                save()
+    finally:
+        for process in running.values():  # nothing is lost: the metrics are written after each step
+            process.kill()
+            process.wait()
 
 
 def _data(options: argparse.Namespace) -> Path:
     data: Path = options.out / "data"
     if not (data / "test.parquet").is_file():
-        _lockstep(options.out / "preprocess", "preprocess", "gsm8k", "--source", str(options.source), "--out", str(data))
+        _finish(options.out / "preprocess", "preprocess", "gsm8k", "--source", str(options.source), "--out", str(data))
     return data
 
 
 def _fine_tuned(options: argparse.Namespace, data: Path) -> tuple[Path, dict[str, float]]:
-    """The folder of the fine-tuned model, and what its run came to."""
+    """The folder of the fine-tuned model, and what its run came to; the model as it is without epochs."""
+    if not options.sft_epochs:
+        return _tiny_model(options.out) if options.tiny else Path(options.model), {}
     folder: Path = options.out / ("sft_tiny" if options.tiny else "sft")
     found = sorted(folder.glob("global_step_*/actor"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     if not found:
-        _lockstep(
+        rows = options.sft_rows if options.sft_rows > 0 else options.rows
+        _finish(
             folder, "sft", f"model.path={_tiny_model(options.out) if options.tiny else options.model}",
-            f"data.train_files={data / 'train.parquet'}", "data.max_length=1024", f"data.train_max_samples={options.rows}",
-            f"data.train_batch_size={min(64, options.rows) if options.rows > 0 else 64}", f"trainer.total_epochs={options.sft_epochs}",
+            f"data.train_files={data / 'train.parquet'}", "data.max_length=1024", f"data.train_max_samples={rows}",
+            f"data.train_batch_size={min(64, rows) if rows > 0 else 64}", f"trainer.total_epochs={options.sft_epochs}",
             "optim.lr=1e-4", f"trainer.device={options.device}", f"trainer.default_local_dir={folder}",
         )  # fmt: skip
         found = sorted(folder.glob("global_step_*/actor"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
@@ -139,45 +185,79 @@ def _tiny_model(out: Path) -> Path:
     return folder
 
 
-def _train(options: argparse.Namespace, data: Path, model: Path, algorithm: str, seed: int, questions: int) -> dict[str, Any]:
-    """One run of reinforcement learning, and what its metrics say."""
-    folder: Path = options.out / f"{algorithm}_{'tiny_' if options.tiny else ''}{seed}"
-    if len(_steps(folder)) < options.steps:
-        _lockstep(
-            folder, COMMANDS[algorithm], f"actor_rollout_ref.model.path={model}",
-            f"data.train_files={data / 'train.parquet'}", f"data.val_files={data / 'test.parquet'}",
-            f"data.train_max_samples={options.rows}",
-            f"data.val_max_samples={options.val_samples}", f"data.train_batch_size={options.prompts}",
-            f"data.max_response_length={options.response}", f"actor_rollout_ref.rollout.n={options.n}",
-            "actor_rollout_ref.rollout.val_kwargs.temperature=1.0", f"actor_rollout_ref.actor.optim.lr={options.lr}",
-            *([f"critic.optim.lr={options.lr}"] if algorithm == "gae" else []),
-            f"trainer.seed={seed}", f"trainer.total_training_steps={options.steps}", f"trainer.test_freq={options.val_freq}",
-            "trainer.save_freq=0", f"trainer.device={options.device}", f"trainer.default_local_dir={folder}",
-        )  # fmt: skip
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rewards = [round(row[REWARD], 5) for row in rows if REWARD in row]
+def _folder(options: argparse.Namespace, run: Run) -> Path:
+    algorithm, seed = run
+    return Path(options.out) / f"{algorithm}_{'tiny_' if options.tiny else ''}{seed}"
+
+
+def _words(options: argparse.Namespace, data: Path, model: Path, run: Run) -> list[str]:
+    """The command of a run."""
+    algorithm, seed = run
+    return [
+        COMMANDS[algorithm], f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={data / 'train.parquet'}", f"data.val_files={data / 'test.parquet'}",
+        f"data.train_max_samples={options.rows}", f"data.val_max_samples={options.val_samples}",
+        f"data.train_batch_size={options.prompts}", f"data.max_response_length={options.response}",
+        f"actor_rollout_ref.rollout.n={options.n}", f"actor_rollout_ref.actor.optim.lr={options.lr}",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0", f"actor_rollout_ref.rollout.val_kwargs.n={options.val_n}",
+        *([f"critic.optim.lr={options.lr}"] if algorithm == "gae" else []),
+        f"trainer.seed={seed}", f"trainer.total_training_steps={options.steps}", f"trainer.test_freq={options.val_freq}",
+        "trainer.val_before_train_samples=-1", "trainer.save_freq=0", f"trainer.device={options.device}",
+        f"trainer.default_local_dir={_folder(options, run)}",
+    ]  # fmt: skip
+
+
+def _result(folder: Path, run: Run) -> dict[str, Any]:
+    """What the metrics of a run say, as far as it has come."""
+    rows = _rows(folder)
     validation = [
-        {
-            "step": row["step"],
-            "accuracy": round(value, 5),
-            "interval": [round(x, 5) for x in wilson_interval(value * questions, questions)],
-        }
+        {"step": row["step"], "metric": key.rpartition("/")[2], "accuracy": round(value, 5), "interval": _interval(row, key)}
         for row in rows
         for key, value in row.items()
-        if key.startswith("val-core/") and key.endswith("mean@1")
+        if key.startswith("val-core/") and key.rpartition("/")[2].startswith("mean@")
     ]
+    rewards = [row[REWARD] for row in rows if REWARD in row]
     steps = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
     return {
-        "algorithm": algorithm, "seed": seed, "rewards": rewards, "questions": questions, "validation": validation,
-        "first_step_s": round(steps[0], 2), "step_s": round(float(np.median(steps[1:] or steps)), 2), "seconds": round(sum(steps), 1),
+        "algorithm": run[0], "seed": run[1], "rewards": [round(reward, 5) for reward in rewards], "rise": _rise(rewards),
+        "validation": validation, "first_step_s": round(steps[0], 2) if steps else None,
+        "step_s": round(float(np.median(steps[1:] or steps)), 2) if steps else None, "seconds": round(sum(steps), 1),
     }  # fmt: skip
+
+
+def _interval(row: dict[str, Any], key: str) -> list[float]:
+    """The 95 % interval that the run tells beside the number."""
+    aside = key.replace("val-core/", "val-aux/", 1)
+    return [round(row[f"{aside}/{end}"], 5) for end in ("low", "high")]
+
+
+def _shown(rewards: Sequence[float]) -> int:
+    return max(1, min(SHOWN, len(rewards) // 3))
+
+
+def _rise(rewards: Sequence[float]) -> dict[str, Any] | None:
+    """By how much the mean reward of the last steps is above that of the first, with Welch's 95 % interval over steps."""
+    count = _shown(rewards)
+    if count < 3:
+        return None
+    first, last = np.array(rewards[:count]), np.array(rewards[-count:])
+    rise, parts = float(last.mean() - first.mean()), np.array([part.var(ddof=1) / count for part in (first, last)])
+    freedom = parts.sum() ** 2 / max(1e-30, (parts**2 / (count - 1)).sum())
+    half = t_95(max(1, int(freedom))) * float(np.sqrt(parts.sum()))
+    return {"steps": count, "from": round(float(first.mean()), 5), "by": round(rise, 5),
+            "interval": [round(rise - half, 5), round(rise + half, 5)]}  # fmt: skip
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """The metrics that a run has told; a line that is being written is left out."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _steps(folder: Path) -> list[dict[str, Any]]:
     """The metrics of the steps that a run has made."""
-    file = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    return [row for row in rows if "timing_s/step" in row]
+    return [row for row in _rows(folder) if "timing_s/step" in row]
 
 
 def _over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -195,17 +275,19 @@ def _growth(run: dict[str, Any]) -> float:
 
 
 def _line(run: dict[str, Any]) -> str:
-    first, last = (float(np.mean(part)) for part in (run["rewards"][:SHOWN], run["rewards"][-SHOWN:]))
+    count = _shown(run["rewards"])
+    first, last = (float(np.mean(part)) if part else float("nan") for part in (run["rewards"][:count], run["rewards"][-count:]))
     shown = [f"{v['accuracy']:.3f} [{v['interval'][0]:.3f}, {v['interval'][1]:.3f}]" for v in run["validation"]]
     ends = f"{shown[0]} -> {shown[-1]}" if shown else "none"
+    rise = "[{:+.3f}, {:+.3f}]".format(*run["rise"]["interval"]) if run["rise"] else ""
     return (
-        f"{run['algorithm']:6}{run['seed']:>5}{len(run['rewards']):>7}{first:>9.3f}{last:>9.3f}   {ends:46}"
-        f"{run['first_step_s']:>8}{run['step_s']:>8}{run['seconds']:>9}"
+        f"{run['algorithm']:6}{run['seed']:>5}{len(run['rewards']):>7}{first:>9.3f}{last:>9.3f}  {rise:18}{ends:46}"
+        f"{run['first_step_s']!s:>8}{run['step_s']!s:>8}{run['seconds']:>9}"
     )
 
 
 def _table(runs: Sequence[dict[str, Any]]) -> str:
-    head = f"{'':6}{'seed':>5}{'steps':>7}{'reward':>9}{'at end':>9}   {'validation, before -> after (95 %)':46}"
+    head = f"{'':6}{'seed':>5}{'steps':>7}{'reward':>9}{'at end':>9}  {'rise (95 %)':18}{'validation, before -> after (95 %)':46}"
     lines = [f"{head}{'first s':>8}{'step s':>8}{'all s':>9}", *map(_line, runs)]
     for algorithm, found in _over_seeds(runs).items():
         interval = " [{:.3f}, {:.3f}]".format(*found["interval"]) if found["interval"] else ""

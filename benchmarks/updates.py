@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import profiled
-from benchmarks.step import RESULTS, SEED, _about, _save_model
-from benchmarks.workload import SHAPES
+from benchmarks.step import RESULTS, SEED, _about, _save_model, draw_on_device
+from benchmarks.workload import MIXTURES, SHAPES, model_config
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig
@@ -65,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=("sft", "dpo", "grpo"), default=["sft", "dpo", "grpo"])
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="1.5b")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="adapters learn, beside every linear layer but the head"
+    )
+    parser.add_argument("--drawn", action="store_true", help="weights are drawn on the device, not read from files")
     parser.add_argument("--rows", type=int, nargs="+", default=[256])
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, nargs="+", default=[512], help="tokens of a response")
@@ -85,7 +89,10 @@ def _tokens(text: str) -> int | str:
 def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """What was measured of each length, by the recipe's name, and the length where there are several."""
     actor = ActorConfig(ppo_max_token_len_per_gpu=options.max_tokens, optim=stage_optim(1e-5))
-    policy = ActorRolloutRefConfig(model=ModelConfig(path=folder), actor=actor)
+    model = ModelConfig(path=folder, lora_rank=options.lora, lora_alpha=max(1, options.lora))
+    policy = ActorRolloutRefConfig(model=model, actor=actor)
+    if options.drawn:
+        draw_on_device(options)
     losses: dict[str, Callable[[], Any]] = {
         "sft": partial(make_sft_loss, "train"),
         "dpo": partial(make_preference_loss, "train", "sigmoid", {"beta": 0.1}),
@@ -149,7 +156,7 @@ def _update(actor: Any, batch: DataProto) -> tuple[float, dict[str, float]]:
 
 def _batch(recipe: str, options: argparse.Namespace, rows: int, response: int, seed: int) -> DataProto:
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = SHAPES[options.shape]["vocab_size"]
+    vocabulary = model_config(options.shape).vocab_size
 
     def draw(length: int) -> torch.Tensor:
         return torch.randint(5, vocabulary, (length,), generator=generator)

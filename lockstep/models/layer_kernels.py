@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.linear_parts import Parts, added_product, gradients, gradients_of_all, products
+
 _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
 _GATE_NUMBERS = 4096
-"""Numbers of one program of a gate, in whole rows of a block."""
+"""Numbers of one program of a gate."""
 
 
 class SplitNormalise(torch.autograd.Function):
@@ -62,48 +63,46 @@ def _tiling(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class Project(torch.autograd.Function):
-    """x w^T + b for x [N, H] and several (w, b) in a row, b or None: one product with all weights end to end, and parts of it."""
+    """Several linear layers (linear_parts.py) of x [N, H]: `scalings`, and their tensors in a row. Their gradients of x are summed inside
+    the products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *parameters)
-        weights, biases = (_present(parameters[i::2]) for i in range(2))
-        ctx.sizes = [len(weight) for weight in weights]
-        return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None).split(ctx.sizes, 1)
+    def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        made, small = products(x, _layers(scalings, tensors))
+        ctx.scalings = scalings
+        ctx.save_for_backward(x, *tensors, *small)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad
-        grad = torch.cat(grads, 1)
-        dx = grad @ torch.cat(_present(parameters[::2])) if needs_x else None
-        dw = (grad.t() @ x).split(ctx.sizes) if any(needs[::2]) else [None] * len(grads)
-        db = grad.sum(0).split(ctx.sizes) if any(needs[1::2]) else [None] * len(grads)
-        return dx, *(part if need else None for part, need in zip(_in_turn(dw, db), needs, strict=True))
-
-
-def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _in_turn(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [x for pair in zip(first, second, strict=True) for x in pair]
+        x, *saved = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        layers, small = _layers(ctx.scalings, saved), saved[4 * len(grads) :]
+        dx, out = gradients_of_all(torch.cat(grads, 1), x, small, layers, needs, needs_x)
+        return dx, None, *out
 
 
 class AddProduct(torch.autograd.Function):
-    """h + x w^T for h [N, H] float32, x [N, I] and w [H, I]."""
+    """h + a linear layer without a bias (linear_parts.py) of x, for h [N, H] float32 and x [N, I]."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.addmm(h, x, weight.t(), out_dtype=torch.float32)
+    def forward(ctx: Any, h: Tensor, x: Tensor, scaling: float, *tensors: Tensor | None) -> Tensor:
+        out, small = added_product(h, x, _layers((scaling,), tensors)[0])
+        ctx.scaling = scaling
+        ctx.save_for_backward(x, *tensors, small)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _, needs_x, needs_weight = ctx.needs_input_grad
-        grad = grads[0].to(x.dtype)
-        return grads[0], grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None
+        x, *tensors, small = ctx.saved_tensors
+        _, needs_x, _, *needs = ctx.needs_input_grad
+        dx, out = gradients(grads[0].to(x.dtype), x, small, _layers((ctx.scaling,), tensors)[0], tuple(needs), None, needs_x)
+        return grads[0], dx, None, *out
+
+
+def _layers(scalings: tuple[float, ...], tensors: Sequence[Tensor | None]) -> list[Parts]:
+    """The layers whose tensors lie in a row."""
+    return [Parts(*tensors[4 * i : 4 * i + 4], scaling=scaling) for i, scaling in enumerate(scalings)]  # type: ignore[arg-type, misc]
 
 
 class Rotate(torch.autograd.Function):
@@ -121,40 +120,44 @@ class Rotate(torch.autograd.Function):
 
 
 class GatedMLP(torch.autograd.Function):
-    """h + (silu(x gate^T) * (x up^T)) down^T for h [N, H] float32 or None, x [N, H] and weights [I, H], [I, H], [H, I].
+    """h + down(silu(gate(x)) * up(x)) for h [N, H] float32 or None, x [N, H] and three linear layers without bias (linear_parts.py).
 
     What enters `down` is as wide as the two products it comes from, and is made again from them in the backward pass, where they are read
     anyway: a third less to keep.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor | None, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        both = x @ torch.cat([gate, up]).t()
-        ctx.save_for_backward(x, gate, up, down, both)
-        y = both.new_empty(len(x), len(gate))
-        grid, tile, block = _columns(y)
-        _gate[grid](both, y, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
-        return y @ down.t() if h is None else torch.addmm(h, y, down.t(), out_dtype=torch.float32)
+    def forward(ctx: Any, h: Tensor | None, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> Tensor:
+        gate, up, down = _layers(scalings, tensors)
+        (g, u), (small_gate, small_up) = products(x, [gate, up])
+        y = g.new_empty(g.shape)
+        grid, tile, block = _gate_tiles(y)
+        _gate[grid](g, u, y, *y.shape, g.stride(0), ROWS=tile, BLOCK=block, num_warps=8)
+        if h is None:
+            (out,), (small_down,) = products(y, [down])
+        else:
+            out, small_down = added_product(h, y, down)
+        ctx.scalings = scalings
+        ctx.save_for_backward(x, g, u, small_gate, small_up, small_down, *tensors)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, both = ctx.saved_tensors
-        needs_h, needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        x, g, u, small_gate, small_up, small_down, *tensors = ctx.saved_tensors
+        needs_h, needs_x, _, *needs = ctx.needs_input_grad
+        gate, up, down = _layers(ctx.scalings, tensors)
         grad = grads[0].to(x.dtype).contiguous()
-        y, d_both = grad @ down, torch.empty_like(both)
-        grid, tile, block = _columns(y)
-        _gate_backward[grid](y, both, d_both, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
-        of_gate, of_up = (d_both.t() @ x).chunk(2) if needs_gate or needs_up else (None, None)
-        return (
-            grads[0] if needs_h else None,
-            d_both @ torch.cat([gate, up]) if needs_x else None,
-            of_gate if needs_gate else None,
-            of_up if needs_up else None,
-            grad.t() @ y if needs_down else None,
-        )
+        y, _ = gradients(grad, x, small_down, down, (False,) * 4, None)
+        assert y is not None
+        both = g.new_empty(len(g), 2 * g.shape[1])
+        grid, tile, block = _gate_tiles(y)
+        _gate_backward[grid](y, g, u, both, *y.shape, g.stride(0), ROWS=tile, BLOCK=block, num_warps=8)
+        _, of_down = gradients(grad, y, small_down, down, tuple(needs[8:]), None, needs_x=False)
+        dx, of_both = gradients_of_all(both, x, (small_gate, small_up), (gate, up), needs[:8], needs_x)
+        return grads[0] if needs_h else None, dx, None, *of_both, *of_down
 
 
-def _columns(y: Tensor) -> tuple[tuple[int, int], int, int]:
+def _gate_tiles(y: Tensor) -> tuple[tuple[int, int], int, int]:
     """How the kernels of a gate cut y [N, I]: their grid, rows of a program, and its columns, which divide I where a power of 2 does."""
     rows, width = y.shape
     block = min(1024, width & -width)
@@ -235,29 +238,30 @@ def _rotate(
 
 
 @triton.jit
-def _places(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the numbers of a program lie in Y [N, I], where those of its gates in BOTH [N, 2 I], and which there are."""
+def _gate_places(rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the numbers of a program lie in [N, I], where in a tensor whose rows are `stride` apart, and which there are."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return row * width + column, row * (2 * width) + column, (row < rows) & (column < width)
+    return row * width + column, row * stride + column, (row < rows) & (column < width)
 
 
 @triton.jit
-def _gate(BOTH, OUT, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    at, gates, inside = _places(rows, width, ROWS, BLOCK)
-    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
-    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
+def _gate(GATE, UP, OUT, rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at, gates, inside = _gate_places(rows, width, stride, ROWS, BLOCK)
+    g = tl.load(GATE + gates, mask=inside).to(tl.float32)
+    u = tl.load(UP + gates, mask=inside).to(tl.float32)
     tl.store(OUT + at, (g * tl.sigmoid(g) * u).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(Y, BOTH, DBOTH, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Y comes as the gradient of silu(gate) * up and is left as its value."""
-    at, gates, inside = _places(rows, width, ROWS, BLOCK)
+def _gate_backward(Y, GATE, UP, DBOTH, rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Y comes as the gradient of silu(gate) * up and is left as its value; DBOTH [N, 2 I] has the gradients of gate and up side by side."""
+    at, gates, inside = _gate_places(rows, width, stride, ROWS, BLOCK)
+    _, both, _ = _gate_places(rows, width, 2 * width, ROWS, BLOCK)
     dy = tl.load(Y + at, mask=inside).to(tl.float32)
-    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
-    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
+    g = tl.load(GATE + gates, mask=inside).to(tl.float32)
+    u = tl.load(UP + gates, mask=inside).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(DBOTH + gates, (dy * u * s * (1.0 + g * (1.0 - s))).to(DBOTH.dtype.element_ty), mask=inside)
-    tl.store(DBOTH + gates + width, (dy * g * s).to(DBOTH.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + both, (dy * u * s * (1.0 + g * (1.0 - s))).to(DBOTH.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + both + width, (dy * g * s).to(DBOTH.dtype.element_ty), mask=inside)
     tl.store(Y + at, (g * s * u).to(Y.dtype.element_ty), mask=inside)

@@ -39,7 +39,7 @@ from lockstep.trainer.ppo.prompts import Prompts, open_dataset
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction, reads_rewards
 from lockstep.trainer.ppo.reward_columns import greedy_baseline
 from lockstep.trainer.ppo.rewards import Scorer
-from lockstep.trainer.ppo.roles import role_specs, weight_exchange
+from lockstep.trainer.ppo.roles import learns_values, role_specs, weight_exchange
 from lockstep.trainer.ppo.samples import choose_samples, share_with_signal, write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
@@ -111,7 +111,8 @@ class RayPPOTrainer(Run):
         self.kl_control = make_kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
         policy = config.actor_rollout_ref
         self.policy_update = PolicyUpdate.of(policy.actor, balances=policy.model.router_aux_loss_coef > 0)
-        self.estimation, self.values_in_update = Estimation.of(algorithm), config.values_in_update
+        self.estimation = Estimation.of(algorithm)
+        self.values_in_update = config.values_in_update and learns_values(self.role_worker_mapping)
         self.correction = read_correction(algorithm.rollout_correction)
         self.actor_prompts, self.critic_prompts = config.actor_mini_batch_prompts, config.critic_mini_batch_prompts
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
@@ -127,6 +128,7 @@ class RayPPOTrainer(Run):
         when this fails."""
         self.open_folder()
         workers = self.workers
+        workers.recall(self._from)
         workers.start(role_specs(self.config, self.role_worker_mapping, self.total_steps, self.tokenizer.pad_token_id))
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
@@ -274,6 +276,7 @@ class RayPPOTrainer(Run):
             "kl_control": self.kl_control.state_dict(),
             "sampler_drift": self.drift.largest,
             "num_train_rows": len(self.train_dataset),
+            "numbers": self.workers.numbers,
         }
 
     def _save(self, folder: Path) -> list[Path]:

@@ -97,6 +97,8 @@ class TrainEngine(SavedEngine):
     """The ranks among which the tokens of a micro-batch are divided: it may hold so many times the budget."""
     exports_copies: bool = False
     """Whether export_weights makes new tensors even on one rank."""
+    constant: frozenset[str] = frozenset()
+    """Names in `decoder` of weights that no update changes: what adapters lie beside."""
     teacher: Teacher | None = None
     """What the columns compare this model with, where it is a student."""
     reports: bool = True

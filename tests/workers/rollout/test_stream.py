@@ -255,3 +255,22 @@ def test_weights_that_are_not_whole_open_nothing_and_an_open_stream_has_the_page
 def test_sampling_parameters_out_of_range_name_themselves() -> None:
     with pytest.raises(ConfigError, match="sampling.presence_penalty=200"):
         sampling(presence_penalty=200.0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_prompt_that_is_not_finite_leaves_nothing_to_those_that_start_like_it(tmp_path: Path, model_type: str) -> None:
+    """Tokens before the one that is not finite are computed together with it, and their pages would be shared."""
+    changes = FAMILIES[model_type] | {"tie_word_embeddings": False, "max_position_embeddings": 256}
+    path, start = save_tiny_model(tmp_path, model_type, **changes), torch.arange(64) % 28 + 2
+    params = sampling(temperature=0.0, max_tokens=4, stop_token_ids=())
+    clean = Request(torch.cat([start, torch.tensor([3, 4])]), (0, 1, 0))
+    expected = make_rollout(path).generate([clean], params)[0]
+    engine = make_rollout(path)
+    engine.module.model.embed_tokens.weight.data[31] = torch.nan
+    assert 31 not in expected.ids.tolist()
+    with engine.open(params) as stream:
+        stream.add(Request(torch.cat([start, torch.tensor([5, 31])]), (0, 0, 0)))
+        assert drained(stream)[0].finish_reason == "error"
+        stream.add(clean)
+        found = drained(stream)[1]
+    assert (found.finish_reason, found.ids.tolist()) == ("length", expected.ids.tolist())

@@ -216,4 +216,5 @@ def test_intervals_that_are_read_late_give_every_request_what_it_gets_alone(
         scheduler = CheckedOpen(script.model, script.seats, script.budget, lookahead, False, cached=cached and not batch_invariant)
         scheduler.longest = CONTEXT
         patch.setattr(short_prefill, "_MOST_KEYS", random.Random(seed).choice([0, 150, 1 << 19]))  # never, sometimes, always
+        patch.setattr(short_prefill, "_FEW", random.Random(seed).choice([16, 1024]))  # some are many, or none
         script.run(gpu, scheduler)

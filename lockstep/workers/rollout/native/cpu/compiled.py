@@ -13,7 +13,7 @@ from lockstep.observability.spans import progress
 from lockstep.utils.model_source import cache_folder
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
-_SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "decoder.c", "layer.c", "linear.c"))
+_SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "decoder.c", "layer.c", "linear.c", "pack.c"))
 _HEADER = Path(__file__).parent / "vectors.h"
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_S = 60

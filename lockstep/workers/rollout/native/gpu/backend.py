@@ -57,7 +57,9 @@ class GPUBackend(Backend):
     ) -> None:
         assert shape.page_size == self.page_size
         self._module, self._shape, self._own_weights, self.in_one_shape = module, shape, own_weights, batch_invariant
-        self._gpu_memory_utilization, self._fused = gpu_memory_utilization, fused and is_fusable(module)
+        self._gpu_memory_utilization = gpu_memory_utilization
+        # Grouped products on a GPU are of bfloat16.
+        self._fused = fused and is_fusable(module, mixtures=shape.dtype == torch.bfloat16)
         self._device = module.device
         self._cache: KVCache | None = None
         self._seated: _Seated | None = None

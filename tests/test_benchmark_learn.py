@@ -1,0 +1,66 @@
+"""benchmarks/learn.py: what it reads from the runs' metrics, and that runs at once end when the time is up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import learn
+
+_CORE, _AUX = "val-core/gsm8k/acc/mean@4", "val-aux/gsm8k/acc/mean@4"
+
+
+def write_metrics(folder: Path, rewards: list[float]) -> None:
+    rows: list[dict[str, Any]] = [{"step": 0, _CORE: 0.05, f"{_AUX}/low": 0.04, f"{_AUX}/high": 0.06}]
+    rows += [{"step": i + 1, learn.REWARD: reward, "timing_s/step": 3.0 - (i > 0)} for i, reward in enumerate(rewards)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 99, "crit')
+
+
+def test_a_run_that_is_not_over_is_read_as_far_as_it_has_come(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [0.04, 0.06, 0.05, 0.07, 0.08, 0.06, 0.10, 0.11, 0.09])
+    found = learn._result(tmp_path, ("grpo", 1))
+    assert found["validation"] == [{"step": 0, "metric": "mean@4", "accuracy": 0.05, "interval": [0.04, 0.06]}]
+    assert (found["first_step_s"], found["step_s"], len(found["rewards"])) == (3.0, 2.0, 9)
+    # Welch by hand: means 0.05 and 0.10, variances 1e-4 of 3 steps each, so 4 degrees of freedom: 2.776 * sqrt(2e-4 / 3).
+    low, high = found["rise"]["interval"]
+    assert found["rise"]["by"] == pytest.approx(0.05)
+    assert (low, high) == pytest.approx((0.05 - 0.02267, 0.05 + 0.02267), abs=2e-4)
+    assert "0.050 [0.040, 0.060]" in learn._table([found])
+
+
+def test_too_few_steps_have_no_rise(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [0.04, 0.06])
+    assert learn._result(tmp_path, ("grpo", 1))["rise"] is None
+
+
+def test_runs_at_once_end_with_the_time_and_are_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(folder: Path, *words: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        write_metrics(folder, [0.04])
+        (folder / "output.txt").write_text("out of memory")
+        environments.append(environment)
+        started.append(subprocess.Popen([sys.executable, "-c", words[0]]))
+        return started[-1]
+
+    environments: list[dict[str, str]] = []
+    saved: list[float] = []
+    monkeypatch.setattr(learn, "_lockstep", start)
+    monkeypatch.setattr(learn, "_POLL_S", 0.05)
+    options = argparse.Namespace(device="cuda", out=tmp_path, tiny=False)
+    jobs: dict[learn.Run, list[str]] = {("grpo", 0): ["import time; time.sleep(600)"], ("rloo", 0): ["raise SystemExit(3)"]}
+    end = time.monotonic() + 2.0
+    learn._run_all(options, jobs, end, lambda: saved.append(time.monotonic()))
+    assert [process.poll() is not None for process in started] == [True, True]
+    assert saved
+    assert saved[0] < end
+    assert environments[0]["PYTORCH_CUDA_ALLOC_CONF"] == "per_process_memory_fraction:0.450"
