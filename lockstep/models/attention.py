@@ -56,7 +56,8 @@ class PackedLayout:
         self.longest = max(a + b for a, b in zip(before, own, strict=True))
         """Tokens of the longest sequence."""
         self.num_tokens, self.num_shared_tokens = sum(own), sum(own[: self.num_shared])
-        self.own, self._runs = flash.own_bounds(own, device), dict[int, list[Run]]()
+        bounds = _bounds(self.lengths).to(device, non_blocking=True)
+        self.own, self._runs = Bounds(bounds, bounds, max(own), max(own)), dict[int, list[Run]]()
         self.shared: Bounds | None = None
         if followers:
             shared = self.lengths[: self.num_shared]
