@@ -41,7 +41,10 @@ FIT = {
     ("step_1.5b_ppo_2026-11-15", "update_critic", "s"), ("rollout_1.5b_2026-11-15", "fixed", "s"),
     ("rollout_1.5b_2026-11-15", "gsm8k_like", "s"), ("rollout_1.5b_2026-11-15", "long_tail", "s"),
     ("rollout_0.5b_2026-11-15", "fixed", "s"), ("launch_1.5b_2026-11-15", "update_actor", "GiB"),
+    ("updates_1.5b_long_2026-11-18", "update of grpo 16000", "s"), ("updates_1.5b_long_2026-11-18", "update of grpo 32384", "s"),
 }  # fmt: skip
+_MOST_TOKENS = 65_536
+"""Of a micro-batch whose size was chosen, where all of it fits."""
 _BEGIN, _END = "<!-- python -m benchmarks.plan -->", "<!-- end -->"
 
 
@@ -99,7 +102,7 @@ def _steps(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
         }
     )  # fmt: skip
     lengths = Lengths(asked["prompt"], run["metrics"].get("response_length/mean", asked["response"]))
-    found = predict(config, H200, lengths, recomputes_old="old_log_prob" in run["stage_s"])
+    found = predict(config, H200, lengths, passes=run["stage_s"])
     for stage in (*found.seconds, "step"):
         peak = run["metrics"].get(f"perf/max_memory_allocated_gb/{stage}")
         if peak:
@@ -123,17 +126,23 @@ def _rollouts(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]
 def _updates(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
     asked = result["arguments"]
     shape = _shape(models, asked["shape"])
-    for recipe, run in result["updates"].items():
-        n = 1 if recipe == "sft" else 2  # dpo's pairs, and grpo's groups there, share prompts two by two
-        rows = Rows(asked["rows"] / n, n, asked["prompt"], asked["response"], asked["max_tokens"])
+    counts, lengths = (value if isinstance(value, list) else [value] for value in (asked["rows"], asked["response"]))
+    for what, run in result["updates"].items():
+        recipe, *length = what.split()
+        response = int(length[0]) if length else lengths[0]
+        n = 1 if recipe == "sft" else 2 if recipe == "dpo" else asked.get("n", 2)  # those that share a prompt
+        budget = asked["max_tokens"] if asked["max_tokens"] != "auto" else _MOST_TOKENS
+        rows = Rows(counts[lengths.index(response)] / n, n, asked["prompt"], response, budget)
         seconds = update_s(shape, rows, H200, Ranks(1, 1, 1), "none", 1, shape.parameters)
-        yield Case(name, f"update of {recipe}", "s", seconds, run["update_s"])
+        yield Case(name, f"update of {what}", "s", seconds, run["update_s"])
+    if "sft" not in result["updates"]:
+        return
     config = SFTConfig(
         model=ModelConfig(path=str(models / asked["shape"])),
-        data=ExamplesConfig(train_files="x", train_batch_size=asked["rows"], max_length=asked["prompt"] + asked["response"]),
+        data=ExamplesConfig(train_files="x", train_batch_size=counts[0], max_length=asked["prompt"] + lengths[0]),
         engine=LearnerConfig(max_token_len_per_gpu=asked["max_tokens"]),
     )
-    found = predict_stage(config, H200, Lengths(asked["prompt"], asked["response"]))
+    found = predict_stage(config, H200, Lengths(asked["prompt"], lengths[0]))
     yield Case(name, "update of sft", "GiB", found.peak / 2**30, result["updates"]["sft"]["peak_gb"])
 
 

@@ -7,13 +7,15 @@
 Random weights of a real shape (--shape), or a model folder (--model). Response lengths are forced: nothing stops, each request has its own
 limit; log-probs are always returned. A rate is that of the fastest of --repeats runs after the first; the first one, which compiles and
 captures, is shown apart. --trainer-check N compares the sampler's log-probs of N responses of the first load with the training
-engine's. With --filter, every load is measured with each of these ways to sample; with --lora from adapters beside the weights.
+engine's. With --filter, every load is measured with each of these ways to sample; with --lora with adapters of each of these ranks beside
+the weights.
 One table is printed, and benchmarks/results/rollout_*.json written.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
@@ -28,10 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.workload import LOADS, SHAPES, Load
+from benchmarks.workload import LOADS, MIXTURES, SHAPES, Load, model_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
@@ -39,12 +41,13 @@ from lockstep.models.adapted import AdaptedLinear, adapt
 from lockstep.models.attention import PACKED
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
+from lockstep.models.lora import Lora
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.model_source import model_folder
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
 from lockstep.workers.rollout.registry import make_rollout, process_rollout
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,33 +67,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = options.out / f"rollout_{options.name or options.shape or Path(options.model).name}_{about['date']}.json"
     options.out.mkdir(parents=True, exist_ok=True)
     rows, starts = [], {}
-    for engine in options.engine:
+    for engine, rank in itertools.product(options.engine, options.lora):
         start = time.perf_counter()
-        make = _vllm(model, options) if engine == "vllm" else _lockstep(engine, model, options)
+        adapters: dict[str, Tensor] = {}
+        rollout = _vllm(model, options) if engine == "vllm" else _lockstep(engine, model, options, rank, adapters)
+        make = _maker(rollout)
         make({})(Load([[1, 2, 3]], [1]))
         starts[engine] = round(time.perf_counter() - start, 2)
         print(f"{engine}: {starts[engine]} s from a loaded model to the first token", flush=True)
-        for name in options.load:
-            sizes = {"num_prompts": options.prompts, "n": options.n}
-            load = LOADS[name](**{size: value for size, value in sizes.items() if value})
-            for filtered in options.filter:
-                check = options.trainer_check if not rows else 0
-                measured = _measure(make(_filter(filtered)), load, options.repeats, model, check)
-                rows.append({"engine": engine, "load": name, "filter": filtered} | measured)
-                print(_line(rows[-1]), flush=True)
-                # After each: a run that is cut off has what it has measured.
-                file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
+        for name, filtered in itertools.product(options.load, options.filter):
+            load = _load(name, options)
+            row, completions = _measure(make(_filter(filtered)), load, options.repeats)
+            is_first = (engine, name, filtered) == (options.engine[0], options.load[0], options.filter[0])
+            if options.trainer_check and is_first:
+                check = _trainer_check(model, load, completions, options.trainer_check, rank, adapters)
+                row["trainer_log_prob_difference"] = check
+            rows.append({"engine": engine, "lora": rank, "load": name, "filter": filtered} | row)
+            print(_line(rows[-1]), flush=True)
+            # After each: a run that is cut off has what it has measured.
+            file.write_text(json.dumps(about | {"first_token_s": starts, "rows": rows}, indent=1) + "\n")
+        rollout.sleep()
     print("\n" + "\n".join([_line(None), *map(_line, rows)]))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=("native", "hf", "vllm"), default=["native"])
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="1.5b")
     parser.add_argument("--model", help="a Hugging Face folder, a .gguf file or smollm2-135m, instead of random weights")
     parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--prompts", type=int, help="prompts of a load, instead of its own number")
     parser.add_argument("--n", type=int, help="samples of a prompt, instead of the load's own number")
+    parser.add_argument("--response", type=int, help="tokens of a response of the fixed load, instead of 512")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--max-num-seqs", type=int, default=1024)
@@ -104,8 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-invariant", action="store_true", help="tokens and log-probs bitwise the same in any batch")
     parser.add_argument("--filter", nargs="+", default=[""], help='sampling parameters, such as top_p=0.9,top_k=50; "" for none')
     parser.add_argument(
-        "--lora", type=int, default=0, metavar="RANK", help="decode with adapters beside every linear layer but the head"
-    )
+        "--lora", type=int, nargs="+", default=[0], metavar="RANK",
+        help="decode with adapters of these ranks beside every linear layer but the head; 0 for none",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--name", help="middle part of the result file's name, instead of the shape")
     return parser
@@ -115,7 +124,7 @@ def _model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
     if options.model:
         return AutoModelForCausalLM.from_pretrained(model_folder(options.model), dtype=dtype).to(device).eval()
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    config = Qwen2Config(**SHAPES[options.shape], max_position_embeddings=32_768, rope_parameters=rope)
+    config = model_config(options.shape, max_position_embeddings=32_768, rope_parameters=rope)
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -125,7 +134,19 @@ def _model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
     return model.eval()
 
 
-def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) -> Make:
+def _load(name: str, options: argparse.Namespace) -> Load:
+    sizes = {"num_prompts": options.prompts, "n": options.n} | ({"response": options.response} if name == "fixed" else {})
+    return LOADS[name](**{size: value for size, value in sizes.items() if value})
+
+
+def _maker(rollout: RolloutEngine) -> Make:
+    return lambda filtered: lambda load: rollout.generate(_requests(load), _sampling(load, filtered))
+
+
+def _lockstep(
+    name: str, model: PreTrainedModel, options: argparse.Namespace, rank: int, adapters: dict[str, Tensor]
+) -> RolloutEngine:
+    """The engine over the model, with adapters of this rank, which it leaves in `adapters`."""
     config = RolloutConfig(
         name=name,
         max_num_seqs=options.max_num_seqs,
@@ -136,25 +157,28 @@ def _lockstep(name: str, model: PreTrainedModel, options: argparse.Namespace) ->
     if options.generic_layers:
         from lockstep.workers.rollout.native.gpu import backend
 
-        backend.is_fusable = lambda module: False
+        backend.is_fusable = lambda module, mixtures: False
     attention = {"native": "lockstep_cached", "hf": "sdpa"}[name]
     module = share_structure(model, attention)
-    if options.lora:
-        _adapt(module, options.lora)
-    engine = make_rollout(module, config, pad_token_id=0)
-    return lambda filtered: lambda load: engine.generate(_requests(load), _sampling(load, filtered))
+    if rank:
+        adapters |= _adapt(module, rank)
+    return make_rollout(module, config, pad_token_id=0)
 
 
-def _adapt(module: PreTrainedModel, rank: int) -> None:
-    """Random adapters, as training would leave them, beside every linear layer but the head."""
+def _adapt(module: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    """Random adapters, as training would leave them, beside every linear layer but the head; returns them by the trainer's names."""
     head = module.get_output_embeddings()
     named = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head}
     adapt(module, {name: SimpleNamespace(r={"default": rank}, scaling={"default": 1.0}) for name in named})
-    for part in module.modules():
+    made = {}
+    for name, part in module.named_modules():
         if isinstance(part, AdaptedLinear):
             like = {"dtype": part.weight.dtype, "device": part.weight.device}
             part.lora_A = nn.Parameter(torch.randn(rank, part.in_features, **like) / part.in_features**0.5, requires_grad=False)
             part.lora_B = nn.Parameter(0.01 * torch.randn(part.out_features, rank, **like), requires_grad=False)
+            for half in ("lora_A", "lora_B"):
+                made[f"{name}.{half}.default.weight"] = getattr(part, half).detach().clone()
+    return made
 
 
 def _requests(load: Load) -> list[Request]:
@@ -176,7 +200,7 @@ def _sampling(load: Load, filtered: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0} | filtered, max_tokens=max(load.lengths), stop_token_ids=(), seed=SEED)
 
 
-def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Make:
+def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> RolloutEngine:
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
     config = RolloutConfig(
@@ -185,11 +209,10 @@ def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> Make:
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.memory,
     )
-    engine = process_rollout(config.name)(ModelConfig(path=folder), config, 0, model.device, model.dtype)
-    return lambda filtered: lambda load: engine.generate(_requests(load), _sampling(load, filtered))
+    return process_rollout(config.name)(ModelConfig(path=folder), config, 0, model.device, model.dtype)
 
 
-def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedModel, check: int) -> dict[str, Any]:
+def _measure(generate: Generate, load: Load, repeats: int) -> tuple[dict[str, Any], list[Completion]]:
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
@@ -203,12 +226,12 @@ def _measure(generate: Generate, load: Load, repeats: int, model: PreTrainedMode
         "runs_s": [round(s, 3) for s in seconds[1:]],
         "tokens_per_s": round(load.num_tokens / min(seconds[1:])),
     }
-    if check:
-        row["trainer_log_prob_difference"] = _trainer_check(model, load, completions, check)
-    return row
+    return row, completions
 
 
-def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Completion], count: int) -> dict[str, float]:
+def _trainer_check(
+    model: PreTrainedModel, load: Load, completions: list[Completion], count: int, rank: int, adapters: dict[str, Tensor]
+) -> dict[str, float]:
     """Sampler against the training engine (float32 weights, computation in the model's type) on some of the responses."""
     step = max(1, len(completions) // count)
     chosen = range(0, len(completions), step)
@@ -225,8 +248,12 @@ def _trainer_check(model: PreTrainedModel, load: Load, completions: list[Complet
     install_fast_layers(module)
     backend = "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    spec = EngineSpec(model=ModelConfig(), head=Head.LANGUAGE_MODEL, optim=None, total_updates=0, device=model.device, seed=0)
-    engine = FSDPEngine(module, spec, version=2, config=FSDPConfig(dtype=dtype))
+    config, lora = ModelConfig(lora_rank=rank, lora_alpha=max(1, rank)), None
+    if rank:
+        lora = Lora(module, config, Head.LANGUAGE_MODEL, SEED)
+        lora.values = {name: tensor.float() for name, tensor in adapters.items()}
+    spec = EngineSpec(model=config, head=Head.LANGUAGE_MODEL, optim=None, total_updates=0, device=model.device, seed=0)
+    engine = FSDPEngine(module, spec, version=2, config=FSDPConfig(dtype=dtype), lora=lora)
     trained = engine.forward(data, Budget(8192)).ragged("log_probs").values
     dist.destroy_process_group()
     difference = (trained - torch.cat([completions[i].log_probs for i in chosen])).abs()
@@ -248,6 +275,7 @@ def _line(row: dict[str, Any] | None) -> str:
     return (
         f"{row['engine']:8}{row['load']:12}{row['requests']:9}{row['tokens']:9}{row['first_run_s']:13.2f}"
         f"{min(row['runs_s']):12.3f}{row['tokens_per_s']:10}  {told}  {row['filter']}"
+        + (f"rank {row['lora']}" if row["lora"] else "")
     )
 
 

@@ -5,7 +5,8 @@
 
 Random weights of a real shape, forced response lengths, random rewards: what is measured is the work, not the learning. The first step
 compiles, captures and warms up, and is shown apart; the others are averaged. --old-log-prob adds the pass that a sampler whose
-log-probs are the trainer's own makes unnecessary. What is offloaded is planned as in training; --memory-gb makes the GPU smaller.
+log-probs are the trainer's own makes unnecessary, --values the one that a batch with one update of the critic does without. What is
+offloaded is planned as in training; --memory-gb makes the GPU smaller.
 One table for each algorithm, and benchmarks/results/step_*.json.
 """
 
@@ -24,15 +25,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.workload import SHAPES, fixed
+from benchmarks.workload import MIXTURES, SHAPES, fixed, model_config
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.models.attention import PACKED
 from lockstep.observability.spans import StageTimer
 from lockstep.planner.count import Load
 from lockstep.protocol import DataProto
@@ -41,6 +43,7 @@ from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.memory import place_models
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
+from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from lockstep.workers.training_worker import on_last_token
 
@@ -51,6 +54,8 @@ SEED = 0
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     results = {}
+    if options.drawn:
+        draw_on_device(options)
     if options.memory_gb is not None:
         torch.cuda.set_per_process_memory_fraction(options.memory_gb * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,16 +72,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", nargs="+", choices=("grpo", "ppo"), default=["grpo", "ppo"])
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="1.5b")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="adapters learn, beside every linear layer but the head"
+    )
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--n", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that is not")
+    parser.add_argument("--first-prompts", type=int, help="prompts of that one, where it need not be as long")
     parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
+    parser.add_argument("--drawn", action="store_true", help="grpo: weights are drawn on the device, not read from files")
     parser.add_argument("--old-log-prob", action="store_true", help="recompute the old log-probs")
+    parser.add_argument("--values", action="store_true", help="ppo: a pass for the values, as where a batch is several updates")
     parser.add_argument("--reference", action="store_true", help="ppo: a reference policy too")
     parser.add_argument("--memory-gb", type=float, help="as if the GPU had no more: torch refuses what goes beyond")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -84,9 +95,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def draw_on_device(options: argparse.Namespace) -> None:
+    """From here on, engines of this process have weights that are drawn on the device, in bfloat16 where only adapters learn: the files
+    of a large model need not be written and read."""
+
+    def load_whole(spec: EngineSpec) -> PreTrainedModel:
+        torch.manual_seed(SEED)
+        with spec.device:
+            dtype = torch.bfloat16 if options.lora else torch.float32
+            model = AutoModelForCausalLM.from_config(spec.hf_config(), dtype=dtype, attn_implementation=PACKED)
+        return model.train()
+
+    EngineSpec.load_whole = load_whole  # type: ignore[method-assign]
+
+
 def _save_model(options: argparse.Namespace, folder: Path) -> None:
     torch.manual_seed(SEED)
-    config = Qwen2Config(**SHAPES[options.shape], max_position_embeddings=options.prompt + options.response)
+    config = model_config(options.shape, max_position_embeddings=options.prompt + options.response)
+    if options.drawn:
+        config.save_pretrained(folder)
+        return
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -95,7 +123,12 @@ def _save_model(options: argparse.Namespace, folder: Path) -> None:
 
 def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """The seconds of each stage, the metrics of the last step, and the start-up."""
-    model = ModelConfig(path=folder, enable_gradient_checkpointing=options.recompute != "none")
+    model = ModelConfig(
+        path=folder,
+        enable_gradient_checkpointing=options.recompute != "none",
+        lora_rank=options.lora,
+        lora_alpha=max(1, options.lora),
+    )
     if options.recompute != "none":
         model.recompute = options.recompute
     fsdp = FSDPConfig(use_torch_compile=options.compile)
@@ -121,12 +154,13 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
     with LocalWorkerGroup(ResourcePool([1]), classes, device=options.device, timeout_s=3600, start_timeout_s=600) as group:
         roles = group.spawn()
         rows = options.prompts * options.n
-        line = place_models("global_pool", roles, dict.fromkeys(roles, Load(options.prompt + options.response, rows, rows)))
-        print(line or "nothing is offloaded to host memory", flush=True)
+        placed = place_models("global_pool", roles, dict.fromkeys(roles, Load(options.prompt + options.response, rows, rows)))
+        print(placed.text or "nothing is offloaded to host memory", flush=True)
         for role in roles.values():
             role.init_model()
         start_up = time.perf_counter() - started
-        runs = [_step(step, roles, policy, options, algorithm) for step in range(1 + options.steps)]
+        smaller = argparse.Namespace(**vars(options) | {"prompts": options.first_prompts or options.prompts})
+        runs = [_step(step, roles, policy, options if step else smaller, algorithm) for step in range(1 + options.steps)]
     first, *rest = (seconds for seconds, _ in runs)
     return {
         "start_up_s": round(start_up, 2),
@@ -162,16 +196,22 @@ def _step(
         if ref is not None:
             with timer.stage("ref"):
                 stages.ref_log_prob(ref, batch)
-        if critic is not None:
+        estimation = Estimation.of(config)
+        stages.shape_rewards(batch, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
+        if critic is not None and options.values:
             with timer.stage("values"):
                 stages.values(critic, batch)
+        elif critic is not None:
+            with timer.stage("update_critic"):
+                metrics |= stages.learn_values(critic, batch, estimation)
         with timer.stage("adv"):
-            stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.0, 0.1, 1000))
-        if critic is not None:
+            stages.estimate(batch, estimation)
+        if critic is not None and options.values:
             with timer.stage("update_critic"):
                 metrics |= stages.update_critic(critic, batch, rows)
         with timer.stage("update_actor"):
             metrics |= stages.update_actor(actor, batch, rows, PolicyUpdate.of(policy.actor))[0]
+    print(f"step {step}: " + "  ".join(f"{name} {seconds:.3f} s" for name, seconds in timer.seconds.items()), flush=True)
     return timer.seconds, metrics
 
 

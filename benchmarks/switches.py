@@ -104,7 +104,7 @@ def _rows(vocabulary: int, update: int) -> DataProto:
 
 def _train(options: argparse.Namespace, folder: str, switches: Switches) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each update."""
-    packing.MIN_SHARED = 1 if switches.shared else 1 << 30
+    packing.MIN_SHARED, packing.MAX_LONGER = 1 if switches.shared else 1 << 30, 1 << 30
     actor = ActorConfig()
     device, host = torch.device(options.device), WorkerHost()
     host.setup(WorkerEnvironment(device=device, name="switches"), start_timeout_s=600, timeout_s=600)

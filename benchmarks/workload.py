@@ -34,6 +34,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Arguments of transformers.Qwen2Config: the shapes of SmolLM2 and Qwen2.5, and one for a look at the script itself."""
+MIXTURES: dict[str, dict[str, Any]] = {
+    "1.5b-moe": {
+        "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128,
+        "moe_intermediate_size": 1120, "num_experts": 32, "num_experts_per_tok": 8, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "tiny-moe": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 4, "vocab_size": 512, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Arguments of transformers.Qwen3MoeConfig: of each name a mixture whose tokens go through as many weights as in the dense shape."""
+
+
+def model_config(shape: str, **options: Any) -> Any:
+    """The config of a dense shape or a mixture."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
+
+    if shape in SHAPES:
+        return Qwen2Config(**SHAPES[shape], **options)
+    return Qwen3MoeConfig(**MIXTURES[shape], norm_topk_prob=True, **options)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,11 @@ _AT_ONCE = 16
 interpreter is busy with the next."""
 
 
+_PATIENCE_S, _QUICK_S = 2e-3, 10e-3
+"""How long the answers of environments that were called just now are waited for, so that they are computed together, while environments
+take no longer than that."""
+
+
 class Asked:
     """A request to the engine; awaited, its index in the stream and its completion."""
 
@@ -64,6 +69,10 @@ class Driver:
         self._called: dict[Play, Waited] = {}
         self._answered: queue.SimpleQueue[tuple[Play, Waited]] = queue.SimpleQueue()
         """Those of `_called` whose environments have answered, and what was too late. Other threads put them there."""
+        self._just_called: set[Play] = set()
+        """Those of `_called` whose environments were called since the last pass."""
+        self._is_quick = True
+        """Whether the environment that answered last was quick."""
         self._texts: list[tuple[Play, Encoded]] = []
         self._completions: deque[Completion] = deque()
         self._running: set[Play] = set()
@@ -106,6 +115,7 @@ class Driver:
         else:
             assert isinstance(wanted, Waited)
             self._called[play] = wanted
+            self._just_called.add(play)
             wanted.future.add_done_callback(lambda _: self._answered.put((play, wanted)))
 
     def _note_idle(self) -> None:
@@ -135,8 +145,13 @@ class Driver:
         if self._called and not (self._asked or self._texts):
             ends = [waited.deadline for waited in self._called.values() if waited.deadline is not None]
             self._go_on_if_called(timeout_s=max(0.0, min(ends) - time.monotonic()) if ends else None)
-        for _ in range(min(_AT_ONCE, self._answered.qsize())):
-            self._go_on_if_called(timeout_s=0.0)
+        called, patient_until = self._just_called, time.monotonic() + _PATIENCE_S
+        self._just_called = set()
+        for _ in range(_AT_ONCE):
+            left = patient_until - time.monotonic() if self._is_quick and called & self._called.keys() else 0.0
+            if left <= 0.0 and self._answered.empty():
+                break
+            self._go_on_if_called(timeout_s=max(0.0, left))
         now = time.monotonic()
         for play in [play for play, waited in self._called.items() if waited.deadline is not None and waited.deadline < now]:
             del self._called[play]
@@ -147,6 +162,7 @@ class Driver:
             play, waited = self._answered.get(timeout=timeout_s)
         except queue.Empty:
             return
+        self._is_quick = waited.seconds < _QUICK_S
         if self._called.get(play) is waited:  # else its deadline was before, and the episode has gone on without it
             del self._called[play]
             self._go_on(play)

@@ -25,6 +25,7 @@ from lockstep.agents.hosts import EnvironmentFailed, Host, Make, checked, make_h
 from lockstep.agents.parsers import Parse
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import DataError
+from lockstep.utils.garbage import rare_collections
 from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
 from lockstep.workers.rollout.stream import Stream
 
@@ -101,7 +102,7 @@ class Player:
                 on_finished(number, episodes[number])
 
         try:
-            with self._engine.open(self._sampling) as stream:
+            with self._engine.open(self._sampling) as stream, rare_collections():
                 driver = Driver(stream)
                 driver.run((play(number, task) for number, task in enumerate(tasks)), self._limits.max_environments)
         finally:

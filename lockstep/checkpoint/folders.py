@@ -72,6 +72,10 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(number, int | float | None) for number in value.values())
 
 
+def _is_counts_by_pool(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(own, dict) and all(map(_is_count, own.values())) for own in value.values())
+
+
 _STATE_KEYS: dict[str, Callable[[Any], bool]] = {
     "global_steps": _is_count,
     "config": lambda value: isinstance(value, dict),
@@ -80,6 +84,7 @@ _STATE_KEYS: dict[str, Callable[[Any], bool]] = {
     "metrics": _is_numbers,
     "num_prompt_batches": _is_count,
     "num_train_rows": _is_count,
+    "numbers": _is_counts_by_pool,
     "sampler_drift": lambda value: isinstance(value, int | float | None),
     "kl_control": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
 }

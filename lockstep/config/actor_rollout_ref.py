@@ -249,8 +249,8 @@ class RolloutConfig:
     batch_invariant: bool = False
     """native: compute in shapes that round alike in any batch: tokens and log-probs are the same bit for bit, and generation is slower."""
     router_replay: bool = False
-    """Mixtures of experts: keep which experts the sampler chose for each token, and use them in the actor's log-probs and updates (native
-    on a CPU; fsdp and fsdp2); see docs/training.md."""
+    """Mixtures of experts: keep which experts the sampler chose for each token, and use them in the actor's log-probs and updates (native,
+    on a GPU for Mixtral and Qwen3-MoE; fsdp and fsdp2); see docs/training.md."""
     enforce_eager: bool = False
     """vllm and sglang: no compilation and no CUDA graphs. Starts sooner, generates slower."""
     weight_sync: str = "auto"

@@ -82,6 +82,18 @@ class PPOConfig:
         """Passes of the critic over each batch."""
         return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
 
+    @property
+    def values_in_update(self) -> bool:
+        """Whether the critic's update gives the values too, which are those of its own forward pass: where a batch is one update of it,
+        returns come from a row's values with one gamma and one lam (gae), and each rank computes rows of its own."""
+        is_one_update = self.critic_mini_batch_prompts >= self.data.train_batch_size and self.critic_epochs == 1
+        returns_by_row = self.algorithm.adv_estimator == "gae" and self.algorithm.discount_unit != "turn"
+        layout = self.critic.fsdp_config
+        own_rows = (
+            self.critic.strategy in ("fsdp", "fsdp2") and layout.tensor_parallel_size == 1 == layout.ulysses_sequence_parallel_size
+        )
+        return self.use_critic and is_one_update and returns_by_row and own_rows
+
     def sampling(self, stop_token_ids: tuple[int, ...], validation: bool = False) -> SamplingParams:
         """How tokens are drawn in training, or in validation."""
         rollout = self.actor_rollout_ref.rollout

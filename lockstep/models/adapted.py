@@ -1,7 +1,8 @@
 """AdaptedLinear: a linear layer with its adapter beside it (LoRA), for a decoder that samples from what trains.
 
 Merged into half-precision weights, an adapter is rounded to their few bits, and the sampler differs from the trainer by far more than by
-the rounding of activations. Beside them it is what trains: W x + s B (A x). (cpu/linears.py, whose copy is float32, puts the two together.)
+the rounding of activations. Beside them it is what trains: W x + s B (A x). (cpu/linears.py, whose copy is float32, puts the two together;
+gpu/low_rank.py computes the two in one product.)
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,9 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-BESIDE = ("cpu",)
-"""Devices on which a trainer's decoder has adapters beside its weights; on others they are merged into a copy of the weights."""
 
 
 class AdaptedLinear(nn.Linear):
@@ -30,7 +28,7 @@ class AdaptedLinear(nn.Linear):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rounded where peft's layer rounds."""
+        """Rounded where peft's layer rounds; models/linear_parts.py rounds less, where layers are kernels of our own."""
         return F.linear(x, self.weight, self.bias) + self.delta(x)
 
     def delta(self, x: Tensor) -> Tensor:

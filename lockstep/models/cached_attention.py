@@ -66,6 +66,6 @@ AttentionInterface.register(CACHED, cached_attention)
 
 
 def sliding_window(module: PreTrainedModel, attention: nn.Module) -> int | None:
-    """How far a layer of it looks back. Qwen's layers say it themselves, Mistral's read the config, Llama's have none."""
-    whole = module.config.sliding_window if module.config.model_type == "mistral" else None
+    """How far a layer of it looks back. Qwen's layers say it themselves, Mistral's and Mixtral's read the config, Llama's have none."""
+    whole = module.config.sliding_window if module.config.model_type in ("mistral", "mixtral") else None
     return getattr(attention, "sliding_window", whole)

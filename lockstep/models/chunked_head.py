@@ -55,7 +55,8 @@ class TokenOutputs:
 
 LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
 """(outputs, the rows of these tokens with their columns) -> (loss, metrics). The losses of all chunks of all ranks add up to the
-mini-batch's loss; metrics may be pending on the device."""
+mini-batch's loss; metrics may be pending on the device. One that looks at tokens alone says so with an attribute `by_token`, which is True:
+it may then be called with parts of rows."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class LossPass:
     """Multiplies the gradient, not the losses in `found`."""
     found: list[tuple[Tensor, Mapping[str, Any], TokenRows]] = field(default_factory=list)
     """Of each chunk its loss, its metrics and its rows."""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the loss may be called with parts of rows."""
+        return bool(getattr(getattr(self.loss, "func", self.loss), "by_token", False))  # `func` of a functools.partial
 
     def of(self, packed: PackedRows) -> LossPass:
         """This pass; for a placeholder one whose loss is 0 and whose findings are dropped."""

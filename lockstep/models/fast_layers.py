@@ -1,7 +1,8 @@
 """The same layers with fewer passes over memory: what lies between the matrix products of common families as kernels of its own on a GPU.
 
-Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP. It is written out here once, over
-the Hugging Face modules' own parameters. Other families, and these where something is unusual, keep transformers' code.
+Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP; in Mixtral and Qwen3-MoE the MLP
+is a mixture of experts. It is written out here once, over the Hugging Face modules' own parameters. Other families, and these where
+something is unusual, keep transformers' code.
 
 The residual stream is float32 from layer to layer, also where everything else is half precision, and results are rounded at the same
 places as in generation (workers/rollout/native/gpu/fused.py): the log-probs of the two then differ less.
@@ -17,15 +18,26 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralMLP, MistralRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralRMSNorm, MixtralSparseMoeBlock
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeDecoderLayer,
+    Qwen3MoeMLP,
+    Qwen3MoeRMSNorm,
+    Qwen3MoeSparseMoeBlock,
+)
 
 from lockstep.models.attention import PACKED, packed_attention
 from lockstep.models.flash import FLASH_TYPES
+from lockstep.models.linear_parts import Parts, parts_of
 
-_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
-_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+_LAYERS = (
+    LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, MixtralDecoderLayer, Qwen3MoeDecoderLayer
+)  # fmt: skip
+_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, Qwen3MoeMLP)
+_MIXTURES = (MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock)
+_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, MixtralRMSNorm, Qwen3MoeRMSNorm)
 _LARGEST_NORM = 16_384
 """A row of a norm is one block of a kernel."""
 
@@ -41,6 +53,8 @@ def install_fast_layers(model: PreTrainedModel) -> bool:
             part.forward = functools.partial(_normalise, part, part.forward)
         elif _is_gated(part):
             part.forward = functools.partial(_gated, part, part.forward)
+        elif is_mixture(part):
+            part.forward = functools.partial(_mixed, part, part.forward)
         elif type(part) in _LAYERS:
             part.forward = functools.partial(_layer, part, part.forward)
             found = True
@@ -59,34 +73,36 @@ def has_fast_layers(model: PreTrainedModel) -> bool:
 
 def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     attention = layer.self_attn
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears = _parts(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     cos, sin = kwargs["position_embeddings"]
     size = attention.head_dim
     usual = (
         not args and cos.shape[-1] == size and size & (size - 1) == 0 and cos.stride() == sin.stride()
         and hidden_states.shape[0] == 1 and hidden_states.shape[-1] <= _LARGEST_NORM
         and kwargs.get("past_key_values") is None and attention.config._attn_implementation == PACKED
-        and _plain(linears) and linears[3].bias is None and _is_gated(layer.mlp)
+        and (_is_gated(layer.mlp) or is_mixture(layer.mlp))
     )  # fmt: skip
     weight = layer.input_layernorm.weight
-    if not (usual and _fits(weight)):
+    if not (usual and _fits(weight)) or linears is None or linears[3].bias is not None:
         return original(hidden_states.to(weight.dtype), *args, **kwargs)
     from lockstep.models.layer_kernels import AddProduct, Project, Rotate, SplitNormalise
 
     norm, second = layer.input_layernorm, layer.post_attention_layernorm
     h, x = SplitNormalise.apply(hidden_states.squeeze(0).float(), norm.weight, norm.variance_epsilon)
-    projected = Project.apply(x, *(p for linear in linears[:3] for p in (linear.weight, linear.bias)))
+    projected = Project.apply(x, *_flat(linears[:3]))
     q, k, v = (y.view(1, len(x), -1, size) for y in projected)
-    if isinstance(layer, Qwen3DecoderLayer):
+    if getattr(attention, "q_norm", None) is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = (Rotate.apply(y.transpose(1, 2), cos, sin) for y in (q, k))
     window = (
-        attention.config.sliding_window if isinstance(layer, MistralDecoderLayer) else getattr(attention, "sliding_window", None)
+        attention.config.sliding_window
+        if isinstance(layer, MistralDecoderLayer | MixtralDecoderLayer)
+        else getattr(attention, "sliding_window", None)
     )
     out, _ = packed_attention(
         attention, q, k, v.transpose(1, 2), None, layout=kwargs["layout"], scaling=attention.scaling, sliding_window=window
     )
-    h = AddProduct.apply(h, out.squeeze(0).flatten(1), linears[3].weight)
+    h = AddProduct.apply(h, out.squeeze(0).flatten(1), linears[3].scaling, *linears[3].tensors)
     h, x = SplitNormalise.apply(h, second.weight, second.variance_epsilon)
     return layer.mlp(x, residual=h)[None]
 
@@ -100,21 +116,42 @@ def _normalise(norm: Any, original: Callable[[Tensor], Tensor], hidden_states: T
 
 
 def _gated(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
-    linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if not (_plain(linears) and _fits(mlp.down_proj.weight) and all(linear.bias is None for linear in linears)):
+    linears = _parts(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if linears is None or not _fits(linears[0].weight) or any(linear.bias is not None for linear in linears):
         return original(x) if residual is None else residual + original(x)
     from lockstep.models.layer_kernels import GatedMLP
 
-    return GatedMLP.apply(residual, x.flatten(0, -2), *(linear.weight for linear in linears)).view_as(x)
+    return GatedMLP.apply(residual, x.flatten(0, -2), *_flat(linears)).view_as(x)
+
+
+def _mixed(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
+    if not _fits(mlp.experts.down_proj) or isinstance(mlp.experts.down_proj, DTensor):
+        return original(x) if residual is None else residual + original(x[None])[0]
+    from lockstep.models.expert_kernels import Experts
+
+    flat = x.flatten(0, -2)
+    _, weights, chosen = mlp.gate(flat)
+    return Experts.apply(residual, flat, chosen, weights, mlp.experts.gate_up_proj, mlp.experts.down_proj).view_as(x)
+
+
+def is_mixture(mlp: Any) -> bool:
+    """Whether a part of a model is a mixture of experts as it is computed here."""
+    return type(mlp) in _MIXTURES and type(mlp.experts.act_fn).__name__.startswith("SiLU") and not getattr(mlp, "jitter_noise", 0)
 
 
 def _is_gated(mlp: Any) -> bool:
     return type(mlp) in _MLPS and mlp.config.hidden_act == "silu"
 
 
-def _plain(linears: Any) -> bool:
-    """Adapters, and weights that are divided among ranks, go through the modules."""
-    return all(type(linear) is nn.Linear and not isinstance(linear.weight, DTensor) for linear in linears)
+def _parts(*linears: Any) -> list[Parts] | None:
+    """The parts of all of them. Weights that are divided among ranks, and layers that are not plain, go through the modules."""
+    found = [parts_of(linear) for linear in linears]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _flat(layers: list[Parts]) -> tuple[Any, ...]:
+    """Scalings and tensors, as the kernels take them."""
+    return tuple(layer.scaling for layer in layers), *(tensor for layer in layers for tensor in layer.tensors)
 
 
 def _fits(weight: Tensor) -> bool:

@@ -8,10 +8,15 @@ and since a flash backward pass needs of the softmax only o and l, each set's gr
 Legend: N tokens, P tokens of shared segments, H query heads, K key-value heads, D head size.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from lockstep.models import long_rows
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
@@ -28,6 +33,32 @@ class Bounds(NamedTuple):
     longest_key: int
 
 
+class Run(NamedTuple):
+    """Neighbouring segments, from token `start` to `stop`, that are computed together."""
+
+    start: int
+    stop: int
+    bounds: Bounds | None
+    """Where each begins, counted from `start`; None of one that is long enough to be computed alone (long_rows.py)."""
+
+
+def cut_runs(lengths: Sequence[int], device: torch.device | str, longest_packed: int) -> list[Run]:
+    """The runs of segments of these lengths that lie end to end; those longer than `longest_packed` are alone."""
+    runs, start = list[Run](), 0
+    for is_long, found in groupby(lengths, lambda length: length > longest_packed):
+        together = list(found)
+        for part in [[length] for length in together] if is_long else [together]:
+            runs.append(Run(start, start + sum(part), None if is_long else own_bounds(part, device)))
+            start = runs[-1].stop
+    return runs
+
+
+def own_bounds(lengths: Sequence[int], device: torch.device | str) -> Bounds:
+    """Of segments that see themselves."""
+    ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
+    return Bounds(ends, ends, max(lengths), max(lengths))
+
+
 def applies(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels take these tensors [..., D]."""
     size = query.shape[-1]
@@ -38,16 +69,16 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    own: Bounds,
+    own: Sequence[Run],
     shared: Bounds | None,
     num_shared: int,
     scale: float | None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention inside the segments of `own`; [N, H, D] from query [N, H, D], key and value [N, K, D].
+    """Causal attention inside the segments of `own`, which are all tokens; [N, H, D] from query [N, H, D], key and value [N, K, D].
 
     The first `num_shared` (P) tokens are shared segments. `shared` bounds queries from P on against keys up to P, whose whole segments
-    they see. `window` (itself and the window - 1 tokens before) goes without `shared` only.
+    they see. `window` (itself and the window - 1 tokens before) goes without `shared`, and with packed runs, only.
     """
     assert shared is None or window is None, "a window over a shared segment is not written"
     return _Attend.apply(query.contiguous(), key.contiguous(), value.contiguous(), own, shared, num_shared, scale, window)
@@ -60,13 +91,19 @@ class _Attend(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        own: Bounds,
+        own: Sequence[Run],
         shared: Bounds | None,
         p: int,
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        out, lse = _forward(query, key, value, own, True, scale, window)
+        def attend_own(run: Run) -> tuple[Tensor, ...]:
+            q, k, v = (x[run.start : run.stop] for x in (query, key, value))
+            if run.bounds is None:
+                return long_rows.forward(q, k, v, scale)
+            return _forward(q, k, v, run.bounds, True, scale, window)
+
+        out, lse = _end_to_end(own, attend_own, (0, 1))
         if shared is not None:
             more, more_lse = _forward(query[p:], key[:p], value[:p], shared, False, scale, None)
             _join(out[p:], lse[:, p:], more, more_lse)
@@ -80,12 +117,28 @@ class _Attend(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         own, shared, p, scale, window = ctx.options
         grad = grad.contiguous()
-        dq, dk, dv = _backward(grad, query, key, value, out, lse, own, True, scale, window)
+
+        def differentiate(run: Run) -> tuple[Tensor, ...]:
+            g, q, k, v, o = (x[run.start : run.stop] for x in (grad, query, key, value, out))
+            own_lse = lse[:, run.start : run.stop].contiguous()
+            if run.bounds is None:
+                return long_rows.backward(g, q, k, v, o, own_lse, scale)
+            return _backward(g, q, k, v, o, own_lse, run.bounds, True, scale, window)
+
+        dq, dk, dv = _end_to_end(own, differentiate, (0, 0, 0))
         if shared is not None:
             part = (grad[p:], query[p:], key[:p], value[:p], out[p:], lse[:, p:].contiguous())
             for total, more in zip((dq[p:], dk[:p], dv[:p]), _backward(*part, shared, False, scale, None), strict=True):
                 total += more
         return dq, dk, dv, *(None,) * 5
+
+
+def _end_to_end(own: Sequence[Run], compute: Callable[[Run], tuple[Tensor, ...]], dims: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """What `compute` gives for each run, each of its tensors end to end along its dimension."""
+    found = [compute(run) for run in own]
+    if len(found) == 1:
+        return tuple(x.contiguous() for x in found[0])
+    return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), dims, strict=True))
 
 
 def _join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:

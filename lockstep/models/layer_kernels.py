@@ -3,16 +3,20 @@
 """The parts of a decoder layer that are no matrix product, each in one pass over memory, forward and backward: RMS norm, rotary position
 embedding, the gate of an MLP, and the sums of the residual stream. Sums are float32, and results are rounded once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.linear_parts import Parts, added_product, gradients, products
+
 _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
+_GATE_NUMBERS = 4096
+"""Numbers of one program of a gate, in whole rows of a block."""
 
 
 class SplitNormalise(torch.autograd.Function):
@@ -59,42 +63,46 @@ def _tiling(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class Project(torch.autograd.Function):
-    """x w^T + b for x [N, H] and several (w, b) in a row, b or None. Their gradients of x are summed inside the products."""
+    """Several linear layers (linear_parts.py) of x [N, H] as one product, and parts of it: `scalings`, and their tensors in a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *parameters)
-        pairs = zip(parameters[::2], parameters[1::2], strict=True)
-        return tuple(F.linear(x, weight, bias) for weight, bias in pairs if weight is not None)
+    def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        layers = _layers(scalings, tensors)
+        whole, small = products(x, layers)
+        ctx.scalings = scalings
+        ctx.save_for_backward(x, *tensors, *small)
+        return whole.split([len(layer.weight) for layer in layers], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad
-        dx: Tensor | None = None
-        out: list[Tensor | None] = []
-        for number, grad in enumerate(grads):
-            weight = parameters[2 * number]
-            if needs_x:
-                dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-            out += [grad.t() @ x if needs[2 * number] else None, grad.sum(0) if needs[2 * number + 1] else None]
-        return dx, *out
+        x, *saved = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        layers, small = _layers(ctx.scalings, saved), saved[4 * len(grads) :]
+        dx, out = gradients(torch.cat(grads, 1), x, small, layers, needs, needs_x)
+        return dx, None, *out
 
 
 class AddProduct(torch.autograd.Function):
-    """h + x w^T for h [N, H] float32, x [N, I] and w [H, I]."""
+    """h + a linear layer without a bias (linear_parts.py) of x, for h [N, H] float32 and x [N, I]."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.addmm(h, x, weight.t(), out_dtype=torch.float32)
+    def forward(ctx: Any, h: Tensor, x: Tensor, scaling: float, *tensors: Tensor | None) -> Tensor:
+        out, small = added_product(h, x, _layers((scaling,), tensors)[0])
+        ctx.scaling = scaling
+        ctx.save_for_backward(x, *tensors, small)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _, needs_x, needs_weight = ctx.needs_input_grad
-        grad = grads[0].to(x.dtype)
-        return grads[0], grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None
+        x, *tensors, small = ctx.saved_tensors
+        _, needs_x, _, *needs = ctx.needs_input_grad
+        dx, out = gradients(grads[0].to(x.dtype), x, [small], _layers((ctx.scaling,), tensors), needs, needs_x)
+        return grads[0], dx, None, *out
+
+
+def _layers(scalings: tuple[float, ...], tensors: Sequence[Tensor | None]) -> list[Parts]:
+    """The layers whose tensors lie in a row."""
+    return [Parts(*tensors[4 * i : 4 * i + 4], scaling=scaling) for i, scaling in enumerate(scalings)]  # type: ignore[arg-type, misc]
 
 
 class Rotate(torch.autograd.Function):
@@ -112,35 +120,50 @@ class Rotate(torch.autograd.Function):
 
 
 class GatedMLP(torch.autograd.Function):
-    """h + (silu(x gate^T) * (x up^T)) down^T for h [N, H] float32 or None, x [N, H] and weights [I, H], [I, H], [H, I].
+    """h + down(silu(gate(x)) * up(x)) for h [N, H] float32 or None, x [N, H] and three linear layers without bias (linear_parts.py).
 
     What enters `down` is as wide as the two products it comes from, and is made again from them in the backward pass, where they are read
     anyway: a third less to keep.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor | None, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        g, u = x @ gate.t(), x @ up.t()
-        ctx.save_for_backward(x, gate, up, down, g, u)
-        y = torch.empty_like(g)
-        _gate[(triton.cdiv(g.numel(), 4096),)](g, u, y, g.numel(), BLOCK=4096, num_warps=8)
-        return y @ down.t() if h is None else torch.addmm(h, y, down.t(), out_dtype=torch.float32)
+    def forward(ctx: Any, h: Tensor | None, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> Tensor:
+        *into, down = _layers(scalings, tensors)
+        both, (small_gate, small_up) = products(x, into)
+        y = both.new_empty(len(x), len(into[0].weight))
+        grid, tile, block = _columns(y)
+        _gate[grid](both, y, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
+        if h is None:
+            out, (small_down,) = products(y, [down])
+        else:
+            out, small_down = added_product(h, y, down)
+        ctx.scalings = scalings
+        ctx.save_for_backward(x, both, small_gate, small_up, small_down, *tensors)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, g, u = ctx.saved_tensors
-        needs_h, needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        x, both, small_gate, small_up, small_down, *tensors = ctx.saved_tensors
+        needs_h, needs_x, _, *needs = ctx.needs_input_grad
+        *into, down = _layers(ctx.scalings, tensors)
         grad = grads[0].to(x.dtype).contiguous()
-        y = grad @ down
-        dg, du = torch.empty_like(g), torch.empty_like(u)
-        _gate_backward[(triton.cdiv(g.numel(), 4096),)](y, g, u, dg, du, g.numel(), BLOCK=4096, num_warps=8)
-        return (
-            grads[0] if needs_h else None,
-            (dg @ gate).addmm_(du, up) if needs_x else None,
-            dg.t() @ x if needs_gate else None,
-            du.t() @ x if needs_up else None,
-            grad.t() @ y if needs_down else None,
-        )
+        y, _ = gradients(grad, x, [small_down], [down], (False,) * 4)
+        assert y is not None
+        d_both = torch.empty_like(both)
+        grid, tile, block = _columns(y)
+        _gate_backward[grid](y, both, d_both, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
+        _, of_down = gradients(grad, y, [small_down], [down], needs[8:], needs_x=False)
+        dx, of_gates = gradients(d_both, x, [small_gate, small_up], into, needs[:8], needs_x)
+        return grads[0] if needs_h else None, dx, None, *of_gates, *of_down
+
+
+def _columns(y: Tensor) -> tuple[tuple[int, int], int, int]:
+    """How the kernels of a gate cut y [N, I]: their grid, rows of a program, and its columns, which divide I where a power of 2 does."""
+    rows, width = y.shape
+    block = min(1024, width & -width)
+    block = block if block >= 64 else min(1024, triton.next_power_of_2(width))
+    tile = _GATE_NUMBERS // block
+    return (triton.cdiv(rows, tile), triton.cdiv(width, block)), tile, block
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
@@ -215,23 +238,29 @@ def _rotate(
 
 
 @triton.jit
-def _gate(GATE, UP, OUT, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    g = tl.load(GATE + at, mask=inside).to(tl.float32)
-    u = tl.load(UP + at, mask=inside).to(tl.float32)
+def _places(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the numbers of a program lie in Y [N, I], where those of its gates in BOTH [N, 2 I], and which there are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row * width + column, row * (2 * width) + column, (row < rows) & (column < width)
+
+
+@triton.jit
+def _gate(BOTH, OUT, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     tl.store(OUT + at, (g * tl.sigmoid(g) * u).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(Y, GATE, UP, DGATE, DUP, total, BLOCK: tl.constexpr):
+def _gate_backward(Y, BOTH, DBOTH, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Y comes as the gradient of silu(gate) * up and is left as its value."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
     dy = tl.load(Y + at, mask=inside).to(tl.float32)
-    g = tl.load(GATE + at, mask=inside).to(tl.float32)
-    u = tl.load(UP + at, mask=inside).to(tl.float32)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(DGATE + at, (dy * u * s * (1.0 + g * (1.0 - s))).to(DGATE.dtype.element_ty), mask=inside)
-    tl.store(DUP + at, (dy * g * s).to(DUP.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates, (dy * u * s * (1.0 + g * (1.0 - s))).to(DBOTH.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates + width, (dy * g * s).to(DBOTH.dtype.element_ty), mask=inside)
     tl.store(Y + at, (g * s * u).to(Y.dtype.element_ty), mask=inside)

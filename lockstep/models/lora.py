@@ -72,18 +72,22 @@ class Lora:
         self._config.modules_to_save = heads or None
         self._config.target_modules = sorted(self._layers)
         self._config.base_model_name_or_path = config.path
-        self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        """The names, in the model, of what learns."""
+        learns = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for parameter in learns.values():
+            parameter.data = parameter.data.float()  # peft makes them in the type of the model
+        self.trained = list(learns)
+        """The names, in the model, of what learns, in float32."""
         path = config.lora_adapter_path
         self.values = self._draw(model, seed) if path is None else self._read(model, Path(path))
         """Name -> first value of every adapter weight, the same on every rank; of a head too where the adapter has one."""
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, W + s B A) from the model's own names and whole tensors, in the model's order; others pass as they are."""
+        """(Hugging Face name, W + s B A) from the model's own names and whole tensors, in the model's order, all in float32."""
         base: Tensor | None = None
         down: Tensor | None = None
         for name, tensor in tensors:
             layer, _, rest = name.partition(".base_layer.")
+            tensor = tensor.float() if tensor.is_floating_point() else tensor
             if rest == "weight":
                 base = tensor
             elif ".lora_A." in name:
@@ -96,6 +100,12 @@ class Lora:
                 base = down = None
             else:
                 yield base_name(name), tensor
+
+    def round_base(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Keep what does not learn in the type of the computation, in place: its passes round it to that in any case."""
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
 
     def adapt(self, decoder: nn.Module) -> None:
         """Give a plain tree of modules over the same model the adapters too; `adapted.unmerged` names its weights."""

@@ -16,6 +16,8 @@ from lockstep.protocol import DataProto, Ragged
 
 MIN_SHARED = 32
 """A shorter prompt is computed for each of its rows: attention to a prompt apart costs more than it saves."""
+MAX_LONGER = 8
+"""So is one of rows whose responses are longer than so many prompts: the pass over few keys for many queries leaves the GPU idle."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,12 @@ class TokenRows:
     units: Sequence[Sequence[int]] | None = None
     """Rows that a loss sees together (`DataProto.units`); None where each is one."""
 
-    def chunks(self, max_tokens: int) -> list[TokenRows] | None:
-        """Runs of whole rows, and of whole units, of at most `max_tokens` tokens each; None where one has more."""
+    def chunks(self, max_tokens: int, cuts_rows: bool = False) -> list[TokenRows] | None:
+        """Runs of whole rows, and of whole units, of at most `max_tokens` tokens each. A row, or unit, that has more makes it None; with
+        `cuts_rows` a row that has more is cut into about equal parts, each of which counts as a row."""
         lengths = self.rows.lengths.tolist()
+        if cuts_rows and self.units is None and max(lengths) > max_tokens:
+            return self._cut(max_tokens).chunks(max_tokens)
         if max(lengths if self.units is None else [sum(lengths[row] for row in unit) for unit in self.units]) > max_tokens:
             return None
         found, token = [], 0
@@ -62,6 +67,19 @@ class TokenRows:
             found.append(TokenRows(rows, columns, self.indices[of_rows], row_columns))
             token = end
         return found
+
+    def _cut(self, max_tokens: int) -> TokenRows:
+        """The same tokens with longer rows in parts."""
+        parts = [-(-length // max_tokens) for length in self.rows.lengths.tolist()]
+        lengths = [
+            length // count + (part < length % count)
+            for length, count in zip(self.rows.lengths.tolist(), parts, strict=True)
+            for part in range(count)
+        ]
+        number = torch.repeat_interleave(torch.tensor(parts))
+        indices = [self.indices[row] for row in number.tolist()]
+        row_columns = {name: column[number.to(column.device)] for name, column in self.row_columns.items()}
+        return TokenRows(Rows(torch.tensor(lengths), self.rows.device), self.columns, indices, row_columns)
 
 
 @dataclass(frozen=True)
@@ -99,15 +117,29 @@ def cut_into_micro_batches(
     shared: Sequence[int] | None = None,
     units: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order.
+    """Row numbers of each micro-batch, in order: as few as the budget allows, about equally full.
 
     `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1. `units` are runs of rows that stay together; None
     makes each row one. Raises ConfigError for a unit that is larger than the budget.
     """
     free = [0] * len(token_counts) if shared is None else shared
+    found = [[row] for row in range(len(token_counts))] if units is None else units
+    batches = _fill(token_counts, budget, free, found)
+    if budget.max_rows is not None or len(batches) < 2:
+        return batches
+    # The last may be nearly empty, and a GPU waits for the host in it: the same number of them, about equally full. No more are needed,
+    # since each holds at least its share before a unit is turned away.
+    firsts = max(free[unit[0]] for unit in found)
+    total = sum(token_counts) - sum(free) + len(batches) * firsts
+    largest = max(sum(token_counts[row] - free[row] for row in unit) + free[unit[0]] for unit in found)
+    return _fill(token_counts, Budget(min(budget.max_tokens, -(-total // len(batches)) + largest)), free, found)
+
+
+def _fill(token_counts: Sequence[int], budget: Budget, free: Sequence[int], units: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Micro-batches that hold as many units as they can, one after the other."""
     batches: list[list[int]] = []
     used = 0
-    for unit in ([row] for row in range(len(token_counts))) if units is None else units:
+    for unit in units:
         # What the unit costs in the micro-batch of the row before, and in one of its own.
         more = sum(token_counts[row] - free[row] for row in unit)
         alone = more + free[unit[0]]
@@ -138,10 +170,11 @@ def _check_fits(unit: Sequence[int], tokens: int, budget: Budget) -> None:
 def shared_prompt_tokens(data: DataProto) -> list[int]:
     """[rows]: the length of the row's prompt where it is that of the row before and worth sharing, else 0. Rows with several contexts
     (`restarts`) share nothing."""
-    lengths = data.ragged("prompts").lengths.tolist()
+    prompts, responses = (data.ragged(name).lengths.tolist() for name in ("prompts", "responses"))
     if "restarts" in data:
         return [0] * len(data)
-    return [n if again and n >= MIN_SHARED else 0 for n, again in zip(lengths, data.repeats_prompt(), strict=True)]
+    rows = zip(prompts, responses, data.repeats_prompt(), strict=True)
+    return [n if again and n >= MIN_SHARED and t <= MAX_LONGER * n else 0 for n, t, again in rows]
 
 
 def pack_rows(data: DataProto, device: torch.device, scored: bool = False) -> PackedRows:

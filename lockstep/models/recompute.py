@@ -52,7 +52,8 @@ def choose_recompute(
     config = model.config.get_text_config()
     hidden = config.hidden_size
     intermediate = mlp_width(config)
-    state = _TRAINED * sum(p.numel() for p in model.parameters()) // world_size
+    # What does not learn, beside adapters, is in the type of the computation: kept, and gathered for it.
+    state = sum(p.numel() * (_TRAINED if p.requires_grad else 2 * element) for p in model.parameters()) // world_size
     room = _SHARE * (free - state)
     fitting = (
         kind

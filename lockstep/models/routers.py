@@ -13,6 +13,8 @@ from lockstep.errors import ConfigError
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Families of transformers whose routers are known here: each returns logits [N, experts], the weights of those it chose, and which they
 are, both [N, k]."""
+ON_GPU = ("mixtral", "qwen3_moe")
+"""Those whose choices a sampler on a GPU keeps."""
 NOT_RECORDED = -1
 """Stands for each expert of a token whose choice is not known."""
 RouterOutput = tuple[Tensor, Tensor, Tensor]
@@ -34,9 +36,10 @@ def check_replay(hf_config: Any, device_type: str) -> None:
         raise ConfigError(
             f"{key}=true is for mixtures of the families {', '.join(FAMILIES)}, and this model is a {family}; set it to false"
         )
-    if device_type != "cpu":
+    if device_type != "cpu" and family not in ON_GPU:
         raise ConfigError(
-            f"{key}=true: the native engine keeps what routers chose on a CPU only, and the device is {device_type}; set it to false"
+            f"{key}=true: the native engine keeps what routers of {family} chose on a CPU only, on a GPU those of {', '.join(ON_GPU)}, "
+            f"and the device is {device_type}; set it to false"
         )
 
 

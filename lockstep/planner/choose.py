@@ -1,6 +1,7 @@
 """The numbers of keys that say `auto`, chosen from a model's sizes, the memory that is free, and the load. Arithmetic only.
 
-None of them changes what is computed: they say how much is computed at once.
+None of them changes what is computed: they say how much is computed at once. Sums over other parts round otherwise, though, so a run that
+goes on after a stop keeps the numbers it had (`Kept`), whatever memory is free then.
 """
 
 import itertools
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.config.auto import AUTO, CACHE_SHARE, PASS_TOKENS, SEATS
+from lockstep.errors import ResourceError
 from lockstep.planner.count import Load
 from lockstep.planner.memory import GENERATION, SHARE, MemoryPlan, Model, Plans, Rollout, plan_memory, stage_bytes
 
@@ -42,6 +44,17 @@ PLAIN = RolloutNumbers(SEATS, PASS_TOKENS, CACHE_SHARE)
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a checkpoint keeps of the numbers that were chosen for a pool, and the load that they were chosen for."""
+
+    tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    longest: int
+    step_rows: int
+
+
+@dataclass(frozen=True)
 class Chosen:
     """All that was chosen for the models of a device, and what follows for them."""
 
@@ -52,14 +65,34 @@ class Chosen:
     """As they are counted with these tokens."""
     plans: list[MemoryPlan]
     numbers: RolloutNumbers
+    is_new: bool = False
+    """Whether there were earlier numbers that could not be kept."""
+
+    def kept(self, load: Load) -> Kept:
+        """What the next part of the run needs, to choose the same."""
+        numbers = self.numbers
+        return Kept(self.tokens, numbers.max_num_seqs, numbers.max_num_batched_tokens, load.longest, load.step_rows)
 
 
-def choose(options: Mapping[int, Counted], load: Load, free: int) -> Chosen:
+def choose(options: Mapping[int, Counted], load: Load, free: int, before: Kept | None = None) -> Chosen:
     """The numbers for models that share a device with `free` bytes.
 
     `options` has what was counted for each size of micro-batches that may be chosen, the smallest first. The largest is taken for which
-    nothing more is offloaded or recomputed than for the smallest. Raises ResourceError where that one does not fit.
+    nothing more is offloaded or recomputed than for the smallest. Raises ResourceError where that one does not fit. Numbers from `before`
+    are taken instead, where they are for the same load and fit, if more is offloaded and recomputed for it.
     """
+    is_same = before is not None and (before.longest, before.step_rows) == (load.longest, load.step_rows)
+    if before is None or not is_same or before.tokens not in options:
+        return _choose(options, load, free)
+    try:
+        chosen = _choose({before.tokens: options[before.tokens]}, load, free)
+    except ResourceError:
+        return replace(_choose(options, load, free), is_new=True)
+    seats = {"max_num_seqs": before.max_num_seqs, "max_num_batched_tokens": before.max_num_batched_tokens}
+    return replace(chosen, numbers=replace(chosen.numbers, **seats))
+
+
+def _choose(options: Mapping[int, Counted], load: Load, free: int) -> Chosen:
     found: list[tuple[int, list[MemoryPlan]]] = []
     for tokens, (models, rollout) in options.items():
         if not found:

@@ -90,6 +90,8 @@ def count_model(
     tokens = {stage: load.tokens(*budget, rows) for stage, rows in (("pass", load.step_rows), ("update", load.update_rows))}
     several = tokens["update"] < load.update_rows * load.longest
     state = _state(choice, module, parameters, trained, world_size, element, several)
+    if adapters:  # what does not learn beside them is kept in the type of the computation
+        state["weights"] -= (_FLOAT - element) * (parameters - trained) // _layout(choice, world_size)[1]
 
     text = module.config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers

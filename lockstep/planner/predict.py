@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.config.actor_rollout_ref import PPO_KEYS, Parts
@@ -85,8 +85,8 @@ class Prediction:
         return max(parts.total() for parts in self.memory.values())
 
 
-def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *, recomputes_old: bool = False) -> Prediction:
-    """Memory and time of a step on GPUs of this kind; `recomputes_old`: whether old log-probs take a pass of their own.
+def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *, passes: Collection[str] = ()) -> Prediction:
+    """Memory and time of a step on GPUs of this kind; `passes` (old_log_prob, values) are made even where an update can do without.
 
     Without `lengths` every prompt and response is as long as it may be. Raises ResourceError, with the first key to turn, when the
     models do not fit, and DataError when a model's config cannot be read.
@@ -104,7 +104,7 @@ def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *
             found.plans |= {model.name: plan for model, plan in zip(pool.models, plans, strict=True)}
             found.host = max(found.host, host_bytes(pool.models, plans))
             _add_memory(found, config, pool, plans, device)
-        _add_seconds(found, config, pools, device, lengths, recomputes_old)
+        _add_seconds(found, config, pools, device, lengths, passes)
     return found
 
 
@@ -233,7 +233,7 @@ def _cache(config: PPOConfig, pool: Pool, shape: Shape, free: int) -> tuple[int,
 
 
 def _add_seconds(
-    found: Prediction, config: PPOConfig, pools: Sequence[Pool], device: Device, lengths: Lengths, recomputes_old: bool
+    found: Prediction, config: PPOConfig, pools: Sequence[Pool], device: Device, lengths: Lengths, passes: Collection[str]
 ) -> None:
     policy, ranks, batch = config.actor_rollout_ref, pools[0].ranks, config.data.train_batch_size
     n, shape, actor = policy.rollout.n, read_shape(policy.model, Head.LANGUAGE_MODEL), policy.actor
@@ -250,7 +250,7 @@ def _add_seconds(
     if config.algorithm.adv_estimator == "remax":
         seconds["gen_max"] = _generate_s(found, config, shape, sampling, ranks, lengths, samples=1)
     own = rows(actor.max_tokens, actor.ppo_micro_batch_size_per_gpu, ranks.count)
-    if recomputes_old:
+    if "old_log_prob" in passes:
         seconds["old_log_prob"] = pass_s(shape, own, device, ranks)
     if config.use_reference:
         teacher = read_shape(policy.reference_model, Head.LANGUAGE_MODEL)
@@ -265,7 +265,8 @@ def _add_seconds(
         section, (model, those) = critic_section(config), of["critic"]
         value = read_shape(section.model, Head.VALUE)
         passed = rows(section.max_tokens, section.ppo_micro_batch_size_per_gpu, those.count)
-        seconds["values"] = pass_s(value, passed, device_of(section, whole), those)
+        if "values" in passes or not config.values_in_update:
+            seconds["values"] = pass_s(value, passed, device_of(section, whole), those)
         updates = batch // config.critic_mini_batch_prompts * config.critic_epochs
         seconds["update_critic"] = _update_s(
             value, passed, device_of(section, whole), those, found, model, updates, config.critic_epochs

@@ -1,11 +1,14 @@
 """Workers: from roles and pools to groups of running workers, each with its model on its device."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
 from lockstep.config.trainer import RunConfig
 from lockstep.observability.spans import progress
+from lockstep.planner.choose import Kept
 from lockstep.planner.count import Load
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
 from lockstep.trainer.memory import place_models
@@ -41,6 +44,15 @@ class Workers:
     """One per pool, once started."""
     by_role: dict[Enum, RoleGroup] = field(default_factory=dict)
     """The workers of each role, once started."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Pool -> what was chosen for its keys that are auto (planner/choose.py::Kept), for the checkpoints."""
+
+    def recall(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        """Let `start` choose again what was chosen before the checkpoint that was found, which has `numbers` in its state. A version that
+        chose other numbers has left nothing to choose again."""
+        numbers = {} if found is None else found[1].get("numbers", {})
+        names = {field.name for field in fields(Kept)}
+        self.numbers |= {pool: own for pool, own in numbers.items() if own.keys() == names}
 
     def start(self, specs: Mapping[Enum, RoleSpec]) -> None:
         """Check the resources, start a process for each slot of the pools, and load every role's model.
@@ -108,5 +120,9 @@ class Workers:
         for pool, roles in by_pool.items():
             groups = {role: self.by_role[role] for role in roles.values()}
             loads = {role: specs[role].load(group.world_size) for role, group in groups.items()}
-            if (line := place_models(pool, groups, loads)) is not None:
-                self.say(line)
+            before = self.numbers.get(pool)
+            placed = place_models(pool, groups, loads, Kept(**before) if before else None)
+            if placed.kept is not None:
+                self.numbers[pool] = asdict(placed.kept)
+            if placed.text is not None:
+                self.say(placed.text)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from lockstep.errors import ResourceError
-from lockstep.planner.choose import PLAIN, Counted, RolloutNumbers, choose, describe_chosen
+from lockstep.planner.choose import PLAIN, Counted, Kept, RolloutNumbers, choose, describe_chosen
 from lockstep.planner.count import Load
 from lockstep.planner.memory import describe_plan, host_bytes
 from lockstep.planner.needs import Needs
@@ -18,30 +18,44 @@ _GB = 2**30
 R = TypeVar("R", bound=Hashable)
 
 
-def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Load]) -> str | None:
-    """Plan the memory of one device for the roles whose workers share it, and tell them. `loads` says what a rank of each role computes.
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """What `place_models` did."""
 
-    Returns lines about what is offloaded to host memory and what was chosen for keys that are auto, None where there is neither. Workers
-    that have no `memory_needs`, or nothing to say (on a CPU), have nothing offloaded, and get plain numbers. Raises ResourceError when the
-    models do not fit on the devices, or what is offloaded into host memory.
+    text: str | None
+    """Lines about what is offloaded to host memory and what was chosen for keys that are auto; None where there is neither."""
+    kept: Kept | None
+    """For the checkpoints; None where nothing was chosen."""
+
+
+def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Load], before: Kept | None = None) -> Placed:
+    """Plan the memory of one device for the roles whose workers share it, and tell them. `loads` says what a rank of each role computes,
+    `before` what was chosen when the run began.
+
+    Workers that have no `memory_needs`, or nothing to say (on a CPU), have nothing offloaded, and get plain numbers. Raises ResourceError
+    when the models do not fit on the devices, or what is offloaded into host memory.
     """
     needs = {role: need for role, group in groups.items() if (need := _ask(group, loads[role]))}
-    lines, tokens, numbers = [], None, PLAIN
+    lines, tokens, numbers, kept = [], None, PLAIN, None
     if needs:
         # Ranks differ in what is free, not in their models.
         free = min(rank.free for ranks in needs.values() for rank in ranks)
         load = max((loads[role] for role in needs), key=lambda load: load.step_rows)
         try:
-            chosen = choose(_options([ranks[0] for ranks in needs.values()]), load, free)
+            chosen = choose(_options([ranks[0] for ranks in needs.values()]), load, free, before)
         except ResourceError as error:
             raise ResourceError(f"pool {pool}: {error}") from None
         _check_hosts(pool, next(iter(needs.values())), host_bytes(chosen.models, chosen.plans))
-        plan, tokens, numbers = iter(chosen.plans), chosen.tokens, chosen.numbers
+        plan, tokens, numbers, kept = iter(chosen.plans), chosen.tokens, chosen.numbers, chosen.kept(load)
         for role, ranks in needs.items():
             groups[role].place_models({model.name: next(plan) for model in ranks[0].models})
         lines.append(describe_plan(chosen.models, chosen.rollout, chosen.plans, free))
+        if chosen.is_new:
+            lines.append(
+                "warning: less memory is free than when the run began, and its numbers for auto do not fit; sums round otherwise"
+            )
     lines.append(describe_chosen(_settle(groups, loads, tokens, numbers)))
-    return "\n".join(f"pool {pool}: {line}" for line in lines if line is not None) or None
+    return Placed("\n".join(f"pool {pool}: {line}" for line in lines if line is not None) or None, kept)
 
 
 def _options(needs: Sequence[Needs]) -> dict[int, Counted]:

@@ -99,6 +99,7 @@ class StageRun(Run):
     def init_workers(self) -> None:
         """Take the run's folder, check the resources, start a process per device, load the model. No process is left when this fails."""
         self.open_folder()
+        self.workers.recall(self._from)
         self.workers.start(self._specs())
         self.model_wg: Any = self.workers.by_role[self.role]
 
@@ -178,7 +179,7 @@ class StageRun(Run):
         return getattr(self.train_data, "rows", self.train_data), self.schedule
 
     def _state(self) -> dict[str, Any]:
-        return {"num_train_rows": len(self.train_data)}
+        return {"num_train_rows": len(self.train_data), "numbers": self.workers.numbers}
 
     def _save(self, folder: Path) -> list[Path]:
         reports = self.model_wg.begin_checkpoint(str(folder / MODEL), self.section.save_in_background)

@@ -26,4 +26,5 @@ def make_sft_loss(name: str) -> Loss:
             f"{name}/entropy": token_mean(entropy, mask),
         }
 
+    loss_fn.by_token = True  # type: ignore[attr-defined]
     return loss_fn

@@ -23,7 +23,7 @@ from lockstep.planner.needs import Numbers, place_training, settle_training, tra
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.engine.base import TrainEngine
+from lockstep.workers.engine.base import LossFn, TrainEngine
 from lockstep.workers.engine.optim import update_metrics
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
@@ -32,7 +32,7 @@ from lockstep.workers.engine.skip import update_or_skip
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine.warm_up import WARMED, warm_update
 from lockstep.workers.model_worker import ModelWorker
-from lockstep.workers.value_loss import make_value_loss
+from lockstep.workers.value_loss import make_fresh_value_loss, make_value_loss
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
@@ -53,6 +53,7 @@ class TrainingWorker(ModelWorker):
         self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
         if isinstance(config, CriticConfig):
             self._value_loss = make_value_loss(config)
+            self._fresh_loss = make_fresh_value_loss(self._value_loss)
 
     @property
     def budget(self) -> Budget:
@@ -110,8 +111,20 @@ class TrainingWorker(ModelWorker):
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
+        return self._update(mini_batch, functools.partial(self._value_loss, denominators=denominators))
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def learn_values(self, batch: DataProto, denominators: Denominators, discounts: tuple[float, float]) -> DataProto:
+        """`update_critic` for a batch that has token_level_rewards, but neither values nor returns: the update's own forward pass gives
+        both. Writes values, as they were before the step; the metrics are in meta_info."""
+        assert self.engine.model_group is None, "the rows of other ranks would be among the values"
+        seen: list[Tensor] = []
+        metrics = self._update(batch, functools.partial(self._fresh_loss, seen, discounts, denominators=denominators))
+        values = torch.cat(seen).cpu() if seen else torch.empty(0)
+        return DataProto.from_dict({"values": batch.ragged("responses").like(values)}, meta_info={"metrics": metrics})
+
+    def _update(self, mini_batch: DataProto, loss_fn: LossFn) -> dict[str, Metric]:
         engine, budget = self.engine, self.budget
-        loss_fn = functools.partial(self._value_loss, denominators=denominators)
         started = time.perf_counter()
         with self.memory.stage("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
             work = (mini_batch, loss_fn, budget)

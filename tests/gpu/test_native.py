@@ -90,10 +90,11 @@ def test_sleep_gives_memory_back_and_the_next_call_takes_it_again(tmp_path):
         assert torch.cuda.memory_allocated() == asleep
 
 
-@pytest.mark.parametrize("most_keys", [0, 1 << 19])
-def test_conversations_in_a_stream_are_those_of_the_cpu(tmp_path, monkeypatch, most_keys):
-    """Three turns of requests with parameters of their own; prompts computed packed, and as a captured step."""
+@pytest.mark.parametrize(("most_keys", "few"), [(0, 1024), (1 << 19, 1024), (1 << 19, 16)])
+def test_conversations_in_a_stream_are_those_of_the_cpu(tmp_path, monkeypatch, most_keys, few):
+    """Three turns of requests with parameters of their own; prompts computed packed, and as a captured step, in small and large blocks."""
     monkeypatch.setattr(short_prefill, "_MOST_KEYS", most_keys)
+    monkeypatch.setattr(short_prefill, "_FEW", few)
     own = [
         None,
         sampling(temperature=0.5, top_k=7, seed=3),

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
+from helpers.letters import num_letters
+from helpers.mixtures import MIXTURES
 from helpers.run import roles, train
+from helpers.tiny import save_tiny_model
+
+from lockstep.rewards.manager import RewardManager
+from lockstep.utils.tokenizer import hf_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -39,3 +45,50 @@ def test_bfloat16_over_float32_weights_runs_and_says_how_far_the_sampler_is(stra
     assert drift < 0.1
     assert all(row["actor/grad_norm"] > 0 for row in metrics[1:])
     assert (config.trainer.run_dir / "global_step_4" / "actor" / "model.safetensors").is_file()
+
+
+GRPO = (
+    "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "trainer.val_before_train=false", "trainer.device=cuda",
+    "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.save_freq=2", "actor_rollout_ref.rollout.exactness_bound=0",
+)  # fmt: skip
+"""In bfloat16, with the trainer's log-probs beside the sampler's."""
+GAP, SHARED = "training/rollout_probs_diff_mean", roles("ActorRolloutRef", pool="p")
+
+
+def test_adapters_learn_as_they_sample_resume_and_start_from_pefts_folder(embedded_config_in, tmp_path):
+    """The sampler is about as far from the trainer as where all weights learn, though the adapters have learned something."""
+    pytest.importorskip("peft")
+
+    def grpo(name, steps, *more):
+        return train(embedded_config_in(tmp_path / name, *GRPO, f"trainer.total_training_steps={steps}", *more), {"p": [1]}, SHARED)
+
+    lora = "actor_rollout_ref.model.lora_rank=8"
+    whole, adapted = grpo("whole", 4), grpo("adapted", 4, lora)
+    print("sampler against trainer in bfloat16:", [row[GAP] for row in whole], [row[GAP] for row in adapted])
+    bound = 3 * max(row[GAP] for row in whole)  # the two are not one policy after their first update
+    assert all(row[GAP] <= bound for row in adapted)
+    assert adapted[-1]["actor/reward_kl_penalty"] > 1e-3, "the adapters have learned nothing, so their gap says nothing"
+    rows = {row["step"]: row for row in grpo("resumed", 2, lora) + grpo("resumed", 4, lora)}
+    for row in adapted:
+        assert rows[row["step"]]["critic/score/mean"] == pytest.approx(row["critic/score/mean"], rel=0.1), row["step"]
+    folder = next((tmp_path / "adapted").glob("global_step_4/**/adapter"))
+    (given,) = grpo("given", 1, f"actor_rollout_ref.model.lora_adapter_path={folder}")
+    assert given[GAP] <= bound
+    assert given["actor/reward_kl_penalty"] > 1e-3
+
+
+def test_a_mixture_learns_through_the_samplers_experts(embedded_config_in, tmp_path):
+    path = save_tiny_model(tmp_path / "model", "qwen3_moe", **MIXTURES["qwen3_moe"] | {"num_experts": 16, "num_experts_per_tok": 4})
+    reward = RewardManager(hf_tokenizer(path), num_examine=0, compute_score=num_letters, num_workers=1)
+    keys = (*GRPO, f"actor_rollout_ref.model.path={path}", "trainer.total_training_steps=3")
+
+    def grpo(name, *more):
+        return train(embedded_config_in(tmp_path / name, *keys, *more), {"p": [1]}, SHARED, reward_fn=reward)
+
+    own, kept = grpo("own"), grpo("kept", "actor_rollout_ref.rollout.router_replay=true")
+    print("sampler against trainer in bfloat16:", [row[GAP] for row in own], [row[GAP] for row in kept])
+    assert own[0]["critic/score/mean"] == kept[0]["critic/score/mean"]
+    assert "moe/rerouted" not in own[0]
+    assert all(0.0 <= row["moe/rerouted"] < 0.1 for row in kept)
+    assert all(row["actor/grad_norm"] > 0 for row in kept)
+    assert kept[0][GAP] <= own[0][GAP]

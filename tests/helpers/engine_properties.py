@@ -183,6 +183,7 @@ def assert_shared_prompts_change_nothing(
 ) -> None:
     """Rows that share their prompt update like rows alone."""
     monkeypatch.setattr(packing, "MIN_SHARED", 1)
+    monkeypatch.setattr(packing, "MAX_LONGER", 1 << 30)
     steps = [make_rows(6, seed=3), make_rows(6, seed=4)]
     for rows in steps:
         for again, first in ((1, 0), (2, 0), (4, 3)):

@@ -32,7 +32,8 @@ def plain_divergence(
     p, q = log_p.exp(), log_q.exp()
     if kind.top_k is not None and kind.top_k < vocab:
         ids = q.topk(kind.top_k).indices
-        p, q = (torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)], -1) for x in (p, q))
+        # The rest is added up, not taken from 1: where it is small, a difference has few digits left.
+        p, q = (torch.cat([x.gather(-1, ids), x.scatter(-1, ids, 0.0).sum(-1, keepdim=True)], -1) for x in (p, q))
     m = kind.beta * q + (1 - kind.beta) * p
     if kind.beta == 0:
         value = (q * (q / p).log()).sum(-1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.models import flash
+from lockstep.models import flash, long_rows
 from lockstep.models.attention import PackedLayout
 from lockstep.models.flash import Bounds
 
@@ -73,15 +73,25 @@ def alone(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale
     return torch.cat(outputs)
 
 
+def one(query: Tensor) -> Bounds:
+    return flash.own_bounds([len(query)], "cpu")
+
+
 LAYOUTS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 4), max_size=3)), min_size=1, max_size=3)
 
 
 @settings(deadline=None, max_examples=30)
-@given(groups=LAYOUTS, share=st.booleans(), window=st.none() | st.integers(1, 4), seed=st.integers(0, 99))
+@given(
+    groups=LAYOUTS,
+    share=st.booleans(),
+    window=st.none() | st.integers(1, 4),
+    longest_packed=st.integers(0, 4),
+    seed=st.integers(0, 99),
+)
 def test_the_joined_passes_equal_attention_written_out(
-    groups: list[tuple[int, list[int]]], share: bool, window: int | None, seed: int
+    groups: list[tuple[int, list[int]]], share: bool, window: int | None, longest_packed: int, seed: int
 ) -> None:
-    """float64, so 1e-12; a window only where nothing is shared."""
+    """float64, so 1e-12; a window only where nothing is shared and no segment is computed alone."""
     if share and not any(responses for _, responses in groups):
         share = False
     window = None if share else window
@@ -96,7 +106,12 @@ def test_the_joined_passes_equal_attention_written_out(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash, "_forward", plain_forward)
         patch.setattr(flash, "_backward", plain_backward)
-        mine = flash.attend(*tensors, layout.own, layout.shared, layout.num_shared_tokens, 0.7, window)
+        patch.setattr(long_rows, "forward", lambda q, *rest: plain_forward(q, *rest[:-1], one(q), True, rest[-1], None))
+        patch.setattr(long_rows, "backward", lambda g, q, *rest: plain_backward(g, q, *rest[:-1], one(q), True, rest[-1], None))
+        own = flash.cut_runs(lengths, "cpu", longest_packed if window is None else 4)
+        assert all(run.bounds is None or run.bounds.longest_query <= longest_packed for run in own) or window is not None
+        assert [run.stop for run in own][:-1] == [run.start for run in own][1:]
+        mine = flash.attend(*tensors, own, layout.shared, layout.num_shared_tokens, 0.7, window)
         mine_grads = torch.autograd.grad((mine * weights).sum(), tensors)
     want = alone(*tensors, layout, 0.7, window)
     want_grads = torch.autograd.grad((want * weights).sum(), tensors)
@@ -107,3 +122,19 @@ def test_the_joined_passes_equal_attention_written_out(
 def test_a_cpu_has_no_flash_attention() -> None:
     half = torch.zeros(1, 8, dtype=torch.bfloat16)
     assert not flash.applies(half, half)
+
+
+@pytest.mark.parametrize("length", [1, 17, 4096, 4097, 5000, 8191, 16_384, 16_385, 33_000, 131_072])
+def test_a_long_row_is_filled_up_to_one_of_few_lengths(length: int) -> None:
+    filled = long_rows.filled_length(length)
+    assert length <= filled <= length * 33 / 32
+    assert filled % max(1, 2 ** (length.bit_length() - 1) // 32) == 0
+    assert filled == length or length & (length - 1)  # a power of 2 is one of them
+
+
+def test_long_rows_fill_up_few_lengths_between_two_powers_of_2() -> None:
+    assert len({long_rows.filled_length(length) for length in range(4097, 8193)}) == 32
+
+
+def test_a_cpu_has_no_kernels_for_long_rows() -> None:
+    assert not long_rows.applies(torch.zeros(1, 64))

@@ -6,11 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 from lockstep.models import packing
 from lockstep.models.packing import (
     Budget,
     PackedRows,
+    TokenRows,
     cut_into_micro_batches,
     pack_rows,
     shared_prompt_tokens,
@@ -22,6 +24,7 @@ from lockstep.protocol import DataProto, Ragged
 def every_prompt_is_worth_sharing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_SHARED", 1)
+        patch.setattr(packing, "MAX_LONGER", 1 << 30)
         yield
 
 
@@ -100,6 +103,26 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_SHARED", 2)
         assert shared_prompt_tokens(data) == [0, 2, 0, 0, 0]
+        patch.setattr(packing, "MAX_LONGER", 3)
+        data.set("responses", Ragged.from_rows([[5] * 7, [5] * 6, [5], [5], [5]]))
+        assert shared_prompt_tokens(data) == [0, 2, 0, 0, 0]
+        data.set("responses", Ragged.from_rows([[5], [5] * 7, [5], [5], [5]]))
+        assert shared_prompt_tokens(data) == [0, 0, 0, 0, 0]
+
+
+@given(counts=st.lists(st.integers(1, 30), min_size=1, max_size=40), budget=st.integers(30, 120), data=st.data())
+def test_micro_batches_are_as_few_as_they_can_be_and_about_equally_full(
+    counts: list[int], budget: int, data: st.DataObject
+) -> None:
+    """No more than filling one after the other makes, and none holds more than its share and a row."""
+    shared = [data.draw(st.integers(0, n - 1)) for n in counts] if data.draw(st.booleans()) else [0] * len(counts)
+    found = cut_into_micro_batches(counts, Budget(budget), shared)
+    assert [row for batch in found for row in batch] == list(range(len(counts)))
+    assert len(found) == len(packing._fill(counts, Budget(budget), shared, [[row] for row in range(len(counts))]))
+    costs = [sum(counts[row] - shared[row] for row in batch) + shared[batch[0]] for batch in found]
+    assert max(costs) <= budget
+    share = (sum(counts) - sum(shared)) / len(found) + max(shared)
+    assert max(costs) <= share + max(counts) + 1
 
 
 UNITS = st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=3), min_size=1, max_size=8)
@@ -129,6 +152,26 @@ def test_units_are_whole_in_micro_batches_and_in_chunks(
         assert all(chunk.rows.num_tokens <= 20 for chunk in chunks)
         for before, after in pairwise(chunks):
             assert before.row_columns["unit"][-1] != after.row_columns["unit"][0]
+
+
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=6), most=st.integers(1, 12))
+def test_long_rows_are_cut_where_a_loss_allows_it(lengths: list[int], most: int) -> None:
+    """Into parts that differ by one token at most; tokens stay in order, and each part has what belongs to its row."""
+    tokens, total = torch.arange(sum(lengths)), sum(lengths)
+    rows = TokenRows(
+        Rows(torch.tensor(lengths)), {"x": tokens}, [str(i) for i in range(len(lengths))], {"y": torch.arange(len(lengths))}
+    )
+    chunks = rows.chunks(most, cuts_rows=True)
+    assert chunks is not None
+    assert torch.cat([chunk.columns["x"] for chunk in chunks]).tolist() == list(range(total))
+    parts = [(index, int(n)) for chunk in chunks for index, n in zip(chunk.indices, chunk.rows.lengths, strict=True)]
+    assert [row for chunk in chunks for row in chunk.row_columns["y"].tolist()] == [int(index) for index, _ in parts]
+    for row, length in enumerate(lengths):
+        found = [n for index, n in parts if index == str(row)]
+        assert sum(found) == length
+        assert max(found, default=0) - min(found, default=0) <= 1
+        assert len(found) == max(-(-length // most), 1 if max(lengths) <= most else 0)
+    assert all(chunk.rows.num_tokens <= most for chunk in chunks)
 
 
 def test_a_pair_costs_its_prompt_once_and_a_chunk_holds_it_whole() -> None:

@@ -53,6 +53,15 @@ def test_auto_takes_the_least_recomputation_that_fits() -> None:
     assert choose_recompute(model, None, 1 << 60, 1, 4) == "full"
 
 
+def test_what_does_not_learn_leaves_more_room() -> None:
+    model = tiny_model("llama")
+    size = sum(p.numel() for p in model.parameters())
+    free = 4 * size + math.ceil(activation_bytes("none", 1000, layers=2, hidden=32, intermediate=48, element=2) / 0.6) + 2
+    assert choose_recompute(model, 1000, free, 1, element=2) != "none"
+    model.requires_grad_(False)
+    assert choose_recompute(model, 1000, free, 1, element=2) == "none"
+
+
 def test_what_a_model_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)

@@ -120,3 +120,24 @@ def test_other_engines_and_one_shape_get_plain_numbers():
 def test_what_was_chosen_is_said():
     assert describe_chosen({}) is None
     assert describe_chosen({"a.b": 2048, "a.c": 0.87}) == "chosen for auto: a.b=2048, a.c=0.87"
+
+
+def test_a_run_that_goes_on_has_the_numbers_it_had():
+    """Even where less is free: more is offloaded or recomputed for them. Where they cannot fit, others are chosen, and that is known."""
+    first = choose(options(), LOAD, 139 * GB)
+    kept = first.kept(LOAD)
+    tight = choose(options(), LOAD, 26 * GB, kept)
+    assert choose(options(), LOAD, 26 * GB).tokens < tight.tokens == first.tokens
+    assert tight.plans[0].recompute == "full"
+    assert max(stage_bytes(tight.models, tight.rollout, tight.plans).values()) <= 26 * GB
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        assert getattr(tight.numbers, name) == getattr(first.numbers, name)
+    assert not tight.is_new
+    assert tight.kept(LOAD) == kept
+
+    small = choose(options(), LOAD, 12 * GB, kept)
+    assert small.is_new
+    assert small == dataclasses.replace(choose(options(), LOAD, 12 * GB), is_new=True)
+
+    other = dataclasses.replace(LOAD, step_rows=64)
+    assert choose(options(load=other), other, 139 * GB, kept) == choose(options(load=other), other, 139 * GB)

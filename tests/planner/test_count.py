@@ -56,15 +56,17 @@ def bytes_of(tensors: Any) -> int:
     [
         (1, {}, {}),
         (1, {}, {"lora_rank": 2}),
+        (2, {"dtype": "bfloat16"}, {"lora_rank": 2}),
         (2, {}, {}),
         (2, {"fsdp_size": 1}, {}),
         (2, {"tensor_parallel_size": 2}, {}),
     ],
 )
 def test_weights_gradients_and_moments_are_those_of_the_engine(
-    tmp_path: Path, world: int, section: dict[str, int], model: dict[str, int]
+    tmp_path: Path, world: int, section: dict[str, Any], model: dict[str, int]
 ) -> None:
     """On the fullest rank within 8 %: a rank has whole rows, and with tensor parallelism norms are not divided."""
+    element = 2 if section.get("dtype") == "bfloat16" else 4
     path = save_tiny_model(tmp_path, tie_word_embeddings=True)
 
     def measure() -> dict[str, int]:
@@ -79,7 +81,7 @@ def test_weights_gradients_and_moments_are_those_of_the_engine(
         return {"weights": bytes_of(sharding.shards(engine.module)), "moments": bytes_of(moments), "gradients": gradients[0]}
 
     measured = run_distributed(measure, world)
-    counted = count(path, EngineChoice(fsdp_config=FSDPConfig(**section)), world_size=world, model=model)
+    counted = count(path, EngineChoice(fsdp_config=FSDPConfig(**section)), world_size=world, model=model, element=element)
     for part in ("weights", "moments", "gradients"):
         assert getattr(counted, part) == pytest.approx(max(rank[part] for rank in measured), rel=0.08), part
 

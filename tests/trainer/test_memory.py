@@ -15,6 +15,7 @@ from helpers.tiny import save_tiny_model
 from lockstep.config import PPOConfig
 from lockstep.config.actor_rollout_ref import POLICY_ROLES
 from lockstep.errors import ResourceError
+from lockstep.planner import choose
 from lockstep.planner.memory import plan_memory
 from lockstep.planner.needs import policy_needs, training_needs
 from lockstep.single_controller.base import Dispatch, Worker, register
@@ -135,6 +136,33 @@ def test_enough_memory_offloads_nothing_and_says_nothing(
         f"chosen for auto: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192, actor_rollout_ref.rollout.max_num_seqs={rows}"
         in out
     )
+
+
+def test_a_run_that_goes_on_where_less_memory_is_free_ends_with_the_same_bits(
+    embedded_config_in: Callable[..., PPOConfig],
+    tmp_path: Path,
+    device_with: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its micro-batches are those of the beginning, which a run that begins there does not choose."""
+    monkeypatch.setattr(choose, "CANDIDATES", (64, 128, 256))
+
+    def played(folder: str, *more: str) -> tuple[Any, Any, str]:
+        metrics, _, weights = run(embedded_config_in(tmp_path / folder, *STEPS, *more))
+        out = capsys.readouterr().out
+        return [untimed(row) for row in metrics], weights, next(line for line in out.splitlines() if "chosen for auto" in line)
+
+    device_with(1 << 40)
+    expected, wanted, first = played("whole")
+    played("stopped", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    device_with(smallest_that_fits(embedded_config_in(tmp_path / "stopped", *STEPS)))
+    metrics, weights, again = played("stopped")
+    assert again.split(", actor_rollout_ref.rollout.gpu")[0] == first.split(", actor_rollout_ref.rollout.gpu")[0]
+    assert "ppo_max_token_len_per_gpu=256" in again
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert metrics == expected
+    assert "ppo_max_token_len_per_gpu=256" not in played("other")[2]
 
 
 def test_on_a_cpu_auto_is_the_plain_numbers(embedded_config: Callable[..., PPOConfig], capsys: pytest.CaptureFixture[str]) -> None:

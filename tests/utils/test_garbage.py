@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from lockstep.utils.garbage import freeze_objects, frozen_objects
+from lockstep.utils.garbage import freeze_objects, frozen_objects, rare_collections
 
 
 class Node:
@@ -88,3 +88,30 @@ def test_what_the_program_froze_stays_frozen(freeze):
     with frozen_objects():
         pass
     assert not is_looked_at(before)
+
+
+@pytest.fixture
+def thresholds():
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("thresholds")
+@pytest.mark.parametrize("before", [(700, 10, 10), (90_000, 5, 5), (0, 10, 10)])
+def test_collections_are_rare_inside_and_as_before_afterwards(before):
+    gc.set_threshold(*before)
+    with pytest.raises(ValueError, match="inside"), rare_collections():
+        first = gc.get_threshold()[0]
+        assert first == 0 if before[0] == 0 else first >= 20_000  # 0: the program collects nothing by itself
+        raise ValueError("inside")
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.usefixtures("thresholds")
+def test_garbage_is_collected_where_collections_are_rare():
+    gc.set_threshold(700, 10, 10)
+    with rare_collections():
+        for _ in range(120_000):
+            Node()
+        assert Node.freed > 0

@@ -22,8 +22,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.algorithms.aggregation import Denominators
+from lockstep.algorithms.kl import make_kl_controller
 from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig, OptimConfig
 from lockstep.config.reward import RewardModelConfig
@@ -33,6 +35,8 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo.resolved import Estimation
 from lockstep.trainer.ppo.weight_sync import WeightExchange
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from lockstep.workers.training_worker import on_last_token
@@ -352,6 +356,38 @@ def test_a_critic_computes_values_and_learns_them(tmp_path: Path) -> None:
             assert metrics["critic/vf_loss"] == pytest.approx(expected, rel=1e-4)
             losses.append(expected)
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["stops", "skips"])
+def test_values_that_come_with_an_update_are_those_of_a_pass_before_it(tmp_path: Path, skips: bool) -> None:
+    """Two critics of one model take three steps, one with a pass for the values before each, in micro-batches of two rows: values and
+    losses within 1e-6, in float32."""
+    config = CriticConfig(
+        model=ModelConfig(path=save_tiny_model(tmp_path)), optim=OptimConfig(lr=1e-2), ppo_micro_batch_size_per_gpu=2
+    )
+    batch, discounts = prompts(), (0.95, 0.9)
+    responses = Ragged.from_rows([torch.arange(2, 2 + n) for n in (3, 1, 0, 4, 2, 5)])
+    batch.set("responses", responses)
+    batch.set("response_mask", responses.like(torch.tensor([1, 0, 1] + [1] * 12)))
+    batch.set("token_level_scores", on_last_token(torch.linspace(-1, 1, 6), responses))
+    estimation = Estimation.of(AlgorithmConfig(gamma=discounts[0], lam=discounts[1]))
+    assert estimation.of_values == discounts
+    classes = {name: ClassWithInitArgs(TrainingWorker, config, "critic", seed=1, total_updates=10) for name in ("one", "two")}
+    batch.non_tensor_batch["uid"] = batch.non_tensor_batch["index"]
+    with workers(**classes) as (roles, hosted):
+        for worker in hosted.values():
+            worker.skips_nonfinite = skips
+        for _ in range(3):
+            one, two = (batch.select_idxs(range(6)) for _ in range(2))
+            stages.shape_rewards(one, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
+            found = stages.learn_values(roles["one"], one, estimation)
+            stages.values(roles["two"], two)
+            stages.advantage(two, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
+            wanted = stages.update_critic(roles["two"], two, [torch.arange(6)])
+            torch.testing.assert_close(one.ragged("values").values, two.ragged("values").values, rtol=0, atol=1e-6)
+            for name in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean", "critic/vf_clipfrac"):
+                assert found[name] == pytest.approx(wanted[name], abs=1e-6), name
+            assert "metrics" not in one.meta_info
 
 
 def reward_model(path: str) -> ClassWithInitArgs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,32 @@ def test_every_policy_loss_with_importance_weights_is_the_same_however_the_rows_
     assert split[0] == pytest.approx(whole[0], rel=1e-4, abs=1e-5)
     torch.testing.assert_close(split[1], whole[1], atol=1e-5, rtol=1e-4)
     assert split[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+def test_a_loss_that_looks_at_tokens_alone_is_the_same_on_parts_of_rows(loss_mode: str, mode: str) -> None:
+    """Value, gradient and every metric with rows in parts of at most 2 tokens; a loss of whole rows does not say that it is one."""
+    data, outputs = make_batch([5, 0, 3, 4], 1)
+    data.set("cov_selected", data.ragged("advantages").like((torch.arange(12) % 3 == 0).float()))
+    loss_fn = policy_loss_of(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode), loss_agg_mode=mode), data)
+    takes_rows = "rows" in inspect.signature(POLICY_LOSSES[loss_mode]).parameters
+    assert getattr(loss_fn.func, "by_token", False) == (not takes_rows and mode != "seq-mean-token-mean")
+    if not getattr(loss_fn.func, "by_token", False):
+        return
+    whole = evaluate(loss_fn, data, outputs, [[0, 1, 2, 3]])
+    leaf = torch.cat(outputs, dim=1).requires_grad_()
+    total, metrics, start = 0.0, [], 0
+    for chunk in token_rows(data, torch.device("cpu")).chunks(2, cuts_rows=True) or []:
+        end = start + chunk.rows.num_tokens
+        loss, found = loss_fn(TokenOutputs(*leaf[:, start:end]), chunk)
+        loss.backward()
+        total, start = total + loss.item(), end
+        metrics.append(found)
+    assert start == 12
+    assert total == pytest.approx(whole[0], rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(leaf.grad, whole[1], atol=1e-5, rtol=1e-4)
+    assert values(merge_metrics(read(metrics))) == pytest.approx(whole[2], rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))

@@ -45,6 +45,7 @@ def test_an_update_equals_plain_pytorch_whatever_the_cut(tmp_path: Path, layout:
 
 def test_a_prompt_that_a_pair_shares_is_computed_once_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MIN_SHARED", 1)
+    monkeypatch.setattr(packing, "MAX_LONGER", 1 << 30)
     assert_scores_learn_as_in_plain_pytorch(Layout(), save_tiny_model(tmp_path, score_head=True), recompute="full")
 
 

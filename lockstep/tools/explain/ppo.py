@@ -31,7 +31,7 @@ def stages(config: PPOConfig, device: str) -> Iterator[tuple[str, str]]:
     source = drift.source(config.trainer.critic_warmup + 1, updates, is_recorded=False)
     yield "old_log_prob", _WHY[source] + (first if source is Source.SAMPLER else "")
     yield "ref", _reference(config)
-    yield "values", "a pass of the critic" if config.use_critic else f"none: {algorithm.adv_estimator} needs no critic"
+    yield "values", _values(config)
     yield "adv", f"{algorithm.adv_estimator}, on the driver"
     if config.use_critic:
         count = batch // config.critic_mini_batch_prompts * config.critic_epochs
@@ -44,6 +44,14 @@ def stages(config: PPOConfig, device: str) -> Iterator[tuple[str, str]]:
     yield "update_actor", f"{updates} optimizer step{'s' if updates > 1 else ''} with the loss {loss}{balanced}{routed}{warm}"
     ways = {"native": "the sampler reads the actor's own weights", "hf": "the sampler reads the actor's own weights"}
     yield "update_weights", ways.get(policy.rollout.name, "weights are sent to the engine's process")
+
+
+def _values(config: PPOConfig) -> str:
+    if not config.use_critic:
+        return f"none: {config.algorithm.adv_estimator} needs no critic"
+    if config.values_in_update:
+        return "no pass: the batch is one update of the critic, made before adv, whose own forward pass gives them"
+    return "a pass of the critic"
 
 
 def _judge(config: PPOConfig) -> str:

@@ -23,7 +23,7 @@ def predicted(config: PPOConfig, device: Device, lengths: Lengths) -> Prediction
         drift.largest = 0.0  # the sampler is exact
     updates = config.data.train_batch_size // config.actor_mini_batch_prompts * config.actor_rollout_ref.actor.ppo_epochs
     source = drift.source(config.trainer.critic_warmup + 1, updates, is_recorded=False)
-    return predict(config, device, lengths, recomputes_old=source is Source.PASS)
+    return predict(config, device, lengths, passes=("old_log_prob",) if source is Source.PASS else ())
 
 
 def compare_run(folder: str | Path, gpu: str | None = None) -> str:

@@ -1,9 +1,11 @@
 """RayPPOTrainer: one driver, groups of workers, and the step of PPO and its relatives. `_step` reads as the algorithm:
 
 ```text
-generate -> score -> old_log_prob -> ref_log_prob -> values -> correct -> advantage
+generate -> score -> old_log_prob -> ref_log_prob -> values -> correct -> shape_rewards -> estimate
          -> update_critic -> update_actor -> sync_weights -> record
 ```
+
+Where a batch is one update of the critic, that update's own forward pass gives the values: learn_values, before estimate.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ from lockstep.trainer.ppo.prompts import Prompts, open_dataset
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction, reads_rewards
 from lockstep.trainer.ppo.reward_columns import greedy_baseline
 from lockstep.trainer.ppo.rewards import Scorer
-from lockstep.trainer.ppo.roles import role_specs, weight_exchange
+from lockstep.trainer.ppo.roles import learns_values, role_specs, weight_exchange
 from lockstep.trainer.ppo.samples import choose_samples, share_with_signal, write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
@@ -110,6 +112,7 @@ class RayPPOTrainer(Run):
         policy = config.actor_rollout_ref
         self.policy_update = PolicyUpdate.of(policy.actor, balances=policy.model.router_aux_loss_coef > 0)
         self.estimation = Estimation.of(algorithm)
+        self.values_in_update = config.values_in_update and learns_values(self.role_worker_mapping)
         self.correction = read_correction(algorithm.rollout_correction)
         self.actor_prompts, self.critic_prompts = config.actor_mini_batch_prompts, config.critic_mini_batch_prompts
         self.needs_baseline = self.estimation.estimator.columns.get("reward_baselines", False)
@@ -125,6 +128,7 @@ class RayPPOTrainer(Run):
         when this fails."""
         self.open_folder()
         workers = self.workers
+        workers.recall(self._from)
         workers.start(role_specs(self.config, self.role_worker_mapping, self.total_steps, self.tokenizer.pad_token_id))
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
@@ -185,16 +189,20 @@ class RayPPOTrainer(Run):
             if self.ref_policy_wg is not None:
                 with timer.stage("ref"):
                     stages.ref_log_prob(self.ref_policy_wg, batch)
-            if self.critic_wg is not None:
+            values_are_learned = self.values_in_update and not is_recorded
+            if self.critic_wg is not None and not values_are_learned:
                 with timer.stage("values"):
                     stages.values(self.critic_wg, batch)
             if is_recorded:
                 with timer.stage("record_batch"):
                     recording.record_step(self, step, batch, scored)
-            metrics |= stages.correct(batch, self.correction)
+            metrics |= stages.correct(batch, self.correction) | stages.shape_rewards(batch, self.estimation, self.kl_control)
+            if values_are_learned:
+                with timer.stage("update_critic"):
+                    metrics |= stages.learn_values(self.critic_wg, batch, self.estimation)
             with timer.stage("adv"):
-                metrics |= stages.advantage(batch, self.estimation, self.kl_control)
-            if self.critic_wg is not None:
+                stages.estimate(batch, self.estimation)
+            if self.critic_wg is not None and not values_are_learned:
                 with timer.stage("update_critic"):
                     rows = self._mini_batches(step, batch, self.critic_prompts, config.critic_epochs)
                     metrics |= stages.update_critic(self.critic_wg, batch, rows)
@@ -268,6 +276,7 @@ class RayPPOTrainer(Run):
             "kl_control": self.kl_control.state_dict(),
             "sampler_drift": self.drift.largest,
             "num_train_rows": len(self.train_dataset),
+            "numbers": self.workers.numbers,
         }
 
     def _save(self, folder: Path) -> list[Path]:

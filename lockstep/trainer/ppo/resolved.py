@@ -27,6 +27,8 @@ class Estimation:
     """The parts of the reward that the estimator reads."""
     turn_discounts: dict[str, float]
     """gamma and lam, where they are per turn of an episode."""
+    of_values: tuple[float, float] | None = None
+    """gamma and lam, where returns come from a row's own values and rewards with one number each (gae)."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> Estimation:
@@ -41,7 +43,9 @@ class Estimation:
         }
         estimator = bind_estimator(load_reference(config.adv_estimator) or config.adv_estimator, parameters)
         per_turn = {"gamma": config.gamma, "lam": config.lam} if config.discount_unit == "turn" else {}
-        return cls(estimator, config.kl_penalty if config.use_kl_in_reward else None, config.gdpo_reward_keys, per_turn)
+        of_values = (config.gamma, config.lam) if config.adv_estimator == "gae" and not per_turn else None
+        kl_kind = config.kl_penalty if config.use_kl_in_reward else None
+        return cls(estimator, kl_kind, config.gdpo_reward_keys, per_turn, of_values)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,15 @@ def role_specs(config: PPOConfig, classes: Mapping[Enum, type], total_steps: int
     }
 
 
+def learns_values(classes: Mapping[Enum, type]) -> bool:
+    """Whether the critic's class has its values come with its update. Not where it has a `compute_values` or an `update_critic` of its
+    own, which `learn_values` would pass over."""
+    critic = next((ClassWithInitArgs(cls).cls for role, cls in classes.items() if role.name == "Critic"), object)
+    names = ("learn_values", "compute_values", "update_critic")
+    owners = {next((base for base in critic.__mro__ if name in vars(base)), None) for name in names}
+    return len(owners) == 1 and None not in owners
+
+
 def weight_exchange(workers: Workers, config: PPOConfig) -> WeightExchange | None:
     """From Actor to Rollout; None where the actor's workers generate themselves."""
     actor, rollout = workers.find("Actor"), workers.find("Rollout")

@@ -136,11 +136,15 @@ def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[st
 
 
 def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
-    """Reads token_level_scores, response_mask, uid and, where the run has them, ref_log_prob, old_log_probs, values, reward_baselines,
-    reward_parts, sum_pi_squared, rollout_is_weights.
+    """`shape_rewards`, then `estimate`."""
+    metrics = shape_rewards(batch, estimation, kl_control)
+    estimate(batch, estimation)
+    return metrics
 
-    Writes token_level_rewards, advantages, returns. With KL in the reward, `kl_control` is updated.
-    """
+
+def shape_rewards(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
+    """Reads token_level_scores, response_mask and, with KL in the reward, old_log_probs and ref_log_prob. Writes token_level_rewards; with
+    KL in the reward, `kl_control` is updated."""
     rows, mask = _rows_and_mask(batch)
     rewards = batch.ragged("token_level_scores").values
     metrics = {}
@@ -152,9 +156,17 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         if mask.any():
             metrics["actor/reward_kl_penalty"] = masked_mean(rows.mean(penalty, mask), rows.sum(mask)).item()
             kl_control.update(metrics["actor/reward_kl_penalty"], n_steps=len(batch))
+    _set_tokens(batch, "token_level_rewards", rewards)
+    return metrics
+
+
+def estimate(batch: DataProto, estimation: Estimation) -> None:
+    """Reads token_level_rewards, response_mask, uid and, where the run has them, ref_log_prob, old_log_probs, values, reward_baselines,
+    reward_parts, sum_pi_squared, rollout_is_weights. Writes advantages, returns."""
+    rows, mask = _rows_and_mask(batch)
     optional = {name: batch.columns[name] for name in _OPTIONAL_INPUTS if name in batch}
     columns = {
-        "token_level_rewards": rewards,
+        "token_level_rewards": batch.ragged("token_level_rewards").values,
         "response_mask": mask,
         **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
         **{
@@ -165,9 +177,8 @@ def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController
         "index": batch.non_tensor_batch["uid"],
     }
     advantages, returns = read_estimate(estimation.estimator, estimation.estimator(columns, rows), rows)
-    for name, values in (("token_level_rewards", rewards), ("advantages", advantages), ("returns", returns)):
+    for name, values in (("advantages", advantages), ("returns", returns)):
         _set_tokens(batch, name, values)
-    return metrics
 
 
 def update_critic(critic: Any, batch: DataProto, mini_batches: Sequence[Tensor]) -> dict[str, float]:
@@ -178,6 +189,18 @@ def update_critic(critic: Any, batch: DataProto, mini_batches: Sequence[Tensor])
         mini_batch = data.select_idxs(rows)
         updates.append(merge_metrics(critic.update_critic(mini_batch, denominators=_denominators(mini_batch))))
     return average_updates(updates)
+
+
+def learn_values(critic: Any, batch: DataProto, estimation: Estimation) -> dict[str, float]:
+    """Reads token_level_rewards. Writes values. The critic's only update of this batch: its own forward pass gives the values, and with
+    them the returns (`Estimation.of_values`)."""
+    data = batch.select([*token_columns(batch), "response_mask", "token_level_rewards"], ["index"])
+    found = critic.learn_values(data, denominators=_denominators(data), discounts=estimation.of_values)
+    metrics = found.meta_info.pop("metrics")
+    batch.union(found)
+    _check_finite(batch, "values")
+    ranks = [{name: metric} for name, each in metrics.items() for metric in (each if isinstance(each, list) else [each])]
+    return average_updates([merge_metrics(ranks)])
 
 
 def update_actor(

@@ -97,6 +97,8 @@ class TrainEngine(SavedEngine):
     """The ranks among which the tokens of a micro-batch are divided: it may hold so many times the budget."""
     exports_copies: bool = False
     """Whether export_weights makes new tensors even on one rank."""
+    constant: frozenset[str] = frozenset()
+    """Names in `decoder` of weights that no update changes: what adapters lie beside."""
     teacher: Teacher | None = None
     """What the columns compare this model with, where it is a student."""
     reports: bool = True
@@ -175,12 +177,12 @@ class TrainEngine(SavedEngine):
         with self.on_device():
             for number, packed in enumerate(packs):
                 at_once = self.tokens_at_once if self.token_ranks == 1 and self.teacher is None else None
-                chunks = packed.tokens.chunks(at_once) if at_once else None
+                chunks = packed.tokens.chunks(at_once, loss_pass.by_token) if at_once else None
                 with self.gradient_sync(number == len(packs) - 1):
                     if chunks is not None:
                         read_loss = partial(ChunkedLoss.apply, loss_pass.of(packed), chunks, packed.targets)
                         value = self.module(**packed.inputs, read=read_loss, read_at=packed.predict_at)
-                    else:  # a row has more logits than may exist at once, its tokens are divided among ranks, or it has a teacher
+                    else:  # a row that the loss looks at as a whole has too many logits, is divided among ranks, or has a teacher
                         value = loss_pass.of(packed).loss_of(self._run(packed, temperature, entropy_grad), packed.tokens)
                     value.backward()
         return self._metrics(loss_pass)

@@ -117,12 +117,10 @@ def balance(logits: Tensor, chosen: Tensor, packed: PackedRows) -> tuple[Tensor,
     """The load-balance loss of one layer, summed over the rows of a micro-batch, and [experts] how many tokens each expert got."""
     at, lengths = packed.predict_at, packed.tokens.rows.lengths.to(logits.device)
     experts = logits.shape[-1]
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=logits.device), lengths)
     probabilities = logits[at].float().softmax(-1)
     picked = torch.zeros_like(probabilities).scatter_(-1, chosen[at], 1.0)
-    empty = torch.zeros(len(lengths), experts, device=logits.device)
-    shares = empty.index_add(0, row, picked) / lengths[:, None]
-    means = empty.index_add(0, row, probabilities) / lengths[:, None]
+    # The tokens of a row lie together. (Adding them up by their row's number would be atomic on a GPU, in an order that changes.)
+    shares, means = (torch.segment_reduce(x, "sum", lengths=lengths, axis=0) / lengths[:, None] for x in (picked, probabilities))
     return experts * (shares * means).sum(), picked.sum(0)
 
 

@@ -53,6 +53,8 @@ class Stopping:
         stop = len(tokens) if stop is None else stop
         if not self.token_ids and not self.strings:
             return (self.max_tokens, "length") if stop >= self.max_tokens else None
+        if not self.strings and self.token_ids.isdisjoint(tokens[start:stop]):  # as nearly always
+            return (max(start + 1, self.max_tokens), "length") if start < stop >= self.max_tokens else None
         for length in range(start + 1, stop + 1):
             if tokens[length - 1] in self.token_ids or (self.strings and self._completes_a_string(tokens, length)):
                 return length, "stop"

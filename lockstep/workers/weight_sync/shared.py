@@ -1,8 +1,8 @@
 """Shared: the decoder's parameters are the trainer's own tensors. Nothing is copied on one rank in one precision.
 
 Where they cannot be the same tensors (shards on several ranks, a lower precision for generation) whole tensors
-are made for the time of one generation and dropped after it. On one GPU such a copy stays, and is written anew for each generation:
-captured graphs hold its addresses.
+are made for the time of one generation and dropped after it. On one GPU such a copy stays: captured graphs hold its addresses. For each
+generation what learns is written anew.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ class Exporter(Protocol):
     device: torch.device
     world_size: int
     exports_copies: bool
+    constant: frozenset[str]
 
     @property
     def decoder(self) -> PreTrainedModel | None:
@@ -70,12 +71,14 @@ class SharedWeights:
         return self._engine_copies or any(tensor.is_floating_point() and tensor.dtype != self._dtype for _, tensor in weights())
 
     def _write(self, name: str, tensor: Tensor) -> int:
-        """Copy into the decoder's own parameter, made at the first time; returns its bytes."""
+        """Copy into the decoder's own parameter, made at the first time, after which one that never changes stays; returns the bytes."""
         module, attribute = self._slots[name][0]
         parameter = module._parameters[attribute]
         assert parameter is not None
         if parameter.is_meta:
             self._assign(name, tensor.to(self._dtype, copy=True))
+        elif name in self._engine.constant:
+            return 0
         else:
             parameter.data.copy_(tensor)
         return parameter.nbytes

@@ -42,7 +42,9 @@ def test_secrets_are_not_said(capsys):
 def test_the_stages_are_those_of_the_algorithm():
     ppo, grpo, remax = stages_of("ppo"), stages_of("grpo"), stages_of("remax")
     assert "update_critic" in ppo
-    assert "a pass of the critic" in ppo["values"]
+    assert ppo["values"].startswith("no pass: the batch is one update of the critic")
+    assert stages_of("ppo", "critic.ppo_epochs=2")["values"] == "a pass of the critic"
+    assert "needs no critic" in grpo["values"]
     assert "none: no KL term" in ppo["ref"]
     assert "update_critic" not in grpo
     assert "its KL is a loss, times 0.001" in grpo["ref"]

@@ -14,10 +14,12 @@ from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 from lockstep.observability.metrics import Max
 from lockstep.rewards.manager import RewardManager
+from lockstep.single_controller.base import Dispatch, register
 from lockstep.trainer.ppo.drift import Drift
 from lockstep.trainer.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.memory_watch import MemoryWatch
+from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 POOL = {"global_pool": [1]}
 HYBRID = roles("ActorRollout", "Critic", "RefPolicy")
@@ -64,7 +66,6 @@ ALWAYS = [
     "timing_s/gen",
     "timing_s/reward",
     "timing_s/ref",
-    "timing_s/values",
     "timing_s/adv",
     "timing_s/update_critic",
     "timing_s/update_actor",
@@ -111,11 +112,39 @@ def test_peaks_of_memory_are_told_of_every_stage_also_where_a_worker_learns_noth
 
     monkeypatch.setattr(MemoryWatch, "stage", remembered)
     monkeypatch.setattr(MemoryWatch, "take_peaks", lambda self: seen.pop(self, {}))
-    (row,) = train(embedded_config("trainer.total_training_steps=1", "trainer.val_before_train=false"), POOL, HYBRID)
+    options = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "critic.ppo_epochs=2")
+    (row,) = train(embedded_config(*options), POOL, HYBRID)
     assert {f"perf/max_memory_allocated_gb/{name}" for name in ("gen", "ref", "values", "update_critic", "update_actor")} <= set(
         row
     )
     assert row["perf/max_memory_allocated_gb"] == 1.0
+
+
+def test_a_batch_that_is_one_update_of_the_critic_has_no_pass_for_the_values(plain, embedded_config):
+    """Where the batch is recorded there is one, and the run is the same to 1e-4 after two updates of the critic."""
+    assert all("timing_s/values" not in row for row in plain)
+    record = [f"trainer.record_batch_dir={embedded_config().trainer.run_dir}/batches", "trainer.record_batch_freq=1"]
+    recorded = train(embedded_config(*THREE_STEPS, *record), POOL, HYBRID)
+    assert all("timing_s/values" in row for row in recorded)
+    for name in ("critic/vf_loss", "critic/values/mean", "critic/returns/mean", "critic/grad_norm", "actor/pg_loss"):
+        assert [row[name] for row in plain] == pytest.approx([row[name] for row in recorded], rel=1e-4, abs=1e-5), name
+
+
+def test_a_critic_with_an_update_of_its_own_is_asked_for_values_and_updates(embedded_config):
+    """What a subclass replaces is not passed over."""
+    calls = []
+
+    class Own(TrainingWorker):
+        @register(Dispatch.DP_COMPUTE_METRIC)
+        def update_critic(self, mini_batch, denominators):
+            calls.append(len(mini_batch))
+            return super().update_critic(mini_batch, denominators)
+
+    config = embedded_config("trainer.total_training_steps=1", "trainer.val_before_train=false")
+    workers = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: Own, Role.RefPolicy: ActorRolloutRefWorker}
+    (row,) = train(config, POOL, HYBRID, role_worker_mapping=workers)
+    assert calls == [config.data.train_batch_size * config.actor_rollout_ref.rollout.n]
+    assert "timing_s/values" in row
 
 
 def test_the_old_log_prob_pass_is_skipped_while_the_sampler_is_exact(plain):

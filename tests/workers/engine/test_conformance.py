@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import engine_properties as properties
 from helpers.conformance import (
+    ACTOR,
     STEPS,
     TWO_MICRO_BATCHES,
     assert_weights_close,
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from lockstep.algorithms.rows import Rows
 from lockstep.models import chunked_head
+from lockstep.models.chunked_head import LossPass
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
 from lockstep.models.meta import WeightFiles
@@ -34,6 +36,7 @@ from lockstep.models.packing import Budget, TokenRows
 from lockstep.workers.engine.fsdp import engine as fsdp_engine
 from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.optim import move_state
+from lockstep.workers.losses import make_policy_loss
 
 STRATEGIES = ("fsdp", "fsdp2")
 WORLDS = (1, 2)
@@ -130,16 +133,19 @@ def test_compiled_layers_update_like_plain_ones(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("layout", [Layout("fsdp"), Layout(world=2), Layout(world=2, section={"tensor_parallel_size": 2})])
-@pytest.mark.parametrize(("at_once", "parts"), [(8, [1, 2, 1]), (5, None)])
+@pytest.mark.parametrize(("at_once", "cuts_rows", "parts"), [(8, False, [1, 2, 1]), (5, False, None), (5, True, [1, 1, 1, 1, 1])])
 def test_how_many_logits_exist_at_once_never_changes_an_update(
-    tmp_path: Path, layout: Layout, at_once: int, parts: list[int] | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, layout: Layout, at_once: int, cuts_rows: bool, parts: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss of some rows at a time while their logits are there; or, where a row has more tokens, of log-probs."""
+    """The loss of some rows at a time while their logits are there; where a row has more tokens, of its parts; or, for a loss that looks at
+    whole rows, of log-probs."""
     path = save_tiny_model(tmp_path)
     vocabulary = reference_model(path, LM).config.vocab_size
     monkeypatch.setitem(chunked_head.MAX_LOGITS, "cpu", at_once * vocabulary)
     assert layout.run(lambda: layout.engine(path).tokens_at_once) == [at_once] * layout.world
-    chunks = TokenRows(Rows(torch.tensor([8, 3, 5, 1])), {}, range(4)).chunks(at_once)
+    assert LossPass(make_policy_loss(ACTOR, 1.0), 1.0, False).by_token
+    monkeypatch.setattr(LossPass, "by_token", cuts_rows)
+    chunks = TokenRows(Rows(torch.tensor([8, 3, 5, 1])), {}, range(4)).chunks(at_once, cuts_rows)
     assert (chunks and [len(chunk.rows) for chunk in chunks]) == parts
     properties.assert_updates_equal_plain_pytorch(layout, path, budget=Budget(100))
 

@@ -34,3 +34,20 @@ def test_a_requests_own_limits_come_before_the_calls_and_the_context_before_both
     own = Request(prompt, (0, 0, 0), max_tokens=30, stop_token_ids=(), stop=("y", "z"))
     assert Stopping.of(own, params, None, None) == Stopping(30, frozenset(), ("y", "z"), None)
     assert Stopping.of(own, params, 32, None).max_tokens == 22
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), max_size=12),
+    start=st.integers(0, 12),
+    more=st.integers(0, 12),
+    limit=st.integers(1, 12),
+    stops=st.frozensets(st.integers(0, 9), max_size=2),
+)
+def test_a_response_ends_with_its_first_stop_token_or_at_its_limit(
+    tokens: list[int], start: int, more: int, limit: int, stops: frozenset[int]
+) -> None:
+    start = min(start, len(tokens), limit - 1)  # it went on before
+    stop = min(start + more, len(tokens))
+    ends = [(n, "stop" if tokens[n - 1] in stops else "length") for n in range(start + 1, stop + 1)]
+    ends = [(n, reason) for n, reason in ends if reason == "stop" or n >= limit]
+    assert Stopping(limit, stops, (), None).end(tokens, start, stop) == (ends[0] if ends else None)

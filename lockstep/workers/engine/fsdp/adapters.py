@@ -45,7 +45,7 @@ def load_adapter(module: nn.Module, lora: Lora, path: Path, merged: WeightFiles)
     files = open_adapter(lora, path)
     vectors = {name for name, shape in merged.shapes.items() if len(shape) == 1} - set(lora.trained)
     for name, tensor in whole_tensors(module, lambda name: base_name(name) in vectors):
-        if not torch.equal(tensor.cpu(), merged.read(base_name(name), 0, len(tensor))):
+        if not torch.equal(tensor.float().cpu(), merged.read(base_name(name), 0, len(tensor))):
             raise DataError(
                 f"{path} was trained beside another model: {base_name(name)} differs; set model.path to the one it started from"
             )

@@ -70,9 +70,10 @@ class FSDPEngine(TrainEngine):
         if optim is None:
             module.requires_grad_(False)
         self._lora = lora
-        self._merges = lora is not None and device.type not in adapted.BESIDE
-        self.exports_copies = self._merges or config.param_offload is True
+        self.exports_copies = config.param_offload is True
         if lora is not None:
+            lora.round_base(module, self.dtype)
+            self.constant = frozenset(base_name(name) for name, _ in module.named_parameters()) - set(lora.trained)
             for name, value in lora.values.items() if source is None else ():
                 module.get_parameter(name).data.copy_(value)
             source = AdaptedSource(source, lora.values) if source is not None else None
@@ -134,7 +135,7 @@ class FSDPEngine(TrainEngine):
         return self._exported(adapted.unmerged if self._lora is None else self._lora.merged)
 
     def decoder_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.export_weights() if self._merges else self._exported(adapted.unmerged)
+        return self._exported(adapted.unmerged)
 
     def _exported(
         self, named: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]

@@ -6,7 +6,6 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.models import adapted
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, check_packing, model_on_meta
@@ -34,7 +33,7 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     dtype = compute_dtype(config.dtype, device)
     fast = device.type == "cuda" and dtype != torch.float32 and not config.use_torch_compile and install_fast_layers(module)
     lora = Lora(module, model, spec.head, spec.seed) if adapts else None
-    if lora is not None and decoder is not None and device.type in adapted.BESIDE:
+    if lora is not None and decoder is not None:
         lora.adapt(decoder)
     apply_recompute(module, spec.recompute(module, dtype, fast))
     if config.use_torch_compile:

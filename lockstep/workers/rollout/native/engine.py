@@ -29,6 +29,8 @@ class NativeRollout(ModuleRollout):
     """See RolloutEngine. Prompts are prefilled packed; running sequences are decoded together; a seat is refilled as soon as it is free."""
 
     attention = CACHED
+    notes_experts = False
+    """Whether the backend notes what the routers of a mixture choose."""
 
     _stream: Stream | None = None
     """The one that is open: it has the pages."""
@@ -101,11 +103,12 @@ class NativeRollout(ModuleRollout):
         """What generates on the module's device; made when it is first needed."""
         invariant = self.config.batch_invariant
         if self.module.device.type == "cuda":
-            from lockstep.workers.rollout.native.gpu.backend import GPUBackend  # needs Triton
+            from lockstep.workers.rollout.native.gpu import backend, routed  # need Triton
 
-            shape = cache_shape(self.module, GPUBackend.page_size)
+            kind = routed.RoutedGPUBackend if self.notes_experts else backend.GPUBackend
+            shape = cache_shape(self.module, kind.page_size)
             utilization, own = self.cache_share, self.own_weights
-            return GPUBackend(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
+            return kind(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
         return self._cpu_backend(invariant)
 
     def _cpu_backend(self, invariant: bool) -> PassBackend:

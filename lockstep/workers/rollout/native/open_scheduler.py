@@ -40,8 +40,7 @@ class OpenScheduler(Scheduler):
         """Its last page, if it is not full, is the one's who goes on in it, who then needs no copy. Another computes those tokens again."""
         whole = turn.num_kept // self.pool.page_size
         begun, turn.pages = turn.pages[whole:], turn.pages[:whole]
-        self.pool.release(begun)
-        self._num_keeping.subtract(begun)
+        self._let_go(begun)
         turn.num_kept = whole * self.pool.page_size
 
     def release(self, index: int) -> None:
@@ -79,11 +78,11 @@ class OpenScheduler(Scheduler):
         self.num_unsettled -= 1
         cached = min(cached, len(sample) - 1)
         if reason != "error":
-            known = sample.prompt.known
-            if self.cache is not None and not self.cache.ends_with(known, cached // self.pool.page_size):
-                known = self.cache.insert(sample.slice(0, cached), pages, known)
+            known, ids, whole = sample.prompt.known, sample.prompt.ids + sample.tokens, cached // self.pool.page_size
+            if self.cache is not None and not self.cache.ends_with(known, whole):
+                known = self.cache.insert(ids, pages[:whole], known)
             if sample.keep:
-                turn = self._turns[sample.index] = Prompt(sample.slice(0, len(sample)), known=known)
+                turn = self._turns[sample.index] = Prompt(ids, known=known)
                 self._keep(turn, pages[: self.pool.pages_for(cached)], cached)
         elif self.cache is not None:  # a number that is not finite spreads to tokens before it that are computed with it
             self.cache.forget(pages)
@@ -95,7 +94,8 @@ class OpenScheduler(Scheduler):
         if self.cache is None or sample.most_reused // size * size <= num_kept:  # it could not have more
             return pages, num_kept
         # Whole pages, and not the one of the last token: nothing of the cache is ever written.
-        found = self.cache.match(sample.slice(0, sample.most_reused))
+        ids = sample.prompt.ids if not sample.tokens else sample.slice(0, sample.most_reused)
+        found = self.cache.match(ids, sample.most_reused // size, sample.prompt.known)
         if not sample.tokens:
             sample.prompt.known = self.cache.last_of(found)
         num_found = len(found) * size

@@ -94,6 +94,9 @@ class CacheShape:
 class KVCache:
     """The memory behind the pages: `pool` [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at 0 and values at 1."""
 
+    experts: Tensor | None = None
+    """[num_pages, page_size, routers, k] int16: what the routers of a mixture chose for each token, where somebody wants to know."""
+
     def __init__(self, shape: CacheShape, num_pages: int, device: torch.device) -> None:
         self.shape, self.num_pages = shape, num_pages
         size = (shape.num_layers, 2, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)

@@ -7,6 +7,7 @@ follows from the tokens alone is all that is stored: when the weights change, th
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ class Node:
     depth: int = 0
     """Pages from the first to this one."""
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    used: int = 0
+    """When it was last the end of what was asked for. Who uses it uses all that is above it, which is noted there when it is given up."""
 
 
 class PrefixCache:
@@ -34,7 +37,8 @@ class PrefixCache:
     def __init__(self, pool: PagePool) -> None:
         self._pool, self._root = pool, Node(SCRATCH)
         self._nodes: dict[int, Node] = {}
-        """Page -> node, the one that was used longest ago first; a node stands before its parent."""
+        """Page -> node."""
+        self._clock = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -42,11 +46,16 @@ class PrefixCache:
     def __contains__(self, page: int) -> bool:
         return page in self._nodes
 
-    def match(self, ids: Sequence[int]) -> list[int]:
-        """The pages of the longest stored start of `ids`, in whole pages. The caller, if it wants them, shares them at once."""
-        path = self._path(ids)
-        self._touch(path)
-        return [node.page for node in path]
+    def match(self, ids: Sequence[int], count: int | None = None, known: Node | None = None) -> list[int]:
+        """The pages of the longest stored start of `ids`, in whole pages, at most `count`. The caller, if it wants them, shares them at
+        once. `known`: see `insert`."""
+        node: Node | None = self._last(ids, len(ids) // self._pool.page_size if count is None else count, known)
+        self._touch(node)
+        pages = []
+        while node is not None and node is not self._root:
+            pages.append(node.page)
+            node = node.parent
+        return pages[::-1]
 
     def last_of(self, pages: Sequence[int]) -> Node | None:
         """Of the pages that `match` has just found: what `insert` takes as `known`."""
@@ -58,32 +67,34 @@ class PrefixCache:
         Returns the last of these, None if there is none. `known` was returned for a start of `ids`: if it is still stored, so is all that
         comes before it, and only what follows is looked up.
         """
-        size, path = self._pool.page_size, self._path(ids, known)
-        node, first = path[-1] if path else self._root, len(path)
-        for place, page in enumerate(self._pool.share(pages[first : len(ids) // size]), first):
+        size = self._pool.page_size
+        count = min(len(pages), len(ids) // size)
+        node = self._last(ids, count, known)
+        for place, page in enumerate(self._pool.share(pages[node.depth : count]), node.depth):
             tokens = tuple(ids[place * size : (place + 1) * size])
             node.children[tokens] = node = self._nodes[page] = Node(page, tokens, node, place + 1)
-            path.append(node)
-        self._touch(path)
-        return path[-1] if path else None
+        self._touch(node)
+        return None if node is self._root else node
 
     def ends_with(self, known: Node | None, count: int) -> bool:
         """Whether `known`, which `insert` has returned, is still stored and the last of `count` pages: then there is nothing to insert."""
-        return known is not None and known.depth == count and self._nodes.get(known.page) is known
+        return known is not None and known.depth == count and self._is_stored(known)
 
     def evict(self, count: int) -> bool:
         """Give up `count` pages that nobody else holds, or more, or as many as there are; whether there was one."""
-        gone: list[int] = []
         count = max(count, len(self._nodes) // _AT_ONCE)
-        for page, node in self._nodes.items():
-            if len(gone) == count:
-                break
-            if not node.children and self._pool.writable(page):
-                assert node.parent is not None
-                del node.parent.children[node.tokens]
-                gone.append(page)
-        for page in gone:
-            del self._nodes[page]
+        ends = [self._rank(node) for node in self._nodes.values() if not node.children and self._pool.writable(node.page)]
+        heapq.heapify(ends)
+        gone: list[int] = []
+        while ends and len(gone) < count:
+            node = self._nodes.pop(heapq.heappop(ends)[-1])
+            gone.append(node.page)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.tokens]
+            parent.used = max(parent.used, node.used)
+            if parent is not self._root and not parent.children and self._pool.writable(parent.page):
+                heapq.heappush(ends, self._rank(parent))
         self._pool.release(gone)
         return bool(gone)
 
@@ -106,25 +117,27 @@ class PrefixCache:
         self._nodes.clear()
         self._root.children.clear()
 
-    def _path(self, ids: Sequence[int], known: Node | None = None) -> list[Node]:
-        size, path = self._pool.page_size, self._down_to(known)
-        node = path[-1] if path else self._root
-        for start in range(len(path) * size, len(ids) - size + 1, size):
+    def _is_stored(self, node: Node) -> bool:
+        return self._nodes.get(node.page) is node
+
+    def _last(self, ids: Sequence[int], count: int, known: Node | None) -> Node:
+        """The node of the longest stored start of `ids` of at most `count` pages; the root if there is none."""
+        size, node = self._pool.page_size, known if known is not None and self._is_stored(known) else self._root
+        while node.depth > count:
+            assert node.parent is not None
+            node = node.parent
+        for start in range(node.depth * size, count * size, size):
             child = node.children.get(tuple(ids[start : start + size]))
             if child is None:
                 break
-            path.append(node := child)
-        return path
+            node = child
+        return node
 
-    def _down_to(self, node: Node | None) -> list[Node]:
-        """The nodes from the first page to this one; none if it is no longer stored."""
-        path: list[Node] = []
-        if node is not None and self._nodes.get(node.page) is node:
-            while node is not None and node is not self._root:
-                path.append(node)
-                node = node.parent
-        return path[::-1]
+    def _touch(self, node: Node | None) -> None:
+        self._clock += 1
+        if node is not None:
+            node.used = self._clock
 
-    def _touch(self, path: list[Node]) -> None:
-        for node in reversed(path):
-            self._nodes[node.page] = self._nodes.pop(node.page)
+    @staticmethod
+    def _rank(node: Node) -> tuple[int, int]:
+        return node.used, node.page

@@ -55,14 +55,12 @@ class RoutedBackend(TorchBackend):
         if copies and self._table is not None:
             self._table[list(copies)] = self._table[list(copies.values())]
 
-    def experts_of(self, sample: Sample) -> Tensor:
-        """[tokens of the sample, routers * k] int16: NOT_RECORDED for the last, which was never computed."""
+    def experts_of(self, sample: Sample) -> Callable[[], Tensor]:
+        """What gives [tokens of the sample that are computed, routers * k] int16."""
         assert self._table is not None, "a sample with pages has been computed"
-        width = self._table.shape[2] * self._table.shape[3]
-        found = torch.full((len(sample), width), NOT_RECORDED, dtype=torch.int16)
         known = min(sample.num_cached, len(sample))
-        found[:known] = self._table[sample.pages].flatten(0, 1)[:known].flatten(1)
-        return found
+        found = self._table[sample.pages].flatten(0, 1)[:known].flatten(1)
+        return lambda: found
 
     def _logits(self, batch: StepBatch, keep: Tensor) -> Tensor:
         self._slots = batch.slots
@@ -82,7 +80,7 @@ class RoutedBackend(TorchBackend):
 class RoutedScheduler(Scheduler):
     """See Scheduler. `experts` has what `read` said of each sample that is over, by its index, until it is taken out."""
 
-    read: Callable[[Sample], Tensor]
+    read: Callable[[Sample], Callable[[], Tensor]]
 
     def finish(self, sample: Sample) -> None:
         if sample.pages and sample.num_cached:
@@ -91,7 +89,7 @@ class RoutedScheduler(Scheduler):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.experts: dict[int, Tensor] = {}
+        self.experts: dict[int, Callable[[], Tensor]] = {}
 
 
 class RoutedStream(NativeStream):
@@ -99,11 +97,20 @@ class RoutedStream(NativeStream):
 
     def _answers_of(self, job: Job, sample: Sample, reason: str | None) -> list[Completion | Tokens]:
         assert isinstance(self._scheduler, RoutedScheduler)
-        experts = self._scheduler.experts.pop(sample.index, None) if reason is not None else None
+        read = self._scheduler.experts.pop(sample.index, None) if reason is not None else None
+        experts = None if read is None else _for_all(read(), len(sample))
         return [
             dataclasses.replace(answer, experts=experts) if isinstance(answer, Completion) and answer.error is None else answer
             for answer in super()._answers_of(job, sample, reason)
         ]
+
+
+def _for_all(experts: Tensor, count: int) -> Tensor:
+    """The experts of `count` tokens: NOT_RECORDED for the last, which was never computed, or for nobody."""
+    found = torch.full((count, experts.shape[1]), NOT_RECORDED, dtype=torch.int16)
+    known = min(count - 1, len(experts))
+    found[:known] = experts[:known]
+    return found
 
 
 class RoutedRollout(NativeRollout):
@@ -111,6 +118,8 @@ class RoutedRollout(NativeRollout):
 
     Raises ConfigError for a model or a device where this cannot be.
     """
+
+    notes_experts = True
 
     def __init__(self, module: PreTrainedModel, *args: Any) -> None:
         check_replay(module.config, module.device.type)
@@ -120,8 +129,7 @@ class RoutedRollout(NativeRollout):
         if any(r.top_log_probs or r.prompt_log_probs for r in requests):
             return super()._open_for(requests, sampling)
         scheduler, backend = self._scheduler(self._pages_for(requests, sampling), RoutedScheduler), self.backend
-        assert isinstance(backend, RoutedBackend)
-        scheduler.read = backend.experts_of
+        scheduler.read = backend.experts_of  # type: ignore[attr-defined]  # of a device that check_replay lets pass
         return self._opened(RoutedStream(self, sampling, backend, scheduler, self._forget_stream))
 
     def _cpu_backend(self, invariant: bool) -> PassBackend:

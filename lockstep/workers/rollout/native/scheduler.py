@@ -15,7 +15,7 @@ sample that has drawn since it was admitted. One that has not (`is_decoding`) is
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ class Sample:
         return reason
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class PassRow:
     """What a pass computes of one sample: `count` tokens after those that are cached."""
 
@@ -161,7 +161,7 @@ class Scheduler:
         """Those of them whose pages are filled by the pass that is being planned: nobody can go on from them before it is over."""
         self._promised = 0
         """Pages that the running samples can come to hold, shared ones counted for each."""
-        self._num_keeping: Counter[int] = Counter()
+        self._num_keeping = [0] * pool.num_pages
         """Page -> prompts that keep it."""
 
     def add(self, samples: Iterable[Sample]) -> None:
@@ -188,7 +188,7 @@ class Scheduler:
         if not made.rows:
             for sample in list(self.running):
                 # Those without pages were preempted just now, for one that was admitted before them.
-                if sample.pages and sample.is_decoding and self._extend(sample, made):
+                if sample.pages and sample.is_decoding and (self._has_pages(sample) or self._extend(sample, made)):
                     made.rows.append(PassRow(sample, 1))
             num_decoding = len(made.rows)
             if self.mixed:
@@ -207,7 +207,7 @@ class Scheduler:
         """The pass has drawn these tokens for a sample, and cached all but the last."""
         sample.tokens += tokens
         sample.log_probs += log_probs
-        sample.num_cached, sample.is_decoding = len(sample) - 1, True
+        sample.num_cached, sample.is_decoding = len(sample.prompt.ids) + len(sample.tokens) - 1, True
 
     def finish(self, sample: Sample) -> None:
         """Take a sample out, running or waiting."""
@@ -306,6 +306,12 @@ class Scheduler:
     def _can_start(self, sample: Sample) -> bool:
         return not self.in_one_shape or self._promised + self._most_pages(sample) <= self.pool.capacity
 
+    def _has_pages(self, sample: Sample) -> bool:
+        """Whether a decoding pass needs no more pages for the sample than it has: most do not, and this is quicker than `_extend`."""
+        pages, start, size = sample.pages, sample.num_cached, self.pool.page_size
+        first = start // size
+        return start + self.lookahead <= len(pages) * size and first < len(pages) and self.pool.writable(pages[first])
+
     def _extend(self, sample: Sample, made: Pass, count: int | None = None) -> bool:
         """Reserve pages for `count` more tokens (None: for a decoding pass), all of them its own; False if it was preempted instead."""
         pool, start = self.pool, sample.num_cached
@@ -361,14 +367,20 @@ class Scheduler:
 
     def _keep(self, prompt: Prompt, pages: list[int], num_tokens: int) -> None:
         prompt.pages, prompt.num_kept = self.pool.share(pages), num_tokens
-        self._num_keeping.update(pages)
+        for page in pages:
+            self._num_keeping[page] += 1
         self._kept[prompt] = None
 
     def _drop(self, prompt: Prompt) -> None:
-        self.pool.release(prompt.pages)
-        self._num_keeping.subtract(prompt.pages)
+        self._let_go(prompt.pages)
         prompt.pages, prompt.num_kept = [], 0
         self._kept.pop(prompt, None)
+
+    def _let_go(self, pages: list[int]) -> None:
+        """A prompt no longer keeps these."""
+        self.pool.release(pages)
+        for page in pages:
+            self._num_keeping[page] -= 1
 
     def _num_idle(self, page: int) -> int:
         """How many hold the page without running."""

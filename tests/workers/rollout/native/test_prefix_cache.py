@@ -35,8 +35,10 @@ def test_the_longest_stored_start_is_found_and_what_is_given_up_was_used_longest
             pool.release(pages)
             used |= dict.fromkeys(whole, clock)
         elif rng.random() < 0.7:
-            found = cache.match(ids)
-            expected = [stored[start] for start in whole if start in stored]
+            starts = [node for start, node in known if ids[: len(start)] == start]
+            most = rng.choice([None, rng.randint(0, len(whole))])
+            found = cache.match(ids, most, rng.choice([None, *starts]))
+            expected = [stored[start] for start in whole[:most] if start in stored]
             assert found == expected
             used |= dict.fromkeys(whole[: len(found)], clock)
             if rng.random() < 0.2:

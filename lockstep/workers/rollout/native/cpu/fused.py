@@ -1,11 +1,13 @@
 """FusedBackend: the common families on a CPU, their layers as a few C functions over packed weights.
 
-The weights are copies of the module's, made for the time of one generation. Activations are float32 whatever the weights are. Every
-function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
+The weights are copies of the module's, made for each generation; their memory is given back with the pages. Activations are float32
+whatever the weights are; only what enters a product is rounded where the weights are bfloat16 and the processor multiplies that itself.
+Every function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
 from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, rms_norm
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.memory import PackedMemory
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
 from lockstep.workers.rollout.native.cpu.whole import WholePass
@@ -31,11 +34,9 @@ def fused_library(module: PreTrainedModel) -> Library | None:
     """The functions that FusedBackend needs, if it computes this model on this machine, and faster than PyTorch."""
     if module.device.type != "cpu" or not is_fusable(module):
         return None
-    if module.dtype == torch.bfloat16:
-        # Where the processor multiplies bfloat16 itself, oneDNN's products are ahead of those that widen it first.
-        if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
-            return None
-    elif module.dtype != torch.float32:
+    if module.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return None  # oneDNN multiplies with tiles, these functions do not
+    if module.dtype not in (torch.float32, torch.bfloat16):
         return None
     parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in _linears(layer))]
     # Whatever changes how a layer computes is a class of its own.
@@ -50,18 +51,22 @@ def _linears(layer: Any) -> list[Any]:
     ]
 
 
+Pack = Callable[..., PackedLinear]
+"""PackedLinear of these layers."""
+
+
 class _Layer:
     """One decoder layer's weights."""
 
-    def __init__(self, library: Library, module: PreTrainedModel, layer: Any) -> None:
+    def __init__(self, pack: Pack, module: PreTrainedModel, layer: Any) -> None:
         attention = layer.self_attn
         q, k, v, o, gate, up, down = _linears(layer)
         self.input_norm, self.mlp_norm = _float(layer.input_layernorm), _float(layer.post_attention_layernorm)
-        self.qkv, self.out = PackedLinear(library, [q, k, v]), PackedLinear(library, [o])
+        self.qkv, self.out = pack([q, k, v]), pack([o])
         self.norms = _float(getattr(attention, "q_norm", None)), _float(getattr(attention, "k_norm", None))
         """Of queries and keys (Qwen3)."""
         self.variant = Variant(attention.scaling, sliding_window(module, attention))
-        self.gate_up, self.down = PackedLinear(library, [gate, up], gated=True), PackedLinear(library, [down])
+        self.gate_up, self.down = pack([gate, up], gated=True), pack([down])
 
 
 def _float(norm: Any) -> Any:
@@ -88,13 +93,21 @@ class FusedBackend(PassBackend):
         self._layers: list[_Layer] = []
         self._whole: tuple[KVCache, WholePass] | None = None
         """The pages, and what computes all layers over them: it has their addresses."""
+        self._memory = PackedMemory(library)
+        """Of the packed weights: kept as long as the pages are."""
+
+    def close(self) -> None:
+        super().close()
+        self._memory = PackedMemory(self._library)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         model: Any = self.module.model
-        self._layers = [_Layer(self._library, self.module, layer) for layer in model.layers]
+        self._memory.reuse()
+        pack = partial(PackedLinear, self._library, memory=self._memory, rounds=True)
+        self._layers = [_Layer(pack, self.module, layer) for layer in model.layers]
         self._norm = _float(model.norm)
-        self._head = PackedLinear(self._library, [self.module.lm_head])
+        self._head = pack([self.module.lm_head])
         self._angles = (torch.empty(0), torch.empty(0))
         try:
             yield
@@ -113,8 +126,8 @@ class FusedBackend(PassBackend):
         if self._whole is None or self._whole[0] is not self._cache:
             pages = [Pages(*self._cache.layer(number)) for number in range(len(self._layers))]
             self._whole = self._cache, WholePass(lib, self._layers, pages, (self._heads, kv_heads, dim), self._eps)
-        self._whole[1](hidden, angles, batch, blocks)
-        return self._head(rms_norm(lib, hidden[logits_at], self._norm, self._eps))
+        found = self._whole[1](hidden, angles, batch, blocks, logits_at)
+        return self._head(rms_norm(lib, found, self._norm, self._eps))
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, D / 2] of at least the positions up to `position`; both halves of a head turn alike."""

@@ -21,12 +21,14 @@ _BLOCK_ROWS = 12
 
 
 class Library:
-    """The compiled functions. `page_size` is the only one that they serve; `panel` is how many columns of a weight lie side by side."""
+    """The compiled functions. `page_size` is the only one that they serve; `panel` is how many columns of a weight lie side by side;
+    `has_pairs` says whether they multiply bfloat16 itself."""
 
     def __init__(self, file: Path) -> None:
         self._library = ctypes.CDLL(str(file))
         self.page_size: int = self._library.page_tokens()
         self.panel: int = self._library.panel_columns()
+        self.has_pairs = bool(self._library.has_pairs())
         self._functions: dict[str, Any] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
@@ -73,6 +75,12 @@ def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], gro
         blocks += [(start + i, min(size, count - i), context + i, row) for i in range(0, count, size)]
         start += count
     return torch.tensor(blocks, dtype=torch.int32)
+
+
+def single_blocks(query_lens: Sequence[int], positions: Tensor, wanted: Tensor) -> Tensor:
+    """`attention_blocks` of the tokens `wanted` [W] alone, each by itself; `positions` [N] are those of every token."""
+    rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+    return torch.stack([wanted, torch.ones_like(wanted), positions[wanted], rows[wanted]], 1).int()
 
 
 def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Tensor, variant: Variant) -> Tensor:

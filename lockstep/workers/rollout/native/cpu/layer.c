@@ -8,29 +8,40 @@ INLINE float mean_square(const float *x, int64_t size) {
     return sum / size;
 }
 
-INLINE void normalise(const float *x, const float *weight, float *out, int64_t size, float eps) {
+INLINE void normalise(const float *x, const float *weight, void *out, int64_t at, int64_t size, float eps, const int half) {
     const float factor = 1.0f / sqrtf(mean_square(x, size) + eps);
-    for (int64_t i = 0; i < size; i++) out[i] = weight[i] * (x[i] * factor);
+    for (int64_t i = 0; i < size; i++) put(out, at + i, weight[i] * (x[i] * factor), half);
 }
 
-// out = weight * x / sqrt(mean(x^2) + eps); x, out: [rows, size].
+// out = weight * x / sqrt(mean(x^2) + eps); x, out: [rows, size], out in float32 or (half) bfloat16. Functions with `share` in their name
+// are called by every thread of a team, and wait for nobody.
+void rms_norm_share(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps, int64_t half) {
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < rows; row++) {
+        if (half)
+            normalise(x + row * size, weight, out, row * size, size, eps, 1);
+        else
+            normalise(x + row * size, weight, out, row * size, size, eps, 0);
+    }
+}
+
 void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps, int64_t threads) {
-#pragma omp parallel for num_threads(rows < 32 ? 1 : threads)
-    for (int64_t row = 0; row < rows; row++) normalise(x + row * size, weight, out + row * size, size, eps);
+#pragma omp parallel num_threads(rows < 32 ? 1 : threads)
+    rms_norm_share(x, weight, out, rows, size, eps, 0);
 }
 
 // Rotary positions, in place: the `heads` first heads of x [tokens, stride], each halves (a, b) -> (a cos - b sin, b cos + a sin).
 // cos, sin: [positions, dim / 2]. Before, the first `query_heads` of them are normalised by q_norm and the others by k_norm, where given.
-void rotate(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
-            int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps, int64_t threads) {
+void rotate_share(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
+                  int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps) {
     const int64_t half = dim / 2;
-#pragma omp parallel for num_threads(tokens < 32 ? 1 : threads)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < tokens; i++) {
         const float *c = cos + positions[i] * half, *s = sin + positions[i] * half;
         for (int64_t head = 0; head < heads; head++) {
             float *a = x + i * stride + head * dim, *b = a + half;
             const float *weight = head < query_heads ? q_norm : k_norm;
-            if (weight) normalise(a, weight, a, dim, eps);
+            if (weight) normalise(a, weight, a, 0, dim, eps, 0);
             for (int64_t d = 0; d < half; d++) {
                 const float first = a[d], second = b[d];
                 a[d] = first * c[d] - second * s[d];
@@ -38,6 +49,12 @@ void rotate(float *x, const float *cos, const float *sin, const int64_t *positio
             }
         }
     }
+}
+
+void rotate(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
+            int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps, int64_t threads) {
+#pragma omp parallel num_threads(tokens < 32 ? 1 : threads)
+    rotate_share(x, cos, sin, positions, q_norm, k_norm, stride, tokens, heads, query_heads, dim, eps);
 }
 
 #define CHUNK 256

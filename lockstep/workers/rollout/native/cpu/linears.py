@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
+from lockstep.workers.rollout.native.cpu.memory import PackedMemory
 
-_STORE, _ADD, _GATED = range(3)
+STORE, ADD, GATED = range(3)
+_WHOLE, _WIDENED, _PAIRS = range(3)
 
 
 class PackedLinear:
@@ -22,20 +24,35 @@ class PackedLinear:
     Adapters beside the weights (LoRA) are packed with them, in float32.
 
     With `gated`, for two layers of the same size: x -> silu(first(x)) * second(x). A row's result has the same bits in any batch.
+    The copy is in `memory`, or in memory of its own. With `rounds` x is rounded to bfloat16 where the weights are bfloat16 and the
+    processor multiplies that itself; sums stay float32.
     """
 
-    def __init__(self, library: Library, layers: Sequence[nn.Linear], gated: bool = False) -> None:
+    def __init__(
+        self,
+        library: Library,
+        layers: Sequence[nn.Linear],
+        gated: bool = False,
+        memory: PackedMemory | None = None,
+        rounds: bool = False,
+    ) -> None:
         whole = any(isinstance(layer, AdaptedLinear) for layer in layers)
         weights = [_weight(layer, whole) for layer in layers]
-        if all(weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float()) for weight in weights):
-            weights = [weight.bfloat16() for weight in weights]  # the same numbers, and half of the memory to read
-        assert all(weight.dtype == weights[0].dtype and weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
-        self._library, self._gated, self._half = library, gated, weights[0].dtype == torch.bfloat16
+        dtype, depth = weights[0].dtype, weights[0].shape[1]
+        assert all(weight.dtype == dtype and weight.shape[1] == depth for weight in weights)
+        assert dtype in (torch.float32, torch.bfloat16)
+        self._library, self._gated = library, gated
+        half = dtype == torch.bfloat16
+        if rounds and half and library.has_pairs and depth % 2 == 0:
+            self.kind = _PAIRS
+        else:
+            self.kind = _WIDENED if half or all(_fits_bfloat16(library, weight) for weight in weights) else _WHOLE
         self.columns = len(weights[0]) if gated else sum(map(len, weights))
-        # [panels, 2 halves, lanes, inputs]
-        halves = _halves(weights, library.panel // 2, gated)
-        # In bfloat16 the two halves are the two halves of a 32-bit word.
-        self._panels = (halves.permute(0, 3, 2, 1) if self._half else halves.permute(0, 3, 1, 2)).contiguous()
+        # The addresses of the columns' weights, in the panels' order; 0 where a panel has more columns than there are.
+        rows = _halves([_addresses(weight)[:, None] for weight in weights], library.panel // 2, gated).contiguous()
+        kept = torch.float32 if self.kind == _WHOLE else torch.bfloat16
+        self._panels = (memory or PackedMemory(library)).take((len(rows), depth, library.panel), kept)
+        library.call("pack", rows, self._panels, len(rows), depth, int(half), self.kind)
         self._bias = None
         if any(layer.bias is not None for layer in layers):
             biases = [
@@ -44,42 +61,57 @@ class PackedLinear:
             ]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
 
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Of the panels, and of the bias or 0: for functions that read them while this object is there."""
-        return self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+    def row(self, mode: int) -> list[int]:
+        """`product` of linear.h, of a result that is stored, added, or (gated) neither: for functions that read it while this object is
+        there."""
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        return [self._panels.data_ptr(), bias, self._panels.shape[1], self.columns, self.kind, mode]
 
     @property
     def half(self) -> bool:
         """Whether the weights are bfloat16."""
-        return self._half
+        return self.kind != _WHOLE
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, inputs] float32 -> [N, columns]."""
-        return self._into(x, torch.empty(len(x), self.columns), _GATED if self._gated else _STORE)
+        return self._into(x, torch.empty(len(x), self.columns), GATED if self._gated else STORE)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """out [N, columns] += this layer of x [N, inputs]."""
         assert not self._gated
-        self._into(x, out, _ADD)
+        self._into(x, out, ADD)
 
     def _into(self, x: Tensor, out: Tensor, mode: int) -> Tensor:
         assert x.dtype == out.dtype == torch.float32
         assert x.stride(1) == out.stride(1) == 1
+        if self.kind == _PAIRS:
+            x = x.bfloat16().contiguous()
         rows, depth = x.shape
-        sizes = (x.stride(0), out.stride(0), rows, depth, self.columns, int(self._half), mode)
+        sizes = (x.stride(0), out.stride(0), rows, depth, self.columns, self.kind, mode, 0)
         self._library.call("linear", x, self._panels, self._bias, out, *sizes)
         return out
 
 
 def _weight(layer: nn.Linear, whole: bool) -> Tensor:
     """What is packed of a layer; `whole` in float32, with its adapter in it. That is no rounding that matters: the sums are float32 too."""
-    weight = layer.weight.detach()
+    weight = layer.weight.detach().contiguous()
     if not whole:
         return weight
     if isinstance(layer, AdaptedLinear):
         return torch.addmm(weight.float(), layer.lora_B.detach().float(), layer.lora_A.detach().float(), alpha=layer.scaling)
     return weight.float()
+
+
+def _fits_bfloat16(library: Library, weight: Tensor) -> bool:
+    """Whether bfloat16 holds every number of a float32 weight."""
+    result = torch.zeros(1, dtype=torch.int64)
+    library.call("holds", weight, result, weight.numel())
+    return bool(result)
+
+
+def _addresses(weight: Tensor) -> Tensor:
+    """Of each row."""
+    return weight.data_ptr() + torch.arange(len(weight)) * (weight.shape[1] * weight.element_size())
 
 
 def _halves(weights: Sequence[Tensor], lanes: int, gated: bool) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lockstep.models.cached_attention import Variant
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, single_blocks
+from lockstep.workers.rollout.native.cpu.linears import ADD, GATED, STORE, PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 
 
@@ -37,29 +37,29 @@ class WholePass:
         self._library, self._sizes, self._eps, self._half = library, sizes, eps, pages[0].half
         rows, inner = [], 0
         for layer, own in zip(layers, pages, strict=True):
-            linears = [layer.qkv, layer.out, layer.gate_up, layer.down]
-            norms = [layer.input_norm, layer.mlp_norm, *layer.norms]
-            panels, biases = zip(*(part.addresses for part in linears), strict=True)
-            addresses = [0 if norm is None else norm.data_ptr() for norm in norms]
+            products = [*layer.qkv.row(STORE), *layer.out.row(ADD), *layer.gate_up.row(GATED), *layer.down.row(ADD)]
+            norms = [0 if norm is None else norm.data_ptr() for norm in (layer.input_norm, layer.mlp_norm, *layer.norms)]
             memory = [own.keys.data_ptr(), own.values.data_ptr()]
-            halves = [int(part.half) for part in linears]
-            rows.append([*addresses, *panels, *biases, *memory, *halves, layer.variant.sliding_window or 0])
-            inner = linears[2].columns
+            rows.append([*norms, *products, *memory, layer.variant.sliding_window or 0])
+            inner = layer.gate_up.columns
         self._table, self._inner = torch.tensor(rows, dtype=torch.int64), inner
         (scaling,), dim = {layer.variant.scaling for layer in layers}, sizes[2]
         self._scaling = float(dim**-0.5 if scaling is None else scaling)
 
-    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor) -> None:
-        """hidden [N, size] float32 of the embedded tokens becomes what the layers make of it."""
+    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor, wanted: Tensor) -> Tensor:
+        """What the layers make of hidden [N, size] float32, the embedded tokens, for the tokens `wanted` [W] int64, ascending: [W, size].
+        hidden is overwritten."""
         heads, kv_heads, dim = self._sizes
         tokens, size = hidden.shape
         table = batch.page_table
         assert hidden.is_contiguous()
         assert table.is_contiguous()
         assert table.dtype == blocks.dtype == torch.int32
+        last_blocks = blocks if len(wanted) == tokens else single_blocks(batch.query_lens, batch.positions, wanted)
         scratch = torch.empty(tokens * (size + (2 * heads + 2 * kv_heads) * dim + self._inner))
-        shape = (len(self._table), tokens, len(blocks), table.shape[1], size, self._inner, heads, kv_heads, dim)
+        shape = (len(self._table), tokens, len(blocks), len(wanted), table.shape[1], size, self._inner, heads, kv_heads, dim)
         self._library.call(
-            "decoder_layers", hidden, self._table, *angles, batch.positions, batch.slots, table, blocks, scratch, *shape,
-            self._half, self._scaling, self._eps,
+            "decoder_layers", hidden, self._table, *angles, batch.positions, batch.slots, table, blocks, wanted, last_blocks,
+            scratch, *shape, self._half, self._scaling, self._eps,
         )  # fmt: skip
+        return hidden[: len(wanted)]

@@ -57,7 +57,9 @@ class GPUBackend(Backend):
     ) -> None:
         assert shape.page_size == self.page_size
         self._module, self._shape, self._own_weights, self.in_one_shape = module, shape, own_weights, batch_invariant
-        self._gpu_memory_utilization, self._fused = gpu_memory_utilization, fused and is_fusable(module)
+        self._gpu_memory_utilization = gpu_memory_utilization
+        # Grouped products on a GPU are of bfloat16.
+        self._fused = fused and is_fusable(module, mixtures=shape.dtype == torch.bfloat16)
         self._device = module.device
         self._cache: KVCache | None = None
         self._seated: _Seated | None = None
@@ -114,7 +116,7 @@ class GPUBackend(Backend):
         sizes = [size for size in buckets(seats) if size == bucket(seats) or not self.in_one_shape]
         for size in sizes:
             with_shared = shares and not self.in_one_shape and num_splits(size, heads) == 1
-            runner.warm_up([(size, make_filter(sampling), shared, False) for shared in (False, True)[: 1 + with_shared]])
+            runner.warm_up([(size, make_filter(sampling), shared, False, False) for shared in (False, True)[: 1 + with_shared]])
 
     def _seat(self, cache: KVCache, max_num_seqs: int, width: int, seen: bool) -> _Seated:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""

@@ -49,12 +49,13 @@ def block_attention(
     if splits > 1:
         part = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=query.device)
         part_max, part_sum = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=query.device)
+    queries = max(16, triton.next_power_of_2(tokens * group))
     _attend_block[(blocks, kv_heads, splits)](
         query, k_pages, v_pages, page_table, context_lens, out, part, part_max, part_sum,
         query.stride(0), query.stride(1), page_table.stride(0), scale, window or 0,
-        TOKENS=tokens, KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(tokens * group)), D=dim, DP=padded,
+        TOKENS=tokens, KV_HEADS=kv_heads, GROUP=group, ROWS=queries, D=dim, DP=padded,
         PAGE=page_size, TILE=max(16, min(page_size, 16384 // (padded * query.element_size()))), SPLITS=splits,
-        WINDOW=window is not None, EXACT=query.dtype == torch.float32, num_warps=4, num_stages=2,
+        WINDOW=window is not None, EXACT=query.dtype == torch.float32, num_warps=4 if queries <= 64 else 8, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         join_splits(part, part_max, part_sum, out)
@@ -90,33 +91,36 @@ def _attend_block(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
-    offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
-    for start in range(low, high, TILE):
-        page = tl.load(TABLE + block * stride_table + start // PAGE).to(tl.int64)
-        base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
+    table = TABLE + block * stride_table
+    keys = KP + kv_head * D + t[:, None] * (KV_HEADS * D) + d[None, :]
+    values = VP + kv_head * D + t[:, None] * (KV_HEADS * D) + d[None, :]
+    # What all tokens of the block see is most of it, and needs no mask.
+    seen_by_all = low
+    if not WINDOW:
+        seen_by_all = tl.maximum(tl.minimum(high, tl.min(tl.where(inside, end, last), 0)) // TILE * TILE, low)
+    for start in range(low, seen_by_all, TILE):
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        base = (page * PAGE + start % PAGE) * (KV_HEADS * D)
+        if D == DP:
+            k = tl.load(keys + base)
+            v = tl.load(values + base)
+        else:
+            k = tl.load(keys + base, mask=(d < D)[None, :], other=0.0)
+            v = tl.load(values + base, mask=(d < D)[None, :], other=0.0)
+        score = _scores(q, k, scale, EXACT)
+        peak, total, acc = _add_tile(score, v, peak, total, acc, EXACT)
+    for start in range(seen_by_all, high, TILE):
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        base = (page * PAGE + start % PAGE) * (KV_HEADS * D)
         place = start + t
         kv_mask = (place < high)[:, None] & (d < D)[None, :]
         seen = (place < high)[None, :] & (place[None, :] < end[:, None])
         if WINDOW:
             seen = seen & (place[None, :] >= (end - window)[:, None])
-        k = tl.load(KP + base + offsets, mask=kv_mask, other=0.0)
-        if EXACT:
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        else:
-            score = tl.dot(q, tl.trans(k)) * scale
-        score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        # While a row has seen nothing its peak is -inf: the factors are of zeros.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(peak - safe)
-        total = total * fade + tl.sum(weight, 1)
-        v = tl.load(VP + base + offsets, mask=kv_mask, other=0.0)
-        if EXACT:
-            acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None])
-        peak = new_peak
+        k = tl.load(keys + base, mask=kv_mask, other=0.0)
+        v = tl.load(values + base, mask=kv_mask, other=0.0)
+        score = tl.where(seen, _scores(q, k, scale, EXACT), float("-inf"))
+        peak, total, acc = _add_tile(score, v, peak, total, acc, EXACT)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     if SPLITS > 1:
         i = (tl.program_id(2) * tl.num_programs(0) * TOKENS + row) * HEADS + head
@@ -126,3 +130,29 @@ def _attend_block(
     else:
         out = acc / total[:, None]
         tl.store(OUT + (row * HEADS + head)[:, None] * D + d[None, :], out.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scores(q, k, scale, EXACT: tl.constexpr):
+    """As powers of two."""
+    if EXACT:
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        score = tl.dot(q, tl.trans(k))
+    return score * scale * 1.4426950408889634
+
+
+@triton.jit
+def _add_tile(score, v, peak, total, acc, EXACT: tl.constexpr):
+    """The state with one more tile of keys and values."""
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    # While a row has seen nothing its peak is -inf: the factors are of zeros.
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = tl.exp2(score - safe[:, None])
+    fade = tl.exp2(peak - safe)
+    total = total * fade + tl.sum(weight, 1)
+    if EXACT:
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    else:
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None])
+    return new_peak, total, acc

@@ -2,9 +2,10 @@
 # (Triton kernels take no Python types.)
 """FusedDecoder: the common families with one matrix product for q, k, v and one for gate, up, and a few small Triton kernels.
 
-Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP. The parameters are the Hugging
-Face module's own; only the order of the arithmetic is written here. Results are rounded where training rounds them
-(models/fast_layers.py), and the residual stream is float32. Every other family goes through `hf_layers.py`.
+Llama, Mistral, Qwen2 and Qwen3 share one layer: norm, attention with rotary positions, norm, gated MLP; in Mixtral and Qwen3-MoE the MLP
+is a mixture of experts (models/expert_kernels.py). The parameters are the Hugging Face module's own; only the order of the arithmetic is
+written here. Results are rounded where training rounds them (models/fast_layers.py), and the residual stream is float32. Every other
+family goes through `hf_layers.py`.
 """
 
 from collections.abc import Sequence
@@ -19,47 +20,43 @@ from transformers import PreTrainedModel
 
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import Variant, sliding_window
-from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
+from lockstep.models.expert_kernels import experts_product, pairs_of
+from lockstep.models.fast_layers import is_mixture
+from lockstep.models.linear_parts import added
+from lockstep.models.routers import routers
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_splits, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
-from lockstep.workers.rollout.native.gpu.low_rank import adapted_product
+from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
 
 
 def fuse_projections(module: PreTrainedModel) -> None:
-    """Move q, k, v and gate, up of each layer into one storage each; the parameters become views of it. No second copy stays. Adapters'
-    A lie behind the weights of their layers, B end to end.
+    """Move q, k, v and gate, up of each layer into one storage each, those with adapters as `low_rank.lay_out` does; the parameters become
+    views of it. No second copy stays.
 
     Only for a module whose parameters are its own: a trainer's would no longer be the tensors that its optimizer holds.
     """
     for layer in module.model.layers:
-        for parameters in _groups(layer):
-            if parameters[0] is not None and _joined(parameters) is None:
-                whole = torch.cat([p.data for p in parameters])
-                for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
-                    parameter.data = part
+        for linears in _groups(layer):
+            groups = [[linear.bias for linear in linears]]
+            if any(isinstance(linear, AdaptedLinear) for linear in linears):
+                lay_out(linears)
+            else:
+                groups.append([linear.weight for linear in linears])
+            for parameters in groups:
+                if parameters[0] is not None and _joined(parameters) is None:
+                    whole = torch.cat([p.data for p in parameters])
+                    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+                        parameter.data = part
 
 
 def _groups(layer: Any) -> list[list[Any]]:
+    """The layers of one input."""
     attention, mlp = layer.self_attn, layer.mlp
-    groups: list[list[Any]] = []
-    for linears in (
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [attention.o_proj],
-        [mlp.down_proj],
-    ):
-        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        if _adapted(linears):
-            groups += [weights + [linear.lora_A for linear in linears], [linear.lora_B for linear in linears], biases]
-        elif len(linears) > 1:
-            groups += [weights, biases]
-    return groups
-
-
-def _adapted(linears: Sequence[Any]) -> bool:
-    return all(isinstance(linear, AdaptedLinear) for linear in linears)
+    of_mlp = [] if is_mixture(mlp) else [[mlp.gate_proj, mlp.up_proj]]
+    return [[attention.q_proj, attention.k_proj, attention.v_proj], *of_mlp]
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor | None:
@@ -84,6 +81,7 @@ class FusedDecoder:
         self._eps: float = config.rms_norm_eps
         self.num_heads: int = config.num_attention_heads
         self._kv_heads, self._dim = cache.shape.num_kv_heads, cache.shape.head_dim
+        self._routers = {router: number for number, router in enumerate(routers(module))}
         self.block = block_size(self.num_heads, self._kv_heads)
         """Tokens of a block in `hidden`."""
         positions = torch.arange(max_positions, device=cache.pool.device)[None]
@@ -100,9 +98,10 @@ class FusedDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None,
+        long: bool = False,
     ) -> Tensor:
-        """[rows, vocabulary] float32 after one new token for each row."""
-        return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared))
+        """[rows, vocabulary] float32 after one new token for each row. `long`: see `num_splits`."""
+        return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared, long))
 
     def hidden(
         self,
@@ -112,14 +111,16 @@ class FusedDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None = None,
+        long: bool = False,
     ) -> Tensor:
         """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
+        options: dict[str, Any] = {"shared": shared, "splits": num_splits(len(tokens), self._kv_heads, long)}
 
         def attend(number: int, attention: Any, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
             pages, window = self._cache.layer(number), sliding_window(self._module, attention)
             if len(page_table) < len(query):
                 return block_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window)
-            return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, shared=shared)
+            return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, **options)
 
         return self._layers(tokens, positions, slots, attend)
 
@@ -143,14 +144,27 @@ class FusedDecoder:
         update = None
         for number, layer in enumerate(self._model.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            x = self._add_norm(hidden, update, layer.input_layernorm.weight)
-            qkv, bias = _project(x, [attention.q_proj, attention.k_proj, attention.v_proj], few)
+            groups = _groups(layer)
+            x = self._add_norm(hidden, update, layer.input_layernorm.weight, room_for(groups[0]))
+            qkv, bias = _project(x, groups[0], few)
             query, key, value = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             out = attend(number, attention, query, key, value).flatten(1)
             update = _add_linear(hidden, out, attention.o_proj, few)
-            x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight)
-            update = _add_linear(hidden, _gated(x, mlp, few), mlp.down_proj, few)
+            x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight, sum(map(room_for, groups[1:])))
+            update = None
+            if is_mixture(mlp):
+                self._add_experts(hidden, x, mlp, slots)
+            else:
+                update = _add_linear(hidden, _gated(x, mlp, few), mlp.down_proj, few)
         return self._add_norm(hidden, update, self._model.norm.weight)
+
+    def _add_experts(self, hidden: Tensor, x: Tensor, mlp: Any, slots: Tensor) -> None:
+        _, weights, chosen = mlp.gate(x)
+        if self._cache.experts is not None:
+            self._cache.experts.flatten(0, 1)[slots, self._routers[mlp.gate]] = chosen.to(torch.int16)
+        experts = mlp.experts
+        pairs = pairs_of(chosen, experts.num_experts)
+        experts_product(hidden, x, pairs, weights, experts.gate_up_proj, experts.down_proj, out=hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] float32."""
@@ -159,14 +173,14 @@ class FusedDecoder:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
         return F.linear(hidden, weight).float()
 
-    def _add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> Tensor:
-        """hidden (float32) += update, in place; returns RMSNorm(hidden) * weight in the weight's type. `update` [N, hidden], or
-        [parts, N, hidden] that add up to it."""
-        out = torch.empty_like(hidden, dtype=weight.dtype)
+    def _add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, room: int = 0) -> Tensor:
+        """hidden (float32) += update, in place; returns RMSNorm(hidden) * weight in the weight's type, with `room` columns behind it.
+        `update` [N, hidden], or [parts, N, hidden] that add up to it."""
         size = hidden.shape[1]
+        out = torch.empty(len(hidden), size + room, dtype=weight.dtype, device=hidden.device)
         parts = 0 if update is None else update.shape[0] if update.dim() == 3 else 1
         _add_norm_kernel[(len(hidden),)](
-            hidden, hidden if update is None else update, weight, out, self._eps, hidden.numel(),
+            hidden, hidden if update is None else update, weight, out, self._eps, hidden.numel(), out.stride(0),
             N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=4,
         )  # fmt: skip
         return out
@@ -195,51 +209,46 @@ class FusedDecoder:
         return query, key, value
 
 
+def _weight_of(x: Tensor, linears: Sequence[Any]) -> Tensor | None:
+    """What x is multiplied with to get the linear maps of it side by side, where that is one tensor."""
+    if room_for(linears):
+        return joint(x, linears)
+    if any(isinstance(linear, AdaptedLinear) for linear in linears):
+        return None
+    return _joined([linear.weight for linear in linears])
+
+
 def _project(x: Tensor, linears: Sequence[Any], few: bool) -> tuple[Tensor, Tensor | None]:
     """The linear maps of one input, side by side, in one product where their weights lie together; with few rows in parts, and the bias
-    that is still to be added."""
-    weight = _joined([linear.weight for linear in linears])
-    if any(isinstance(linear, AdaptedLinear) for linear in linears):
-        made = adapted_product(x, linears, _joined, _product(few)) if _adapted(linears) else None
-        return torch.cat([linear(x) for linear in linears], dim=-1) if made is None else made, None
+    that is still to be added. x has `room_for` what its product needs."""
+    weight = _weight_of(x, linears)
     if weight is None:
         return torch.cat([linear(x) for linear in linears], dim=-1), None
     bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
     return (partial_products(x, weight), bias) if few else (F.linear(x, weight, bias), None)
 
 
-def _product(few: bool) -> Any:
-    """A product that is to be finished by another kernel."""
-    return partial_products if few else F.linear
-
-
 def _add_linear(hidden: Tensor, x: Tensor, linear: Any, few: bool) -> Tensor | None:
     """Add the linear map of x to `hidden`; or return it, in parts that add up to it with few rows, for the next kernel to add."""
-    if isinstance(linear, AdaptedLinear):
-        made = adapted_product(x, [linear], _joined, _product(few))
-        return linear(x) if made is None else made
     if linear.bias is not None:
-        return F.linear(x, linear.weight, linear.bias)
-    if few:
-        return partial_products(x, linear.weight)
-    if x.dtype == hidden.dtype:
-        hidden.addmm_(x, linear.weight.t())
-    else:
-        torch.addmm(hidden, x, linear.weight.t(), out_dtype=hidden.dtype, out=hidden)
-    return None
+        return linear(x)
+    update = partial_products(x, linear.weight) if few else None
+    if update is None:
+        added(hidden, x, linear.weight, out=hidden)
+    if isinstance(linear, AdaptedLinear):
+        small = torch.addmm(x.new_empty(1), x, linear.lora_A.t(), beta=0, alpha=linear.scaling)
+        added(hidden, small, linear.lora_B, out=hidden)
+    return update
 
 
 def _gated(x: Tensor, mlp: Any, few: bool) -> Tensor:
     """silu(gate(x)) * up(x)."""
-    if _adapted([mlp.gate_proj, mlp.up_proj]):
-        made = adapted_product(x, [mlp.gate_proj, mlp.up_proj], _joined, _product(few), gated=True)
-        if made is not None:
-            return made
-    weight = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
-    plain = not any(isinstance(linear, AdaptedLinear) for linear in (mlp.gate_proj, mlp.up_proj))
-    if few and plain and weight is not None and mlp.gate_proj.bias is None:
-        return gated_product(x, weight)
-    gate_up, _ = _project(x, [mlp.gate_proj, mlp.up_proj], few=False)
+    linears = [mlp.gate_proj, mlp.up_proj]
+    if few and mlp.gate_proj.bias is None:
+        weight = _weight_of(x, linears)
+        if weight is not None:
+            return gated_product(x, weight)
+    gate_up, _ = _project(x, linears, few=False)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     _gate_kernel[(rows, triton.cdiv(size, 2048))](gate_up, out, N=size, BLOCK=2048, num_warps=4)
@@ -247,7 +256,7 @@ def _gated(x: Tensor, mlp: Any, few: bool) -> Tensor:
 
 
 @triton.jit
-def _add_norm_kernel(H, U, W, OUT, eps, stride_part, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _add_norm_kernel(H, U, W, OUT, eps, stride_part, stride_out, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < N
@@ -260,7 +269,7 @@ def _add_norm_kernel(H, U, W, OUT, eps, stride_part, N: tl.constexpr, BLOCK: tl.
         tl.store(H + row * N + i, h, mask=inside)
     scale = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
     w = tl.load(W + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * N + i, (h * scale * w).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(OUT + row * stride_out + i, (h * scale * w).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -34,6 +34,8 @@ from lockstep.workers.rollout.native.pages import KVCache
 from lockstep.workers.rollout.native.scheduler import PENDING, PassRow, Sample, Scheduler
 from lockstep.workers.rollout.native.scores import places_of, scored_rows, take_scores, with_drawn
 
+_LONG = 1024
+"""Contexts from which on they are cut into more parts."""
 _WORTH_SHARING = 0.1
 """Shared prefixes are read together when that saves this share of all keys and values."""
 
@@ -131,6 +133,8 @@ class GenerationLoop:
         if planned.copies:
             targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
             copy_pages(self._cache.pool, sources, targets)
+            if self._cache.experts is not None:
+                self._cache.experts[targets] = self._cache.experts[sources]
         seats = {id(seat.sample): seat for seat in self._seats if seat.goes_on}
         leave = 1
         if planned.rows and all(id(row.sample) in seats for row in planned.rows):
@@ -167,7 +171,10 @@ class GenerationLoop:
         left = [seat.sample.limits.max_tokens - len(seat.sample.tokens) for seat in self._seats]
         count = min(self._scheduler.lookahead, max(left))
         size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
-        self._runner.steps(size, count, self._keep, self._share_prefixes(), self._keeps_top)
+        shares = self._share_prefixes()
+        # Only in a stream, as in `_prefill`.
+        longest = 0 if self._scheduler.longest is None or self._batch_invariant else max(len(seat.sample) for seat in self._seats)
+        self._runner.steps(size, count, self._keep, shares, self._keeps_top, longest >= _LONG and not shares)
         for seat, remaining in zip(list(self._seats), left, strict=True):
             self._promise(seat.sample, min(count, remaining))
         self._send_outputs()
@@ -271,22 +278,20 @@ class GenerationLoop:
 
     def _update_page_table(self) -> None:
         """Tell the device which pages its rows have got."""
-        changes: list[np.ndarray] = []
+        changes: tuple[list[int], list[int], list[int]] = [], [], []  # row, column, page
         page_size = self._cache.shape.page_size
         for row, seat in enumerate(self._seats):
             known, held = seat.known, seat.held
             # Only the page that the next token falls into can have been replaced, by a copy of its own.
-            start = min(seat.sample.num_cached // page_size, len(known))
-            if start < len(known) and known[start] == held[start]:
+            start = seat.sample.num_cached // page_size
+            if start >= len(known) or known[start] == held[start]:
                 start = len(known)
-            if not known:
-                start = 0
             if start < len(held):
-                columns = np.arange(start, len(held))
-                changes.append(np.stack([np.full_like(columns, row), columns, np.array(held[start:])]))
+                for whole, own in zip(changes, ([row] * (len(held) - start), range(start, len(held)), held[start:]), strict=True):
+                    whole.extend(own)
                 seat.known = list(held)
-        if changes:
-            row_index, column_index, pages = self._upload(np.concatenate(changes, axis=1))
+        if changes[0]:
+            row_index, column_index, pages = self._upload(np.array(changes))
             self._rows.page_table[row_index, column_index] = pages.int()
 
     def _share_prefixes(self) -> bool:
@@ -369,21 +374,20 @@ class GenerationLoop:
             interval = self._in_flight.popleft()
             if interval.ready is not None:
                 interval.ready.synchronize()
-            generated, done, tokens, log_probs = read_outputs(interval.outputs[0])
-            for row, seat in enumerate(interval.seats):
-                sample, start, end = seat.sample, seat.read, generated[row]
+            read = read_outputs(interval.outputs[0], [seat.read for seat in interval.seats])
+            for row, (seat, end, done, tokens, log_probs) in enumerate(zip(interval.seats, *read, strict=True)):
+                sample, start = seat.sample, seat.read
                 if seat.over or end == start:
                     continue
-                places = [place % RING for place in range(start, end)]
                 for one in running[-1:]:
                     one.written += end - start
-                sample.tokens[start:end] = [tokens[row][place] for place in places]
-                sample.log_probs[start:end] = [log_probs[row][place] for place in places]
+                sample.tokens[start:end] = tokens[: end - start]
+                sample.log_probs[start:end] = log_probs[: end - start]
                 if sample.scores is not None and sample.scores.top:
-                    _take_top(sample, start, places, *(tensor[row] for tensor in interval.outputs[1:]))
+                    _take_top(sample, start, end, *(tensor[row] for tensor in interval.outputs[1:]))
                 seat.read = end
                 left = len(sample.tokens) >= sample.limits.max_tokens  # it left the scheduler when its last token was promised
-                reason = sample.find_end(start, end, done[row] != NOT_FINITE)
+                reason = sample.find_end(start, end, done != NOT_FINITE)
                 if reason is None:
                     if sample.streams:
                         yield sample, None
@@ -402,10 +406,11 @@ def _options(params: SamplingParams) -> tuple[tuple[int, int], tuple[float, ...]
     return (0, params.top_k), (1.0 / params.temperature, params.top_p, params.min_p, *penalties)
 
 
-def _take_top(sample: Sample, start: int, places: list[int], ids: Tensor, log_probs: Tensor) -> None:
-    """The most likely tokens at `places` of a row's ring, from its token `start` on."""
+def _take_top(sample: Sample, start: int, end: int, ids: Tensor, log_probs: Tensor) -> None:
+    """The most likely tokens at the places of its tokens from `start` to `end`, out of its row's ring."""
     assert sample.scores is not None
-    for token, place in enumerate(places, start):
+    for token in range(start, end):
+        place = token % RING
         top = list(zip(ids[place].tolist(), log_probs[place].tolist(), strict=True))[: sample.scores.top]
         sample.scores.response.append(with_drawn(top, sample.tokens[token], sample.log_probs[token]))
 

@@ -7,6 +7,7 @@ with no context and the scratch page; padding rows are copies of it. The host ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,9 +173,11 @@ class RowState:
             self.top_log_probs = torch.zeros(shape, device=device)
 
 
-def read_outputs(sent: Tensor) -> tuple[list[int], list[int], list[list[int]], list[list[float]]]:
-    """`generated`, `done`, `out_tokens` and `out_log_probs` of the rows, from what `RowState.outputs` has sent."""
+def read_outputs(sent: Tensor, starts: Sequence[int]) -> tuple[list[int], list[int], list[list[int]], list[list[float]]]:
+    """`generated` and `done` of the rows, from what `RowState.outputs` has sent, and RING of the tokens and log-probs of each: row i's from
+    token number `starts[i]` on, of which those before `generated` mean something."""
     count = len(sent) // (2 + 2 * RING)
     generated, done, tokens, log_probs = np.split(sent.numpy(), [count, 2 * count, (2 + RING) * count])
-    shape = count, RING
-    return generated.tolist(), done.tolist(), tokens.reshape(shape).tolist(), log_probs.view(np.float32).reshape(shape).tolist()
+    places = (np.array(starts, dtype=np.int64)[:, None] + np.arange(RING)) % RING
+    tokens, log_probs = (np.take_along_axis(each.reshape(count, RING), places, axis=1) for each in (tokens, log_probs))
+    return generated.tolist(), done.tolist(), tokens.tolist(), log_probs.view(np.float32).tolist()

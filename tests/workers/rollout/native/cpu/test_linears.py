@@ -72,7 +72,7 @@ def test_packed_layers_compute_what_pytorch_computes_in_float64(compiled: Librar
     everything = torch.randn(210, 77)
     one, other = (F.linear(everything.double(), x.weight.double(), x.bias.double() if bias else None) for x in (first, second))
     base = torch.randn(210, 100)
-    for rows in (*range(1, 14), 97, 210):
+    for rows in (*range(1, 14), 25, 97, 210):
         x = everything[:rows]
         torch.testing.assert_close(both(x).double(), torch.cat([one, other], 1)[:rows], atol=2e-5, rtol=0)
         torch.testing.assert_close(gated(x).double(), (F.silu(one) * other)[:rows], atol=2e-5, rtol=0)
@@ -117,6 +117,33 @@ def test_float32_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_s
     assert exact.half
     assert not whole.half
     assert torch.equal(exact(x), whole(x)[:, :50])
+
+
+@pytest.mark.parametrize("depth", [78, 300])
+@torch.no_grad()
+def test_products_of_bfloat16_round_what_enters_them_and_nothing_else(compiled: Library, depth: int) -> None:
+    """Within 2e-5 of the rounded rows' sums in float64; a row has the same bits whatever the other rows are. An odd number of inputs has no
+    pairs and rounds nothing."""
+    if not compiled.has_pairs:
+        pytest.skip("this processor does not multiply bfloat16")
+    torch.manual_seed(0)
+    first, second = (nn.Linear(depth, 50, dtype=torch.bfloat16) for _ in range(2))
+    both, gated = (PackedLinear(compiled, [first, second], gated, rounds=True) for gated in (False, True))
+    everything = torch.randn(100, depth)
+    one, other = (F.linear(everything.bfloat16().double(), x.weight.double(), x.bias.double()) for x in (first, second))
+    whole = both(everything)
+    for rows in (*range(1, 14), 97, 100):
+        x = everything[:rows]
+        torch.testing.assert_close(both(x).double(), torch.cat([one, other], 1)[:rows], atol=2e-5, rtol=0)
+        torch.testing.assert_close(gated(x).double(), (F.silu(one) * other)[:rows], atol=2e-5, rtol=0)
+        assert torch.equal(both(x), whole[:rows])
+    out = torch.ones(100, 100)
+    both.add_to(out, everything)
+    torch.testing.assert_close(out, 1 + whole)
+    odd = nn.Linear(depth - 1, 50, dtype=torch.bfloat16)
+    exact = F.linear(everything[:, 1:].double(), odd.weight.double(), odd.bias.double())
+    found = PackedLinear(compiled, [odd], rounds=True)(everything[:, 1:])
+    torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=0)
 
 
 def adapted(inputs: int, outputs: int, rank: int, bias: bool, dtype: torch.dtype) -> AdaptedLinear:

@@ -22,7 +22,7 @@ class OneAfterAnother:
     def __init__(self, library: Library, layers: list[Any], pages: list[Pages], sizes: tuple[int, int, int], eps: float) -> None:
         self.library, self.layers, self.pages, self.sizes, self.eps = library, layers, pages, sizes, eps
 
-    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor) -> None:
+    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor, wanted: Tensor) -> Tensor:
         (heads, kv_heads, dim), lib = self.sizes, self.library
         OneAfterAnother.calls += 1
         for layer, pages in zip(self.layers, self.pages, strict=True):
@@ -33,6 +33,7 @@ class OneAfterAnother:
             seen = attend(lib, query, pages, batch.page_table, blocks, layer.variant)
             layer.out.add_to(hidden, seen.flatten(1))
             layer.down.add_to(hidden, layer.gate_up(rms_norm(lib, hidden, layer.mlp_norm, self.eps)))
+        return hidden[wanted]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,8 +42,7 @@ def test_all_layers_in_one_call_have_the_bits_of_one_after_another(
     tmp_path: Path, model_type: str, dtype: torch.dtype, compiled: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a bias, with norms of heads, with a window."""
-    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     path = save_tiny_model(tmp_path, model_type, **FAMILIES[model_type])
 
     def generate() -> list[object]:
@@ -56,3 +56,21 @@ def test_all_layers_in_one_call_have_the_bits_of_one_after_another(
     monkeypatch.setattr(fused, "WholePass", OneAfterAnother)
     assert generate() == whole
     assert OneAfterAnother.calls
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_that_wait_for_one_another_give_the_bits_of_one(tmp_path: Path, compiled: Library, threads: int) -> None:
+    """More threads than key heads, than rows, and than many machines have processors; prompts that end in a pass and prompts that do not."""
+    path = save_tiny_model(tmp_path, "qwen2", **FAMILIES["qwen2"])
+
+    def generate(threads: int) -> list[object]:
+        torch.set_num_threads(threads)
+        try:
+            rollout = make_rollout(path, max_num_batched_tokens=16)
+            done = rollout.generate(make_requests(9), sampling(stop_token_ids=(), max_tokens=20))
+        finally:
+            torch.set_num_threads(1)
+        assert isinstance(rollout.backend, fused.FusedBackend)
+        return [ids_of(done), [c.log_probs.tolist() for c in done]]
+
+    assert generate(threads) == generate(1)

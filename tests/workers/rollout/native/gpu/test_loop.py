@@ -154,4 +154,4 @@ def test_a_warm_up_computes_every_step_that_is_met_and_changes_no_token(
     assert [c.ids.tolist() for c in before] == [c.ids.tolist() for c in found[:2]]
     assert met <= warm
     assert {size for size, *_ in met} == set(runner.buckets(40)[:1] if batch_invariant else runner.buckets(40))
-    assert {shared for _, _, shared, _ in met} == ({False} if batch_invariant else {False, True})
+    assert {shared for _, _, shared, *_ in met} == ({False} if batch_invariant else {False, True})

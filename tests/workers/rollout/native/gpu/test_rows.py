@@ -33,12 +33,14 @@ def test_numbers_arrive_at_their_rows_and_nowhere_else(first: int, count: int, s
     assert state.key[here].tolist() == longs[1].tolist()
 
 
-@given(count=st.integers(0, 6))
-def test_outputs_are_read_as_they_were(count: int) -> None:
-    state = make()
-    found = rows.read_outputs(state.outputs(count))
-    parts = state.generated, state.done, state.out_tokens, state.out_log_probs
-    assert list(found) == [part[:count].tolist() for part in parts]
+@given(starts=st.lists(st.integers(0, 5 * rows.RING), max_size=6))
+def test_outputs_are_read_as_they_were_from_the_first_that_is_new(starts: list[int]) -> None:
+    state, count = make(), len(starts)
+    generated, done, *rings = rows.read_outputs(state.outputs(count), starts)
+    assert [generated, done] == [state.generated[:count].tolist(), state.done[:count].tolist()]
+    for found, ring in zip(rings, (state.out_tokens, state.out_log_probs), strict=True):
+        kept = ring.tolist()
+        assert found == [[kept[row][(start + i) % rows.RING] for i in range(rows.RING)] for row, start in enumerate(starts)]
 
 
 def test_cleared_rows_are_copies_of_the_scratch_row() -> None:
