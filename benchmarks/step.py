@@ -41,7 +41,7 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.memory import place_models
-from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo import critic_stages, stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -204,15 +204,15 @@ def _step(
         stages.shape_rewards(batch, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
         if critic is not None and options.values:
             with timer.stage("values"):
-                stages.values(critic, batch)
+                critic_stages.values(critic, batch)
         elif critic is not None:
             with timer.stage("update_critic"):
-                metrics |= stages.learn_values(critic, batch, estimation)
+                metrics |= critic_stages.learn_values(critic, batch, estimation)
         with timer.stage("adv"):
             stages.estimate(batch, estimation)
         if critic is not None and options.values:
             with timer.stage("update_critic"):
-                metrics |= stages.update_critic(critic, batch, rows)
+                metrics |= critic_stages.update_critic(critic, batch, rows)
         with timer.stage("update_actor"):
             metrics |= stages.update_actor(actor, batch, rows, PolicyUpdate.of(policy.actor))[0]
     print(f"step {step}: " + "  ".join(f"{name} {seconds:.3f} s" for name, seconds in timer.seconds.items()), flush=True)
