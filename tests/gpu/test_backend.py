@@ -269,7 +269,7 @@ def test_graphs_that_are_captured_ahead_give_the_same_tokens():
     want, _ = generate(backend, random_prompts(), [30])
     runner = backend._seated.runner
     runner.forget()
-    kinds = [(size, None, False, False) for size in (64, 16, 8, 48)]
+    kinds = [(size, None, False, False, False) for size in (64, 16, 8, 48)]
     runner.warm_up(kinds[1:3])
     found = []
     for _ in range(3):

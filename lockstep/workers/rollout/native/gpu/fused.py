@@ -28,7 +28,7 @@ from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_sp
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
-from lockstep.workers.rollout.native.gpu.new_token import NewToken, cuts
+from lockstep.workers.rollout.native.gpu.new_token import MOST_PAIRS, NewToken, cuts
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
 
@@ -106,11 +106,9 @@ class FusedDecoder:
         long: bool = False,
     ) -> Tensor:
         """[rows, vocabulary] float32 after one new token for each row, all of them of different sequences. `long`: see `num_splits`."""
-        splits = cuts(len(tokens), self._kv_heads)
-        if splits == 1:
+        if len(tokens) * self._kv_heads > MOST_PAIRS:
             return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared, long))
-        if long:
-            splits = max(splits, num_splits(len(tokens), self._kv_heads, long))
+        splits = num_splits(len(tokens), self._kv_heads, long) if long else cuts(len(tokens), self._kv_heads)
 
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             norms = (attention.q_norm.weight, attention.k_norm.weight) if _has_norms(attention) else None
@@ -132,15 +130,14 @@ class FusedDecoder:
         long: bool = False,
     ) -> Tensor:
         """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
-        splits = num_splits(len(tokens), self._kv_heads, long)
+        options: dict[str, Any] = {"shared": shared, "splits": num_splits(len(tokens), self._kv_heads, long)}
 
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             query, _, _ = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
-            pages, window = self._cache.layer(number), sliding_window(self._module, attention)
-            options: dict[str, Any] = {"scale": attention.scaling, "window": window}
+            pages, own = self._cache.layer(number), {"scale": attention.scaling, "window": sliding_window(self._module, attention)}
             if len(page_table) < len(query):
-                return block_attention(query, *pages, page_table, context_lens, **options).flatten(1)
-            return paged_attention(query, *pages, page_table, context_lens, **options, shared=shared, splits=splits).flatten(1)
+                return block_attention(query, *pages, page_table, context_lens, **own).flatten(1)
+            return paged_attention(query, *pages, page_table, context_lens, **own, **options).flatten(1)
 
         return self._layers(tokens, slots, attend)
 
@@ -228,6 +225,11 @@ class FusedDecoder:
         return query, key, value
 
 
+def _has_norms(attention: Any) -> bool:
+    """Whether heads are normed before they are rotated (Qwen3)."""
+    return getattr(attention, "q_norm", None) is not None
+
+
 def _weight_of(x: Tensor, linears: Sequence[Any]) -> Tensor | None:
     """What x is multiplied with to get the linear maps of it side by side, where that is one tensor."""
     if room_for(linears):
@@ -235,11 +237,6 @@ def _weight_of(x: Tensor, linears: Sequence[Any]) -> Tensor | None:
     if any(isinstance(linear, AdaptedLinear) for linear in linears):
         return None
     return _joined([linear.weight for linear in linears])
-
-
-def _has_norms(attention: Any) -> bool:
-    """Whether heads are normed before they are rotated (Qwen3)."""
-    return getattr(attention, "q_norm", None) is not None
 
 
 def _project(x: Tensor, linears: Sequence[Any], few: bool) -> tuple[Tensor, Tensor | None]:

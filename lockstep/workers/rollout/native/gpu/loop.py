@@ -375,7 +375,7 @@ class GenerationLoop:
             return
         heads, kinds = self._cache.shape.num_kv_heads, []
         for size in buckets(len(self._seats))[1:]:
-            kinds.append((size, self._keep, self._shares and num_splits(size, heads) == 1, self._keeps_top))
+            kinds.append((size, self._keep, self._shares and num_splits(size, heads) == 1, self._keeps_top, False))
         self._runner.prepare(kinds)
 
     # -- read --------------------------------------------------------------------------------------------------------------
