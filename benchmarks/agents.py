@@ -114,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spread", type=float, default=0.5, help="turns have up to this share more or fewer tokens; 0: all end together"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="runs of the first load after a short one that compiles and captures")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="runs of the first load after a short one that compiles and captures"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser
 

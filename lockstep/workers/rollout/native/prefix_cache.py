@@ -100,16 +100,17 @@ class PrefixCache:
 
     def forget(self, pages: Iterable[int]) -> None:
         """Give up those of `pages` that are stored, and all that was stored after them."""
-        gone: list[int] = []
-        left = [node for page in pages if (node := self._nodes.get(page)) is not None]
+        gone = dict.fromkeys(node for page in pages if (node := self._nodes.get(page)) is not None)
+        left = list(gone)
         while left:
-            node = left.pop()
-            if self._nodes.get(node.page) is node:
-                assert node.parent is not None
-                del self._nodes[node.page], node.parent.children[node.tokens]
-                gone.append(node.page)
-                left += node.children.values()
-        self._pool.release(gone)
+            below = left.pop().children.values()
+            gone |= dict.fromkeys(below)
+            left += below
+        for node in sorted(gone, key=lambda node: -node.depth):
+            assert node.parent is not None
+            del self._nodes[node.page], node.parent.children[node.tokens]
+            node.parent.used = max(node.parent.used, node.used)
+        self._pool.release(node.page for node in gone)
 
     def clear(self) -> None:
         """Give all pages up."""
