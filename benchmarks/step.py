@@ -85,7 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
-    parser.add_argument("--drawn", action="store_true", help="grpo: weights are drawn on the device, not read from files")
+    parser.add_argument(
+        "--drawn",
+        action="store_true",
+        help="grpo: weights are drawn on the device, not read from files; name --recompute, for auto takes them for somebody else's",
+    )
     parser.add_argument("--old-log-prob", action="store_true", help="recompute the old log-probs")
     parser.add_argument("--values", action="store_true", help="ppo: a pass for the values, as where a batch is several updates")
     parser.add_argument("--reference", action="store_true", help="ppo: a reference policy too")

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.models.linear_parts import Parts, added_product, gradients, gradients_of_all, products
+from lockstep.models.linear_parts import Parts, added_product, gradients, products
 
 _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
 _GATE_NUMBERS = 4096
-"""Numbers of one program of a gate."""
+"""Numbers of one program of a gate, in whole rows of a block."""
 
 
 class SplitNormalise(torch.autograd.Function):
@@ -63,22 +63,22 @@ def _tiling(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class Project(torch.autograd.Function):
-    """Several linear layers (linear_parts.py) of x [N, H]: `scalings`, and their tensors in a row. Their gradients of x are summed inside
-    the products."""
+    """Several linear layers (linear_parts.py) of x [N, H] as one product, and parts of it: `scalings`, and their tensors in a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        made, small = products(x, _layers(scalings, tensors))
+        layers = _layers(scalings, tensors)
+        whole, small = products(x, layers)
         ctx.scalings = scalings
         ctx.save_for_backward(x, *tensors, *small)
-        return tuple(made)
+        return whole.split([len(layer.weight) for layer in layers], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad
         layers, small = _layers(ctx.scalings, saved), saved[4 * len(grads) :]
-        dx, out = gradients_of_all(torch.cat(grads, 1), x, small, layers, needs, needs_x)
+        dx, out = gradients(torch.cat(grads, 1), x, small, layers, needs, needs_x)
         return dx, None, *out
 
 
@@ -96,7 +96,7 @@ class AddProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors, small = ctx.saved_tensors
         _, needs_x, _, *needs = ctx.needs_input_grad
-        dx, out = gradients(grads[0].to(x.dtype), x, small, _layers((ctx.scaling,), tensors)[0], tuple(needs), None, needs_x)
+        dx, out = gradients(grads[0].to(x.dtype), x, [small], _layers((ctx.scaling,), tensors), needs, needs_x)
         return grads[0], dx, None, *out
 
 
@@ -128,36 +128,36 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor | None, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> Tensor:
-        gate, up, down = _layers(scalings, tensors)
-        (g, u), (small_gate, small_up) = products(x, [gate, up])
-        y = g.new_empty(g.shape)
-        grid, tile, block = _gate_tiles(y)
-        _gate[grid](g, u, y, *y.shape, g.stride(0), ROWS=tile, BLOCK=block, num_warps=8)
+        *into, down = _layers(scalings, tensors)
+        both, (small_gate, small_up) = products(x, into)
+        y = both.new_empty(len(x), len(into[0].weight))
+        grid, tile, block = _columns(y)
+        _gate[grid](both, y, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
         if h is None:
-            (out,), (small_down,) = products(y, [down])
+            out, (small_down,) = products(y, [down])
         else:
             out, small_down = added_product(h, y, down)
         ctx.scalings = scalings
-        ctx.save_for_backward(x, g, u, small_gate, small_up, small_down, *tensors)
+        ctx.save_for_backward(x, both, small_gate, small_up, small_down, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, g, u, small_gate, small_up, small_down, *tensors = ctx.saved_tensors
+        x, both, small_gate, small_up, small_down, *tensors = ctx.saved_tensors
         needs_h, needs_x, _, *needs = ctx.needs_input_grad
-        gate, up, down = _layers(ctx.scalings, tensors)
+        *into, down = _layers(ctx.scalings, tensors)
         grad = grads[0].to(x.dtype).contiguous()
-        y, _ = gradients(grad, x, small_down, down, (False,) * 4, None)
+        y, _ = gradients(grad, x, [small_down], [down], (False,) * 4)
         assert y is not None
-        both = g.new_empty(len(g), 2 * g.shape[1])
-        grid, tile, block = _gate_tiles(y)
-        _gate_backward[grid](y, g, u, both, *y.shape, g.stride(0), ROWS=tile, BLOCK=block, num_warps=8)
-        _, of_down = gradients(grad, y, small_down, down, tuple(needs[8:]), None, needs_x=False)
-        dx, of_both = gradients_of_all(both, x, (small_gate, small_up), (gate, up), needs[:8], needs_x)
-        return grads[0] if needs_h else None, dx, None, *of_both, *of_down
+        d_both = torch.empty_like(both)
+        grid, tile, block = _columns(y)
+        _gate_backward[grid](y, both, d_both, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
+        _, of_down = gradients(grad, y, [small_down], [down], needs[8:], needs_x=False)
+        dx, of_gates = gradients(d_both, x, [small_gate, small_up], into, needs[:8], needs_x)
+        return grads[0] if needs_h else None, dx, None, *of_gates, *of_down
 
 
-def _gate_tiles(y: Tensor) -> tuple[tuple[int, int], int, int]:
+def _columns(y: Tensor) -> tuple[tuple[int, int], int, int]:
     """How the kernels of a gate cut y [N, I]: their grid, rows of a program, and its columns, which divide I where a power of 2 does."""
     rows, width = y.shape
     block = min(1024, width & -width)
@@ -238,30 +238,29 @@ def _rotate(
 
 
 @triton.jit
-def _gate_places(rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the numbers of a program lie in [N, I], where in a tensor whose rows are `stride` apart, and which there are."""
+def _places(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the numbers of a program lie in Y [N, I], where those of its gates in BOTH [N, 2 I], and which there are."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return row * width + column, row * stride + column, (row < rows) & (column < width)
+    return row * width + column, row * (2 * width) + column, (row < rows) & (column < width)
 
 
 @triton.jit
-def _gate(GATE, UP, OUT, rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    at, gates, inside = _gate_places(rows, width, stride, ROWS, BLOCK)
-    g = tl.load(GATE + gates, mask=inside).to(tl.float32)
-    u = tl.load(UP + gates, mask=inside).to(tl.float32)
+def _gate(BOTH, OUT, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     tl.store(OUT + at, (g * tl.sigmoid(g) * u).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(Y, GATE, UP, DBOTH, rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Y comes as the gradient of silu(gate) * up and is left as its value; DBOTH [N, 2 I] has the gradients of gate and up side by side."""
-    at, gates, inside = _gate_places(rows, width, stride, ROWS, BLOCK)
-    _, both, _ = _gate_places(rows, width, 2 * width, ROWS, BLOCK)
+def _gate_backward(Y, BOTH, DBOTH, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Y comes as the gradient of silu(gate) * up and is left as its value."""
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
     dy = tl.load(Y + at, mask=inside).to(tl.float32)
-    g = tl.load(GATE + gates, mask=inside).to(tl.float32)
-    u = tl.load(UP + gates, mask=inside).to(tl.float32)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(DBOTH + both, (dy * u * s * (1.0 + g * (1.0 - s))).to(DBOTH.dtype.element_ty), mask=inside)
-    tl.store(DBOTH + both + width, (dy * g * s).to(DBOTH.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates, (dy * u * s * (1.0 + g * (1.0 - s))).to(DBOTH.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates + width, (dy * g * s).to(DBOTH.dtype.element_ty), mask=inside)
     tl.store(Y + at, (g * s * u).to(Y.dtype.element_ty), mask=inside)
