@@ -79,13 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result["reuse"].append(_reuse(bench, count, options.repeats))
             table.append(_reuse_line(result["reuse"][-1]))
             print(table[-1], flush=True)
+            _write(result, options)
         if options.waiting:
             result["environments"] = _environments(bench, options.waiting)
             table.append(_environments_line(result["environments"]))
+    _write(result, options)
+    print("\n" + "\n".join(table))
+
+
+def _write(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """What is measured so far."""
     options.out.mkdir(parents=True, exist_ok=True)
     name = options.shape if options.model is None else Path(options.model).name
     (options.out / f"agents_{name}_{result['date']}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print("\n" + "\n".join(table))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spread", type=float, default=0.5, help="turns have up to this share more or fewer tokens; 0: all end together"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="runs of the first load after one that compiles and captures")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="runs of the first load after a short one that compiles and captures"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser
 
@@ -205,8 +213,8 @@ class _Bench:
         self._engine.sleep()
 
     def warm_up(self, count: int) -> None:
-        """Compile and capture the steps of all batch sizes that environments with delays lead to."""
-        for size in (256, 224, 192, 160, 128, 96, 64, 48, 32, 16, 8):
+        """Compile and capture the steps of all batch sizes, and the prefills, that environments with delays lead to."""
+        for size in (256, 224, 192, 160, 128, 96, 64, 48, 32, *(16, 14, 12, 10, 8, 6, 4, 3, 2) * 2):
             self.play(min(size, count), 9, turns=1)
 
     def play(
@@ -251,11 +259,14 @@ class _Bench:
 
 
 def _reuse(bench: _Bench, count: int, repeats: int, temperature: float = 1.0) -> dict[str, Any]:
-    """Both ways in turn, the fastest of `repeats` each after a first run, and how far their tokens agree."""
+    """Both ways in turn, the fastest of `repeats` each after a short first run, and how far their tokens agree."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     processor: dict[bool, list[float]] = {True: [], False: []}
     episodes: dict[bool, list[Episode]] = {}
-    for _ in range(repeats + 1):  # the first compiles and captures
+    if repeats:  # compile and capture
+        for reuses in (True, False):
+            bench.play(count, bench.options.turn_tokens, reuses=reuses, turns=min(4, bench.options.turns))
+    for _ in range(max(1, repeats)):
         for reuses in (True, False):
             start, start_cpu = time.perf_counter(), time.process_time()
             episodes[reuses] = bench.play(count, bench.options.turn_tokens, reuses=reuses, temperature=temperature)
@@ -264,7 +275,7 @@ def _reuse(bench: _Bench, count: int, repeats: int, temperature: float = 1.0) ->
     pairs = list(zip(episodes[True], episodes[False], strict=True))
     policy = sum(sum(episode.mask) for episode in episodes[True])
     equal = sum(a == b and x == y == 1 for e, f in pairs for a, b, x, y in zip(e.ids, f.ids, e.mask, f.mask, strict=False))
-    kept, anew = (min(seconds[reuses][1:] or seconds[reuses]) for reuses in (True, False))
+    kept, anew = min(seconds[True]), min(seconds[False])
     return {
         "episodes": count, "turns": bench.options.turns, "observation": bench.options.observation,
         "turn_tokens": bench.options.turn_tokens, "reuse_s": kept, "anew_s": anew, "ratio": anew / kept,

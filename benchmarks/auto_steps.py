@@ -3,28 +3,21 @@
     python -m benchmarks.auto_steps --source DIR
     python -m benchmarks.auto_steps --source DIR --device cpu --prompts 2 --n 2 --response 8 --steps 2
 
-DIR has GSM8K's train.jsonl and test.jsonl. Each line is a run of its own, one after the other: a fork of this process, which has imported
-everything. The table has the first step, and the median of those after it. benchmarks/results/auto_steps_*.json has all of them.
+DIR has GSM8K's train.jsonl and test.jsonl. Each line is a run of its own, one after the other. The table has the first
+step, and the median of those after it; benchmarks/results/auto_steps_*.json has all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import multiprocessing
-import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.step import RESULTS, _about
-from lockstep import cli
+from benchmarks import forked
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 LINES = {
@@ -41,17 +34,22 @@ SHOWN = ("step", "gen", "old_log_prob", "reward", "update_actor")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    importlib.import_module("lockstep.trainer.main_ppo")
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _fork(["preprocess", "gsm8k", "--source", str(options.source), "--out", str(folder / "data")], folder / "preprocess")
+        forked.finish(
+            ["preprocess", "gsm8k", "--source", str(options.source), "--out", str(folder / "data")], folder / "preprocess"
+        )
         for line in options.lines:
             rows.append(_measure(options, folder, line))
             print(rows[-1], flush=True)
     print("\n" + _table(rows))
+    import torch
+
+    from benchmarks.step import _about  # only now: the runs do not wait for its imports
+
     told = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    on_gpu = options.device != "cpu" and torch.cuda.is_available()  # asked last: a process that has asked cannot be forked
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
     about = _about(argparse.Namespace(**told | {"device": "cuda" if on_gpu else "cpu"}))
     file = options.results / f"auto_steps_{options.name or 'smollm2'}_{about['date']}.json"
     file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
@@ -67,29 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--response", type=int, default=320, help="tokens of the longest response")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--keys", nargs="*", default=[], help="more keys for every line, as key=value")
-    parser.add_argument("--device", default="auto", help="of the runs; this process does not touch a GPU before them")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--device", default="auto", help="of the runs")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the result file")
     parser.add_argument("--name", help="middle part of the result file's name")
     return parser
-
-
-def _fork(words: list[str], folder: Path) -> None:
-    """Run a command in a fork; its output goes to output.txt in `folder`. Raises SystemExit, with the end of it, when it fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=_command, args=(words, folder / "output.txt"))
-    process.start()
-    process.join()
-    if process.exitcode:
-        last = "\n".join((folder / "output.txt").read_text().splitlines()[-20:])
-        raise SystemExit(f"lockstep {words[0]} ended with status {process.exitcode}:\n{last}")
-
-
-def _command(words: list[str], output: Path) -> None:
-    sys.stdout = sys.stderr = output.open("w", buffering=1)
-    for descriptor in (1, 2):  # for what is not Python
-        os.dup2(sys.stdout.fileno(), descriptor)
-    sys.argv = ["lockstep", *words]
-    sys.exit(cli.main())
 
 
 def _measure(options: argparse.Namespace, folder: Path, line: str) -> dict[str, Any]:
@@ -100,7 +79,7 @@ def _measure(options: argparse.Namespace, folder: Path, line: str) -> dict[str, 
         f"trainer.total_training_steps={options.steps}", "trainer.save_freq=0", f"trainer.device={options.device}",
         f"trainer.default_local_dir={run}", *LINES[line], *options.keys,
     ]  # fmt: skip
-    _fork(words, run)
+    forked.finish(words, run)
     steps = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "timing_s/step" in step]
     chosen = [text for text in (run / "output.txt").read_text().splitlines() if text.startswith("chosen for auto")]
@@ -125,5 +104,4 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

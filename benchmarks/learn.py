@@ -4,9 +4,9 @@
     python -m benchmarks.learn --source DIR --algorithms grpo gae rloo dapo --at-once --seconds 290 --prompts 128 --steps 30
     python -m benchmarks.learn --source DIR --tiny --device cpu --steps 2
 
-DIR has GSM8K's train.jsonl and test.jsonl. The programs are started as a user starts them: `lockstep preprocess`, `lockstep sft`, then
-`lockstep grpo` (`ppo` for gae, `rloo`, `dapo`) from the fine-tuned model, for each seed: one after the other, or all of them at once on one
-device, of which each gets an equal share of the memory. A run whose folder is complete is not made again. Validation is one or more samples
+DIR has GSM8K's train.jsonl and test.jsonl. The programs are a user's commands: `lockstep preprocess`, `lockstep sft`, then `lockstep grpo`
+(`ppo` for gae, `rloo`, `dapo`) from the fine-tuned model, for each seed: one after the other, or all of them at once on one device, where
+each gets an equal share of the memory. A run whose folder is complete is not made again. Validation is one or more samples
 at temperature 1 for each test question, with the 95 % interval that the run tells; over several seeds, the t interval of their means.
 --tiny is a random model with SmolLM2's tokenizer, for a look at the script itself (dapo ends with an error then: no group of its responses
 differs). One table, and benchmarks/results/learn_*.json, written anew whenever a run has told something.
@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -26,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
+from benchmarks import forked
 from benchmarks.step import RESULTS, _about
 from lockstep.observability.statistics import t_95, t_interval
 
@@ -44,7 +44,7 @@ Run = tuple[str, int]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    started = time.monotonic()
+    started = time.monotonic() - (time.time() - psutil.Process().create_time())  # imports count
     data = _data(options)
     model, tuned = _fine_tuned(options, data)
     print(f"fine-tuned: {tuned}", flush=True)
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=-1, help="training rows; -1: all")
     parser.add_argument("--sft-rows", type=int, default=-1, help="of these, rows of the fine-tuning; -1: all")
     parser.add_argument("--at-once", action="store_true", help="all runs at the same time, on one device")
+    parser.add_argument("--memory", type=float, default=0.9, help="of the GPU's memory, what runs at once share")
     parser.add_argument("--seconds", type=float, default=86_400.0, help="runs are ended when the script has taken this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
@@ -92,42 +93,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lockstep(folder: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start the command; its output goes to output.txt in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "output.txt").open("w") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "lockstep.cli", *words],
-            stdout=out, stderr=subprocess.STDOUT, env=os.environ | (environment or {}),
-        )  # fmt: skip
-
-
-def _finish(folder: Path, *words: str) -> None:
-    """Run the command. Raises SystemExit, with the end of its output, when it fails."""
-    status = _lockstep(folder, *words).wait()
-    if status:
-        raise SystemExit(f"lockstep {words[0]} ended with status {status}:\n{_last_lines(folder)}")
-
-
-def _last_lines(folder: Path) -> str:
-    return "\n".join((folder / "output.txt").read_text().splitlines()[-20:])
-
-
 def _run_all(options: argparse.Namespace, jobs: dict[Run, list[str]], deadline: float, save: Callable[[], object]) -> None:
     """Run these at the same time until they are over or the time is; `save` whenever one has told something."""
-    environment: dict[str, str] = {}
-    if len(jobs) > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(jobs)))
-        if options.device == "cuda":  # the plan of each sees what is left to it, not what is free before the others start
-            environment["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{0.9 / len(jobs):.3f}"
-    running = {run: _lockstep(_folder(options, run), *words, environment=environment) for run, words in jobs.items()}
+    threads, share = (max(1, (os.cpu_count() or 1) // len(jobs)), options.memory / len(jobs)) if len(jobs) > 1 else (None, None)
+    # The plan of each sees what is left to it, not what is free before the others have started.
+    memory = share if options.device == "cuda" else None
+    running = {run: forked.start(words, _folder(options, run), memory, threads) for run, words in jobs.items()}
     told = 0
     try:
         while running and time.monotonic() < deadline:
             time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
-            for run in [run for run, process in running.items() if process.poll() is not None]:
-                if status := running.pop(run).returncode:
-                    print(f"{run} ended with status {status}:\n{_last_lines(_folder(options, run))}", flush=True)
+            for run in [run for run, process in running.items() if process.exitcode is not None]:
+                if status := running.pop(run).exitcode:
+                    print(f"{run} ended with status {status}:\n{forked.last_lines(_folder(options, run))}", flush=True)
             count = sum(len(_rows(_folder(options, run))) for run in jobs)
             if count > told:
                 told = count
@@ -135,13 +113,14 @@ def _run_all(options: argparse.Namespace, jobs: dict[Run, list[str]], deadline: 
     finally:
         for process in running.values():  # nothing is lost: the metrics are written after each step
             process.kill()
-            process.wait()
+            process.join()
 
 
 def _data(options: argparse.Namespace) -> Path:
     data: Path = options.out / "data"
     if not (data / "test.parquet").is_file():
-        _finish(options.out / "preprocess", "preprocess", "gsm8k", "--source", str(options.source), "--out", str(data))
+        words = ["preprocess", "gsm8k", "--source", str(options.source), "--out", str(data)]
+        forked.finish(words, options.out / "preprocess")
     return data
 
 
@@ -153,12 +132,13 @@ def _fine_tuned(options: argparse.Namespace, data: Path) -> tuple[Path, dict[str
     found = sorted(folder.glob("global_step_*/actor"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     if not found:
         rows = options.sft_rows if options.sft_rows > 0 else options.rows
-        _finish(
-            folder, "sft", f"model.path={_tiny_model(options.out) if options.tiny else options.model}",
+        words = [
+            "sft", f"model.path={_tiny_model(options.out) if options.tiny else options.model}",
             f"data.train_files={data / 'train.parquet'}", "data.max_length=1024", f"data.train_max_samples={rows}",
             f"data.train_batch_size={min(64, rows) if rows > 0 else 64}", f"trainer.total_epochs={options.sft_epochs}",
             "optim.lr=1e-4", f"trainer.device={options.device}", f"trainer.default_local_dir={folder}",
-        )  # fmt: skip
+        ]  # fmt: skip
+        forked.finish(words, folder)
         found = sorted(folder.glob("global_step_*/actor"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     steps = _steps(folder)
     return found[-1], {

@@ -41,6 +41,7 @@ FIT = {
     ("step_1.5b_ppo_2026-11-15", "update_critic", "s"), ("rollout_1.5b_2026-11-15", "fixed", "s"),
     ("rollout_1.5b_2026-11-15", "gsm8k_like", "s"), ("rollout_1.5b_2026-11-15", "long_tail", "s"),
     ("rollout_0.5b_2026-11-15", "fixed", "s"), ("launch_1.5b_2026-11-15", "update_actor", "GiB"),
+    ("updates_1.5b_long_2026-11-18", "update of grpo 16000", "s"), ("updates_1.5b_long_2026-11-18", "update of grpo 32384", "s"),
 }  # fmt: skip
 _MOST_TOKENS = 65_536
 """Of a micro-batch whose size was chosen, where all of it fits."""

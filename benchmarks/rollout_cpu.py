@@ -61,7 +61,8 @@ def grouped(num_requests: int = 64, n: int = 8, seed: int = 1) -> Load:
 
 def with_other_tokens(load: Load, seed: int, vocabulary: int = 40_000) -> Load:
     """The same lengths, and the same prompts alike, of other tokens."""
-    rng, prompts = random.Random(seed), {}
+    rng = random.Random(seed)
+    prompts: dict[tuple[int, ...], list[int]] = {}
     for prompt in load[0]:
         prompts.setdefault(tuple(prompt), [rng.randrange(100, vocabulary) for _ in prompt])
     return [prompts[tuple(prompt)] for prompt in load[0]], load[1]
@@ -202,6 +203,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def about(arguments: argparse.Namespace) -> dict[str, object]:
+    """What was measured, with what and where."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    machine = {"machine": platform.processor() or platform.machine(), "threads": arguments.threads}
+    load = {"model": arguments.model, "dtype": arguments.dtype, "load": arguments.load}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, **versions, **machine, **load}
+
+
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(arguments.threads)
@@ -221,17 +231,13 @@ def main() -> None:
     for run in runs.values():
         run.generate(with_other_tokens(make(8), seed=0))  # what an engine does once, it does here
     print(f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, load {arguments.load}", flush=True)
-    loads = {count: make(count) for count in arguments.requests}
-    found = {}
-    for count, load in loads.items():
+    found: dict[int, Rates] = {}
+    for count in arguments.requests:
+        load = make(count)
         found[count] = measure(runs, load, arguments.repeats)
         show(load, found[count])
-    if arguments.out:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        about = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine(), "commit": commit}
-        about |= {"torch": torch.__version__, "transformers": transformers.__version__, "threads": arguments.threads}
-        about |= {"model": arguments.model, "dtype": arguments.dtype, "load": arguments.load, "requests": found}
-        arguments.out.write_text(json.dumps(about, indent=1) + "\n")
+        if arguments.out:  # after each: what was measured stays, whatever comes next
+            arguments.out.write_text(json.dumps(about(arguments) | {"requests": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

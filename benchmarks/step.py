@@ -41,7 +41,7 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.memory import place_models
-from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo import critic_stages, stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that is not")
+    parser.add_argument("--first-prompts", type=int, help="prompts of that one, where it need not be as long")
     parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
@@ -162,7 +163,8 @@ def _measure(algorithm: str, options: argparse.Namespace, folder: str) -> dict[s
         for role in roles.values():
             role.init_model()
         start_up = time.perf_counter() - started
-        runs = [_step(step, roles, policy, options, algorithm) for step in range(1 + options.steps)]
+        smaller = argparse.Namespace(**vars(options) | {"prompts": options.first_prompts or options.prompts})
+        runs = [_step(step, roles, policy, options if step else smaller, algorithm) for step in range(1 + options.steps)]
     first, *rest = (seconds for seconds, _ in runs)
     return {
         "start_up_s": round(start_up, 2),
@@ -202,15 +204,15 @@ def _step(
         stages.shape_rewards(batch, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
         if critic is not None and options.values:
             with timer.stage("values"):
-                stages.values(critic, batch)
+                critic_stages.values(critic, batch)
         elif critic is not None:
             with timer.stage("update_critic"):
-                metrics |= stages.learn_values(critic, batch, estimation)
+                metrics |= critic_stages.learn_values(critic, batch, estimation)
         with timer.stage("adv"):
             stages.estimate(batch, estimation)
         if critic is not None and options.values:
             with timer.stage("update_critic"):
-                metrics |= stages.update_critic(critic, batch, rows)
+                metrics |= critic_stages.update_critic(critic, batch, rows)
         with timer.stage("update_actor"):
             metrics |= stages.update_actor(actor, batch, rows, PolicyUpdate.of(policy.actor))[0]
     print(f"step {step}: " + "  ".join(f"{name} {seconds:.3f} s" for name, seconds in timer.seconds.items()), flush=True)

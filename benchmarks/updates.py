@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=218, help="tokens of a prompt")
     parser.add_argument("--response", type=int, nargs="+", default=[512], help="tokens of a response")
     parser.add_argument("--n", type=int, default=2, help="grpo: responses per prompt")
-    parser.add_argument("--updates", type=int, default=3, help="measured updates, after one that is not")
+    parser.add_argument("--updates", type=int, default=3, help="measured updates, after one that is not; 0 measures the first")
     parser.add_argument("--max-tokens", type=_tokens, default=32_768, help="tokens of a micro-batch, or auto")
     parser.add_argument("--profile", action="store_true", help="where one more update spends the GPU's time")
     parser.add_argument("--name", help="of the results file, instead of the shape's")
@@ -113,8 +113,8 @@ def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str,
     ) as group:
         roles = group.spawn()
         rows = max(options.rows)
-        line = place_models("global_pool", roles, {"actor": Load(options.prompt + max(options.response), rows, rows)})
-        print(line or "nothing is offloaded to host memory", flush=True)
+        placed = place_models("global_pool", roles, {"actor": Load(options.prompt + max(options.response), rows, rows)})
+        print(placed.text or "nothing is offloaded to host memory", flush=True)
         roles["actor"].init_model()
         results = {}
         for number, response in zip(options.rows, options.response, strict=True):
@@ -132,6 +132,7 @@ def _measure_length(actor: Any, batches: Sequence[DataProto], options: argparse.
         torch.cuda.reset_peak_memory_stats()
     found = [_update(actor, batch) for batch in batches]
     (first, _), *rest = found
+    rest = rest or found
     tokens = int(batches[-1].token_counts().sum()) - sum(shared_prompt_tokens(batches[-1]))
     mean, metrics = sum(seconds for seconds, _ in rest) / len(rest), found[-1][1]
     return {

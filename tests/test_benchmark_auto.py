@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks import auto, auto_steps
+from benchmarks import auto, auto_steps, forked
 from lockstep.planner.choose import RolloutNumbers
 
 
@@ -53,4 +53,4 @@ def test_the_table_of_steps_says_how_slow_the_first_is_and_who_is_best() -> None
 
 def test_a_command_that_fails_says_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="unknown command 'grpoo'"):
-        auto_steps._fork(["grpoo"], tmp_path)
+        forked.finish(["grpoo"], tmp_path)

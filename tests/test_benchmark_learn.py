@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -43,24 +43,25 @@ def test_too_few_steps_have_no_rise(tmp_path: Path) -> None:
 
 
 def test_runs_at_once_end_with_the_time_and_are_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Any] = []
+    shares: list[float | None] = []
+    saved: list[float] = []
 
-    def start(folder: Path, *words: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def start(words: list[str], folder: Path, memory_share: float | None, threads: int | None) -> Any:
         write_metrics(folder, [0.04])
         (folder / "output.txt").write_text("out of memory")
-        environments.append(environment)
-        started.append(subprocess.Popen([sys.executable, "-c", words[0]]))
+        shares.append(memory_share)
+        started.append(multiprocessing.get_context("spawn").Process(target=eval, args=(words[0],)))
+        started[-1].start()
         return started[-1]
 
-    environments: list[dict[str, str]] = []
-    saved: list[float] = []
-    monkeypatch.setattr(learn, "_lockstep", start)
+    monkeypatch.setattr(learn.forked, "start", start)
     monkeypatch.setattr(learn, "_POLL_S", 0.05)
-    options = argparse.Namespace(device="cuda", out=tmp_path, tiny=False)
-    jobs: dict[learn.Run, list[str]] = {("grpo", 0): ["import time; time.sleep(600)"], ("rloo", 0): ["raise SystemExit(3)"]}
+    options = argparse.Namespace(device="cuda", out=tmp_path, tiny=False, memory=0.9)
+    jobs: dict[learn.Run, list[str]] = {("grpo", 0): ["__import__('time').sleep(600)"], ("rloo", 0): ["exit(3)"]}
     end = time.monotonic() + 2.0
     learn._run_all(options, jobs, end, lambda: saved.append(time.monotonic()))
-    assert [process.poll() is not None for process in started] == [True, True]
+    assert all(process.exitcode for process in started)
     assert saved
     assert saved[0] < end
-    assert environments[0]["PYTORCH_CUDA_ALLOC_CONF"] == "per_process_memory_fraction:0.450"
+    assert shares == [0.45, 0.45]

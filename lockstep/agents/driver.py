@@ -27,8 +27,9 @@ _AT_ONCE = 16
 interpreter is busy with the next."""
 
 
-_PATIENCE_S = 2e-3
-"""How long the answers of environments that were called just now are waited for: those that answer at once are then computed together."""
+_PATIENCE_S, _QUICK_S = 2e-3, 10e-3
+"""How long the answers of environments that were called just now are waited for, so that they are computed together, while environments
+take no longer than that."""
 
 
 class Asked:
@@ -70,6 +71,8 @@ class Driver:
         """Those of `_called` whose environments have answered, and what was too late. Other threads put them there."""
         self._just_called: set[Play] = set()
         """Those of `_called` whose environments were called since the last pass."""
+        self._is_quick = True
+        """Whether the environment that answered last was quick."""
         self._texts: list[tuple[Play, Encoded]] = []
         self._completions: deque[Completion] = deque()
         self._running: set[Play] = set()
@@ -145,7 +148,7 @@ class Driver:
         called, patient_until = self._just_called, time.monotonic() + _PATIENCE_S
         self._just_called = set()
         for _ in range(_AT_ONCE):
-            left = patient_until - time.monotonic() if called & self._called.keys() else 0.0
+            left = patient_until - time.monotonic() if self._is_quick and called & self._called.keys() else 0.0
             if left <= 0.0 and self._answered.empty():
                 break
             self._go_on_if_called(timeout_s=max(0.0, left))
@@ -159,6 +162,7 @@ class Driver:
             play, waited = self._answered.get(timeout=timeout_s)
         except queue.Empty:
             return
+        self._is_quick = waited.seconds < _QUICK_S
         if self._called.get(play) is waited:  # else its deadline was before, and the episode has gone on without it
             del self._called[play]
             self._go_on(play)

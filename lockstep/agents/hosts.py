@@ -46,6 +46,11 @@ class Waited:
         """When nobody waits for it any longer; None where the host itself ends it in time."""
         future.add_done_callback(self._note_end)
 
+    @property
+    def seconds(self) -> float:
+        """How long the environment took, so far."""
+        return (self._ended or time.monotonic()) - self._started
+
     def _note_end(self, _: object) -> None:
         self._ended = time.monotonic()
 
@@ -63,7 +68,7 @@ class Waited:
         except CancelledError as cancelled:  # by itself: nobody here does
             raise EnvironmentFailed("the environment's call was cancelled") from cancelled
         finally:
-            self._host.seconds += (self._ended or time.monotonic()) - self._started
+            self._host.seconds += self.seconds
         if error is None:
             return self.future.result()
         if isinstance(error, EnvironmentFailed):

@@ -98,10 +98,10 @@ class _Attend(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         def attend_own(run: Run) -> tuple[Tensor, ...]:
-            here = tuple(x[run.start : run.stop] for x in (query, key, value))
+            q, k, v = (x[run.start : run.stop] for x in (query, key, value))
             if run.bounds is None:
-                return long_rows.forward(*here, scale)
-            return _forward(*here, run.bounds, True, scale, window)
+                return long_rows.forward(q, k, v, scale)
+            return _forward(q, k, v, run.bounds, True, scale, window)
 
         out, lse = _end_to_end(own, attend_own, (0, 1))
         if shared is not None:
@@ -119,10 +119,11 @@ class _Attend(torch.autograd.Function):
         grad = grad.contiguous()
 
         def differentiate(run: Run) -> tuple[Tensor, ...]:
-            here = (*(x[run.start : run.stop] for x in (grad, query, key, value, out)), lse[:, run.start : run.stop].contiguous())
+            g, q, k, v, o = (x[run.start : run.stop] for x in (grad, query, key, value, out))
+            own_lse = lse[:, run.start : run.stop].contiguous()
             if run.bounds is None:
-                return long_rows.backward(*here, scale)
-            return _backward(*here, run.bounds, True, scale, window)
+                return long_rows.backward(g, q, k, v, o, own_lse, scale)
+            return _backward(g, q, k, v, o, own_lse, run.bounds, True, scale, window)
 
         dq, dk, dv = _end_to_end(own, differentiate, (0, 0, 0))
         if shared is not None:

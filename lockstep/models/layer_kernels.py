@@ -15,6 +15,8 @@ from lockstep.models.linear_parts import Parts, added_product, gradients, produc
 
 _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
+_GATE_NUMBERS = 4096
+"""Numbers of one program of a gate, in whole rows of a block."""
 
 
 class SplitNormalise(torch.autograd.Function):
@@ -61,27 +63,22 @@ def _tiling(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class Project(torch.autograd.Function):
-    """Several linear layers (linear_parts.py) of x [N, H]: `scalings`, and their tensors in a row. Their gradients of x are summed inside
-    the products."""
+    """Several linear layers (linear_parts.py) of x [N, H] as one product, and parts of it: `scalings`, and their tensors in a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        made, small = products(x, _layers(scalings, tensors))
+        layers = _layers(scalings, tensors)
+        whole, small = products(x, layers)
         ctx.scalings = scalings
         ctx.save_for_backward(x, *tensors, *small)
-        return tuple(made)
+        return whole.split([len(layer.weight) for layer in layers], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad
-        dx: Tensor | None = None
-        out: list[Tensor | None] = []
-        for number, layer in enumerate(_layers(ctx.scalings, saved)):
-            small = saved[4 * len(grads) + number]
-            own = tuple(needs[4 * number : 4 * number + 4])
-            dx, made = gradients(grads[number], x, small, layer, own, dx, needs_x)
-            out += made
+        layers, small = _layers(ctx.scalings, saved), saved[4 * len(grads) :]
+        dx, out = gradients(torch.cat(grads, 1), x, small, layers, needs, needs_x)
         return dx, None, *out
 
 
@@ -99,7 +96,7 @@ class AddProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors, small = ctx.saved_tensors
         _, needs_x, _, *needs = ctx.needs_input_grad
-        dx, out = gradients(grads[0].to(x.dtype), x, small, _layers((ctx.scaling,), tensors)[0], tuple(needs), None, needs_x)
+        dx, out = gradients(grads[0].to(x.dtype), x, [small], _layers((ctx.scaling,), tensors), needs, needs_x)
         return grads[0], dx, None, *out
 
 
@@ -131,32 +128,42 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor | None, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None) -> Tensor:
-        gate, up, down = _layers(scalings, tensors)
-        (g, u), (small_gate, small_up) = products(x, [gate, up])
-        y = torch.empty_like(g)
-        _gate[(triton.cdiv(g.numel(), 4096),)](g, u, y, g.numel(), BLOCK=4096, num_warps=8)
+        *into, down = _layers(scalings, tensors)
+        both, (small_gate, small_up) = products(x, into)
+        y = both.new_empty(len(x), len(into[0].weight))
+        grid, tile, block = _columns(y)
+        _gate[grid](both, y, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
         if h is None:
-            (out,), (small_down,) = products(y, [down])
+            out, (small_down,) = products(y, [down])
         else:
             out, small_down = added_product(h, y, down)
         ctx.scalings = scalings
-        ctx.save_for_backward(x, g, u, small_gate, small_up, small_down, *tensors)
+        ctx.save_for_backward(x, both, small_gate, small_up, small_down, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, g, u, small_gate, small_up, small_down, *tensors = ctx.saved_tensors
+        x, both, small_gate, small_up, small_down, *tensors = ctx.saved_tensors
         needs_h, needs_x, _, *needs = ctx.needs_input_grad
-        gate, up, down = _layers(ctx.scalings, tensors)
+        *into, down = _layers(ctx.scalings, tensors)
         grad = grads[0].to(x.dtype).contiguous()
-        y, _ = gradients(grad, x, small_down, down, (False,) * 4, None)
+        y, _ = gradients(grad, x, [small_down], [down], (False,) * 4)
         assert y is not None
-        dg, du = torch.empty_like(g), torch.empty_like(u)
-        _gate_backward[(triton.cdiv(g.numel(), 4096),)](y, g, u, dg, du, g.numel(), BLOCK=4096, num_warps=8)
-        _, of_down = gradients(grad, y, small_down, down, tuple(needs[8:]), None, needs_x=False)
-        dx, of_gate = gradients(dg, x, small_gate, gate, tuple(needs[:4]), None, needs_x)
-        dx, of_up = gradients(du, x, small_up, up, tuple(needs[4:8]), dx, needs_x)
-        return grads[0] if needs_h else None, dx, None, *of_gate, *of_up, *of_down
+        d_both = torch.empty_like(both)
+        grid, tile, block = _columns(y)
+        _gate_backward[grid](y, both, d_both, *y.shape, ROWS=tile, BLOCK=block, num_warps=8)
+        _, of_down = gradients(grad, y, [small_down], [down], needs[8:], needs_x=False)
+        dx, of_gates = gradients(d_both, x, [small_gate, small_up], into, needs[:8], needs_x)
+        return grads[0] if needs_h else None, dx, None, *of_gates, *of_down
+
+
+def _columns(y: Tensor) -> tuple[tuple[int, int], int, int]:
+    """How the kernels of a gate cut y [N, I]: their grid, rows of a program, and its columns, which divide I where a power of 2 does."""
+    rows, width = y.shape
+    block = min(1024, width & -width)
+    block = block if block >= 64 else min(1024, triton.next_power_of_2(width))
+    tile = _GATE_NUMBERS // block
+    return (triton.cdiv(rows, tile), triton.cdiv(width, block)), tile, block
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
@@ -231,23 +238,29 @@ def _rotate(
 
 
 @triton.jit
-def _gate(GATE, UP, OUT, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    g = tl.load(GATE + at, mask=inside).to(tl.float32)
-    u = tl.load(UP + at, mask=inside).to(tl.float32)
+def _places(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the numbers of a program lie in Y [N, I], where those of its gates in BOTH [N, 2 I], and which there are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row * width + column, row * (2 * width) + column, (row < rows) & (column < width)
+
+
+@triton.jit
+def _gate(BOTH, OUT, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     tl.store(OUT + at, (g * tl.sigmoid(g) * u).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(Y, GATE, UP, DGATE, DUP, total, BLOCK: tl.constexpr):
+def _gate_backward(Y, BOTH, DBOTH, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Y comes as the gradient of silu(gate) * up and is left as its value."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
+    at, gates, inside = _places(rows, width, ROWS, BLOCK)
     dy = tl.load(Y + at, mask=inside).to(tl.float32)
-    g = tl.load(GATE + at, mask=inside).to(tl.float32)
-    u = tl.load(UP + at, mask=inside).to(tl.float32)
+    g = tl.load(BOTH + gates, mask=inside).to(tl.float32)
+    u = tl.load(BOTH + gates + width, mask=inside).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(DGATE + at, (dy * u * s * (1.0 + g * (1.0 - s))).to(DGATE.dtype.element_ty), mask=inside)
-    tl.store(DUP + at, (dy * g * s).to(DUP.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates, (dy * u * s * (1.0 + g * (1.0 - s))).to(DBOTH.dtype.element_ty), mask=inside)
+    tl.store(DBOTH + gates + width, (dy * g * s).to(DBOTH.dtype.element_ty), mask=inside)
     tl.store(Y + at, (g * s * u).to(Y.dtype.element_ty), mask=inside)

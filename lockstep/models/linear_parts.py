@@ -43,32 +43,31 @@ def parts_of(linear: Any) -> Parts | None:
     return Parts(base.weight, base.bias, down.weight, up.weight, linear.scaling["default"]) if up.bias is None else None
 
 
-def products(x: Tensor, layers: Sequence[Parts]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The layers of x [N, in], and s A x of each, which `gradients` needs. All adapters have the same scaling."""
+def products(x: Tensor, layers: Sequence[Parts]) -> tuple[Tensor, list[Tensor | None]]:
+    """The layers of x [N, in] side by side, as one product with all weights end to end, and s A x of each, which `gradients` needs. All
+    adapters have the same scaling."""
+    weight, bias = _joined([layer.weight for layer in layers]), _joined_bias(layers)
     adapted = [layer for layer in layers if layer.down is not None and layer.up is not None]
     if not adapted:
-        return [F.linear(x, layer.weight, layer.bias) for layer in layers], [None] * len(layers)
+        return F.linear(x, weight, bias), [None] * len(layers)
     assert len({layer.scaling for layer in adapted}) == 1, "adapters of one model have one scaling"
     downs = [layer.down for layer in adapted if layer.down is not None]
     room, size = aligned(sum(map(len, downs))), x.shape[1]
     down = x.new_zeros(room, size)
     torch.cat(downs, out=down[: sum(map(len, downs))])
-    wide = torch.cat([x, _scaled(x, down.t(), adapted[0].scaling)], 1)
-    made: list[Tensor] = []
+    wide_x, wide = torch.cat([x, _scaled(x, down.t(), adapted[0].scaling)], 1), x.new_zeros(len(weight), size + room)
+    wide[:, :size] = weight
     small: list[Tensor | None] = []
-    place = size
+    row, place = 0, size
     for layer in layers:
+        rows = slice(row, row := row + len(layer.weight))
         if layer.down is None or layer.up is None:
-            made.append(F.linear(x, layer.weight, layer.bias))
             small.append(None)
             continue
-        end = place + len(layer.down)
-        weight = x.new_empty(len(layer.weight), size + room)
-        weight[:, :size], weight[:, size:], weight[:, place:end] = layer.weight, 0, layer.up
-        made.append(F.linear(wide, weight, layer.bias))
-        small.append(wide[:, place:end].contiguous())
-        place = end
-    return made, small
+        columns = slice(place, place := place + len(layer.down))
+        wide[rows, columns] = layer.up
+        small.append(wide_x[:, columns].contiguous())
+    return F.linear(wide_x, wide, bias), small
 
 
 def added_product(h: Tensor, x: Tensor, layer: Parts) -> tuple[Tensor, Tensor | None]:
@@ -81,22 +80,37 @@ def added_product(h: Tensor, x: Tensor, layer: Parts) -> tuple[Tensor, Tensor | 
 
 
 def gradients(
-    grad: Tensor, x: Tensor, small: Tensor | None, layer: Parts, needs: tuple[bool, ...], dx: Tensor | None, needs_x: bool = True
+    grad: Tensor, x: Tensor, small: Sequence[Tensor | None], layers: Sequence[Parts], needs: Sequence[bool], needs_x: bool = True
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(gradient of x, added to `dx` in place where there is one; gradients of `layer.tensors` that `needs` asks for).
-
-    `small` is s A x.
-    """
-    if needs_x:
-        dx = grad @ layer.weight if dx is None else dx.addmm_(grad, layer.weight)
-    weight, bias, down, up = needs
-    out = [grad.t() @ x if weight else None, grad.sum(0) if bias else None, None, None]
-    if layer.down is not None and layer.up is not None and small is not None:
-        inner = _scaled(grad, layer.up, layer.scaling)
-        if dx is not None and needs_x:
+    """(gradient of x; gradients of the `tensors` of each layer in turn, those that `needs` asks for), where `grad` is that of the layers
+    side by side and `small` has their s A x."""
+    sizes = [len(layer.weight) for layer in layers]
+    dx = grad @ _joined([layer.weight for layer in layers]) if needs_x else None
+    of_weights = (grad.t() @ x).split(sizes) if any(needs[::4]) else ()
+    of_biases = grad.sum(0).split(sizes) if any(needs[1::4]) else ()
+    out: list[Tensor | None] = []
+    for number, (layer, own) in enumerate(zip(layers, grad.split(sizes, 1), strict=True)):
+        weight, bias, down, up = needs[4 * number : 4 * number + 4]
+        out += [of_weights[number] if weight else None, of_biases[number] if bias else None]
+        own_small = small[number]
+        if layer.down is None or layer.up is None or own_small is None:
+            out += [None, None]
+            continue
+        inner = _scaled(own, layer.up, layer.scaling)
+        if dx is not None:
             dx.addmm_(inner, layer.down)
-        out[2:] = [inner.t() @ x if down else None, grad.t() @ small if up else None]
+        out += [inner.t() @ x if down else None, own.t() @ own_small if up else None]
     return dx, out
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def _joined_bias(layers: Sequence[Parts]) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    return _joined([layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers])
 
 
 def added(h: Tensor, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -70,16 +70,11 @@ class TokenRows:
 
     def _cut(self, max_tokens: int) -> TokenRows:
         """The same tokens with longer rows in parts."""
-        parts = [-(-length // max_tokens) for length in self.rows.lengths.tolist()]
-        lengths = [
-            length // count + (part < length % count)
-            for length, count in zip(self.rows.lengths.tolist(), parts, strict=True)
-            for part in range(count)
-        ]
-        number = torch.repeat_interleave(torch.tensor(parts))
-        indices = [self.indices[row] for row in number.tolist()]
-        row_columns = {name: column[number.to(column.device)] for name, column in self.row_columns.items()}
-        return TokenRows(Rows(torch.tensor(lengths), self.rows.device), self.columns, indices, row_columns)
+        counts = [(row, length, -(-length // max_tokens)) for row, length in enumerate(self.rows.lengths.tolist())]
+        parts = [(row, length // count + (part < length % count)) for row, length, count in counts for part in range(count)]
+        rows, lengths = (torch.tensor(column) for column in zip(*parts, strict=True))
+        row_columns = {name: column[rows.to(column.device)] for name, column in self.row_columns.items()}
+        return TokenRows(Rows(lengths, self.rows.device), self.columns, [self.indices[row] for row, _ in parts], row_columns)
 
 
 @dataclass(frozen=True)
@@ -117,15 +112,27 @@ def cut_into_micro_batches(
     shared: Sequence[int] | None = None,
     units: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order.
+    """Row numbers of each micro-batch, in order: as few as the budget allows, about equally full.
 
     `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1. `units` are runs of rows that stay together; None
     makes each row one. Raises ConfigError for a unit that is larger than the budget.
     """
     free = [0] * len(token_counts) if shared is None else shared
+    found = [[row] for row in range(len(token_counts))] if units is None else units
+    batches = _fill(token_counts, budget, free, found)
+    if budget.max_rows is not None or len(batches) < 2:
+        return batches
+    # The last may be nearly empty: a GPU waits for the host in it. As many hold all units, since each holds its share before it is full.
+    share = -(-(sum(token_counts) - sum(free)) // len(batches)) + max(free)
+    largest = max(sum(token_counts[row] - free[row] for row in unit) + free[unit[0]] for unit in found)
+    return _fill(token_counts, Budget(min(budget.max_tokens, share + largest)), free, found)
+
+
+def _fill(token_counts: Sequence[int], budget: Budget, free: Sequence[int], units: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Micro-batches that hold as many units as they can, one after the other."""
     batches: list[list[int]] = []
     used = 0
-    for unit in ([row] for row in range(len(token_counts))) if units is None else units:
+    for unit in units:
         # What the unit costs in the micro-batch of the row before, and in one of its own.
         more = sum(token_counts[row] - free[row] for row in unit)
         alone = more + free[unit[0]]

@@ -21,9 +21,10 @@ class Blocks(NamedTuple):
     stages: int
 
 
-FORWARD = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3)}
-QUERIES = {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 2)}
-KEYS = {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 2)}
+FORWARD = {64: Blocks(64, 32, 4, 3), 128: Blocks(64, 64, 4, 3)}
+QUERIES = {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 32, 4, 3)}
+KEYS = {64: Blocks(128, 32, 4, 2), 128: Blocks(64, 64, 4, 2)}
+"""By head size, the fastest of seven each on an H200 (`python -m benchmarks.attention` has what they reach)."""
 
 
 class Segments:
@@ -40,7 +41,8 @@ class Segments:
                 before[first : first + count] = torch.stack([starts[shared], ends[shared]])
                 after[shared] = torch.stack([starts[first], ends[first + count - 1]])
             first += count
-        self._segments = torch.stack([starts, ends, *before.T, *after.T], 1)
+        self._segments, self._shared_lengths = torch.stack([starts, ends, *before.T, *after.T], 1), lengths[: len(followers)]
+        self.num_shared_tokens = sum(self._shared_lengths)
         self._device, self._tiles = device, dict[int, Tensor]()
 
     def tiles(self, size: int) -> Tensor:
@@ -55,6 +57,10 @@ class Segments:
             table[:, 1:7] = self._segments[segment]
             self._tiles[size] = table.to(self._device, non_blocking=True)
         return self._tiles[size]
+
+    def num_shared_tiles(self, size: int) -> int:
+        """How many of `tiles` are of shared segments; they come first."""
+        return sum(-(-length // size) for length in self._shared_lengths)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
@@ -86,17 +92,40 @@ class _Attend(torch.autograd.Function):
         tokens, heads, size = query.shape
         grad, delta = grads[0].contiguous(), torch.empty_like(lse)
         dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        numbers = scale * kernels.LOG2_E, scale, tokens, heads, key.shape[1]
+        sizes = tokens, heads, key.shape[1]
         blocks = QUERIES[size]
         tiles = segments.tiles(blocks.tile)
         kernels.query_gradient[(len(tiles), heads)](
-            query, key, value, out, grad, lse, delta, dq, tiles, *numbers,
+            query, key, value, out, grad, lse, delta, dq, tiles, scale * kernels.LOG2_E, scale, *sizes,
             D=size, BM=blocks.tile, BN=blocks.step, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
-        blocks = KEYS[size]
-        tiles = segments.tiles(blocks.tile)
-        kernels.key_gradient[(len(tiles), key.shape[1])](
-            query, key, value, grad, lse, delta, dk, dv, tiles, *numbers,
-            D=size, BM=blocks.step, BN=blocks.tile, num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+        _key_gradient(query, key, value, grad, lse, delta, dk, dv, segments, scale)
         return dq, dk, dv, None, None
+
+
+def _key_gradient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    segments: Segments,
+    scale: float,
+) -> None:
+    """Fill `dk` and `dv`."""
+    tokens, heads, size = query.shape
+    blocks, shared, kv_heads = KEYS[size], segments.num_shared_tokens, key.shape[1]
+    tiles, options = segments.tiles(blocks.tile), {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    parts = torch.empty(heads, 2, shared, size, dtype=torch.float32, device=query.device)
+    if shared:
+        kernels.shared_key_gradient[(segments.num_shared_tiles(blocks.tile), heads)](
+            query, key, value, grad, lse, delta, parts, tiles, scale * kernels.LOG2_E, tokens, shared, heads, kv_heads,
+            D=size, BM=blocks.step, BN=blocks.tile, **options,
+        )  # fmt: skip
+    kernels.key_gradient[(len(tiles), kv_heads)](
+        query, key, value, grad, lse, delta, parts, dk, dv, tiles, scale * kernels.LOG2_E, scale, tokens, shared, heads, kv_heads,
+        D=size, BM=blocks.step, BN=blocks.tile, **options,
+    )  # fmt: skip

@@ -4,8 +4,8 @@
 
 A tile is a run of tokens of one segment. Its queries see the segment's keys up to their own, and all keys of the segment that it continues
 (`before`); its keys are seen by the segment's later queries, and by all queries of those that continue it (`after`), which lie end to end.
-A program has one tile and one head, and the gradient of a key is summed over the query heads that share it: nothing is added up by two
-programs, so that results are the same bits each time. Scores are in units of log2.
+A program has one tile and one head, and the gradient of a key is summed over the query heads that share it in their order: nothing is
+added to by two programs, so that results are the same bits each time. Scores are in units of log2.
 Legend: N tokens, H query heads, K key-value heads, D head size.
 """
 
@@ -146,15 +146,40 @@ def _key_block(
     return dk + tl.dot(ds.to(q.dtype), q), dv
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_shared"])
+def shared_key_gradient(
+    Q, K, V, DOUT, LSE, DELTA, PARTS, TILES, scale, num_tokens, num_shared, heads, kv_heads,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """PARTS [H, 2, shared tokens, D]: what the queries of one head, in the segments after, add to the gradients of shared keys and
+    values. A shared segment has many more queries than others: the heads of a key are apart, and `key_gradient` adds them up."""
+    tile, head = TILES + tl.program_id(0) * 8, tl.program_id(1)
+    first, end = tl.load(tile), tl.load(tile + 2)
+    after, after_end = tl.load(tile + 5), tl.load(tile + 6)
+    kv_head = head // (heads // kv_heads)
+    tokens = first + tl.arange(0, BN)
+    inside = tokens < end
+    k = _load(K, tokens, inside, kv_head, kv_heads, D)
+    v = _load(V, tokens, inside, kv_head, kv_heads, D)
+    dk, dv = tl.zeros((BN, D), tl.float32), tl.zeros((BN, D), tl.float32)
+    for block in range(after, after_end, BM):
+        queries = block + tl.arange(0, BM)
+        dk, dv = _key_block(
+            k, v, Q, DOUT, LSE, DELTA, queries, queries < after_end, tokens, head, heads, num_tokens, scale, dk, dv, D, False
+        )  # fmt: skip
+    at = (head * 2 * num_shared + tokens.to(tl.int64))[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(PARTS + at, dk, mask=inside[:, None])
+    tl.store(PARTS + at + num_shared * D, dv, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_shared"])
 def key_gradient(
-    Q, K, V, DOUT, LSE, DELTA, DK, DV, TILES, scale, factor, num_tokens, heads, kv_heads,
+    Q, K, V, DOUT, LSE, DELTA, PARTS, DK, DV, TILES, scale, factor, num_tokens, num_shared, heads, kv_heads,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """DK and DV [N, K, D]."""
     tile, kv_head = TILES + tl.program_id(0) * 8, tl.program_id(1)
     first, end = tl.load(tile), tl.load(tile + 2)
-    after, after_end = tl.load(tile + 5), tl.load(tile + 6)
     tokens = first + tl.arange(0, BN)
     inside = tokens < end
     k = _load(K, tokens, inside, kv_head, kv_heads, D)
@@ -162,6 +187,10 @@ def key_gradient(
     dk, dv = tl.zeros((BN, D), tl.float32), tl.zeros((BN, D), tl.float32)
     group = heads // kv_heads
     for head in range(kv_head * group, kv_head * group + group):
+        if first < num_shared:
+            at = (head * 2 * num_shared + tokens.to(tl.int64))[:, None] * D + tl.arange(0, D)[None, :]
+            dk += tl.load(PARTS + at, mask=inside[:, None], other=0.0)
+            dv += tl.load(PARTS + at + num_shared * D, mask=inside[:, None], other=0.0)
         for block in range(first, tl.minimum(first + BN, end), BM):
             queries = block + tl.arange(0, BM)
             dk, dv = _key_block(
@@ -171,11 +200,6 @@ def key_gradient(
             queries = block + tl.arange(0, BM)
             dk, dv = _key_block(
                 k, v, Q, DOUT, LSE, DELTA, queries, queries < end, tokens, head, heads, num_tokens, scale, dk, dv, D, False
-            )  # fmt: skip
-        for block in range(after, after_end, BM):
-            queries = block + tl.arange(0, BM)
-            dk, dv = _key_block(
-                k, v, Q, DOUT, LSE, DELTA, queries, queries < after_end, tokens, head, heads, num_tokens, scale, dk, dv, D, False
             )  # fmt: skip
     at = (tokens.to(tl.int64) * kv_heads + kv_head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(DK + at, (dk * factor).to(DK.dtype.element_ty), mask=inside[:, None])

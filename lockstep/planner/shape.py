@@ -21,6 +21,7 @@ class Shape:
     vocabulary: int
     cache_numbers: int
     """Numbers of the key-value cache for one token."""
+    head_size: int
     fast: bool
     """Whether the layers run as written in models/fast_layers.py."""
 
@@ -38,5 +39,6 @@ def read_shape(model: ModelConfig, head: Head) -> Shape:
         intermediate=mlp_width(text),
         vocabulary=text.vocab_size,
         cache_numbers=2 * text.num_hidden_layers * kv_heads * head_size(text),
+        head_size=head_size(text),
         fast=has_fast_layers(module),
     )

@@ -8,8 +8,10 @@ an update  three passes' work, what is recomputed, gradients added up per micro-
 Rates are shares of what the GPU's data sheet promises, so that they carry over to another GPU of the kind.
 """
 
+import math
 from dataclasses import dataclass
 
+from lockstep.models.long_rows import LEAST
 from lockstep.models.packing import MAX_LONGER, MIN_SHARED
 from lockstep.planner.hardware import NODE_LINK, Device
 from lockstep.planner.shape import Shape
@@ -18,6 +20,9 @@ PRODUCTS = 0.728
 """Of the peak, what matrix products reach in a step that runs at the power limit."""
 ATTENTION, HALF_LENGTH = 0.273, 1045
 """Flash attention over rows of L tokens reaches ATTENTION * L / (L + HALF_LENGTH) of the peak."""
+LONG_ATTENTION, LONG_HALF_LENGTH = 0.48, 1400
+"""The same for rows that go one at a time (models/long_rows.py), on the GPUs that have the kernels for it."""
+WITH_LONG_ROWS = ("h200", "h100", "h20", "b200")
 HIDDEN_BYTES, INTERMEDIATE_BYTES, LOGIT_BYTES = 346, 18, 12
 """Moved in an update for each number of the stream and of the MLP (per token and layer), and for each logit. A pass moves a third."""
 SLOW_LAYERS = 1.6
@@ -113,12 +118,18 @@ def update_s(shape: Shape, rows: Rows, device: Device, ranks: Ranks, recompute: 
 
 def _forward_s(shape: Shape, rows: Rows, device: Device) -> float:
     products = 2 * shape.cost.body * rows.tokens / (PRODUCTS * device.flops)
-    length = rows.prompt + rows.response
-    reach = ATTENTION * device.flops * length / (length + HALF_LENGTH)
+    reach = device.flops * _attention_share(shape, rows.prompt + rows.response, device)
     attention = 2 * shape.cost.widths * len(shape.cost.windows) * rows.pairs / reach
     moved = rows.tokens * shape.layers * (HIDDEN_BYTES * shape.hidden + INTERMEDIATE_BYTES * shape.intermediate) / 3
     between = moved * (1.0 if shape.fast else SLOW_LAYERS) / device.bandwidth
     return products + attention + between + _head_s(shape, rows, device)
+
+
+def _attention_share(shape: Shape, length: float, device: Device) -> float:
+    """Of the peak, what attention reaches over rows of this length."""
+    if device.name in WITH_LONG_ROWS and length >= LEAST.get(shape.head_size, math.inf):
+        return LONG_ATTENTION * length / (length + LONG_HALF_LENGTH)
+    return ATTENTION * length / (length + HALF_LENGTH)
 
 
 def _head_s(shape: Shape, rows: Rows, device: Device) -> float:

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_BETWEEN = 50_000
+_BETWEEN = 20_000
 """Objects that are made between two collections where they are rare."""
 _is_frozen = False  # gc.get_freeze_count() says it too, but counts them all
 

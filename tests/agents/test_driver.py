@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 
 import pytest
 import torch
 
+from lockstep.agents import driver
 from lockstep.agents.driver import Asked, Driver, Encoded
 from lockstep.agents.hosts import EnvironmentFailed, ThreadHost, Waited
 from lockstep.workers.rollout.base import Completion, Request
@@ -124,3 +127,51 @@ def test_what_one_raises_ends_the_run_and_closes_the_others():
     with pytest.raises(RuntimeError, match="a fault of ours"):
         Driver(FakeStream()).run(iter([waits(), breaks(), waits()]), 3)
     assert closed == [True, True]
+
+
+def test_environments_that_answer_at_once_are_computed_together(monkeypatch):
+    monkeypatch.setattr(driver, "_PATIENCE_S", 60.0)
+    stream, bridge = FakeStream(), FakeBridge()
+
+    async def play(number):
+        await Asked(request(1))
+        await Waited(ThreadHost(60.0), answered_soon(), None)
+        await Encoded(bridge, "x" * number)
+        await Asked(request(1))
+
+    Driver(stream).run((play(number) for number in range(9)), 9)
+    assert [len(batch) for batch in bridge.batches] == [9]
+    assert stream.passes == [9, 9]
+
+
+def test_passes_go_on_while_slow_environments_are_waited_for(monkeypatch):
+    """Nobody is quick here: with patience, this would take minutes."""
+    monkeypatch.setattr(driver, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(driver, "_QUICK_S", 0.0)
+    futures = [Future() for _ in range(3)]
+
+    class Answering(FakeStream):
+        def next(self, timeout_s=None):
+            if len(self.passes) in (5, 10, 15) and not futures[len(self.passes) // 5 - 1].done():
+                futures[len(self.passes) // 5 - 1].set_result(None)
+            return super().next(timeout_s)
+
+    stream = Answering()
+
+    async def play(number):
+        await Waited(ThreadHost(60.0), answered_soon(), None)
+        if number < 3:
+            await Waited(ThreadHost(60.0), futures[number], None)
+        else:
+            await Asked(request(30))
+
+    started = time.monotonic()
+    Driver(stream).run((play(number) for number in (3, 0, 1, 2)), 4)
+    assert len(stream.passes) == 30
+    assert time.monotonic() - started < 60.0
+
+
+def answered_soon():
+    future = Future()
+    threading.Thread(target=future.set_result, args=(None,)).start()
+    return future

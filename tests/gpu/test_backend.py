@@ -261,3 +261,21 @@ def test_experts_in_half_precision_are_decoded_in_graphs(family, capsys):
     generate(backend, random_prompts(), [30])
     assert backend._seated.runner._graphs
     assert "without CUDA graphs" not in capsys.readouterr().out
+
+
+def test_graphs_that_are_captured_ahead_give_the_same_tokens():
+    """One at a time, in the order in which they are wanted, and only of what is compiled."""
+    backend = make_backend(big_tiny("qwen2"))
+    want, _ = generate(backend, random_prompts(), [30])
+    runner = backend._seated.runner
+    runner.forget()
+    kinds = [(size, None, False, False, False) for size in (64, 16, 8, 48)]
+    runner.warm_up(kinds[1:3])
+    found = []
+    for _ in range(3):
+        runner.prepare(kinds)
+        found.append(list(runner._graphs))
+    assert found == [kinds[:1], kinds[:2], kinds[:3]]  # the largest batch is always compiled
+    again, _ = generate(backend, random_prompts(), [30])
+    assert [s.tokens for s in again] == [s.tokens for s in want]
+    assert list(runner._graphs) == kinds[:3]

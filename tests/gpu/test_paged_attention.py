@@ -77,6 +77,7 @@ def test_window_and_softcap_equal_plain_torch(window, softcap, splits):
 
 def test_splits_fill_the_chip_and_depend_on_the_batch_alone():
     assert [num_splits(rows, 2) for rows in (8, 16, 32, 64, 128, 256, 1024)] == [16, 16, 8, 4, 2, 1, 1]
+    assert [num_splits(rows, 2, long=True) for rows in (8, 16, 32, 64, 128, 256, 1024)] == [16, 16, 8, 8, 8, 4, 1]
 
 
 def test_a_new_token_is_stored_where_attention_finds_it():

@@ -22,7 +22,7 @@ from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.sampling import keep_likely
 
-__all__ = ["FakeDecoder", "fake_gpu", "make_gpu", "rows", "short_prefill"]
+__all__ = ["FakeDecoder", "fake_gpu", "loop", "make_gpu", "rows", "short_prefill"]
 
 
 class _NoKernel:
@@ -71,6 +71,7 @@ class FakeDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None,
+        long: bool = False,
     ) -> Tensor:
         table = page_table.tolist()
         if shared is not None:  # the first pages of a group are read through its first row

@@ -3,12 +3,16 @@
 They need the package triton: TRITON_INTERPRET=1 pytest tests/models/test_layer_kernels.py
 """
 
+from __future__ import annotations
+
 import copy
 import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.tiny import tiny_model
+from torch import Tensor
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -16,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from lockstep.models import fast_layers
 from lockstep.models.attention import PACKED, PackedLayout
+from lockstep.models.layer_kernels import GatedMLP, Project
 
 MIXTURES = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
@@ -68,3 +73,41 @@ def test_pairs_of_an_expert_lie_together_in_the_order_of_their_tokens(most: int,
     assert token.tolist() == [number for _, number, _ in want]
     assert [int(place[number, column]) for _, number, column in want] == list(range(2700))
     assert ends.tolist() == [int((chosen <= expert).sum()) for expert in range(8)]
+
+
+def assert_close(mine: list[Tensor], want: list[Tensor]) -> None:
+    """float32, sums in another order: 1e-6 of the largest."""
+    for a, b in zip(mine, want, strict=True):
+        assert (a - b).abs().max() < 1e-6 * b.abs().max()
+
+
+@pytest.mark.parametrize("width", [40, 96, 256, 1000])
+def test_a_gated_mlp_and_its_gradients_are_those_of_its_formula(width: int) -> None:
+    torch.manual_seed(0)
+    shapes = (37, 24), (width, 24), (width, 24), (24, width)
+    x, gate, up, down = leaves = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    weights = torch.randn(37, 24)
+    mine = GatedMLP.apply(None, x, (1.0,) * 3, *(t for weight in (gate, up, down) for t in (weight, None, None, None)))
+    want = (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    assert_close(
+        [mine, *torch.autograd.grad((mine * weights).sum(), leaves)], [want, *torch.autograd.grad((want * weights).sum(), leaves)]
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_projections_of_one_input_are_those_of_each_weight(bias: bool, frozen: bool) -> None:
+    """`frozen`: with the second weight, and its bias, out of training."""
+    torch.manual_seed(0)
+    x = torch.randn(37, 24, requires_grad=True)
+    pairs = [(torch.randn(n, 24), torch.randn(n) if bias else None) for n in (32, 16, 8)]
+    leaves = [x]
+    for number, pair in enumerate(pairs):
+        leaves += [p.requires_grad_() for p in pair if p is not None and not (frozen and number == 1)]
+    mine = Project.apply(x, (1.0,) * 3, *(p for pair in pairs for p in (*pair, None, None)))
+    want = [F.linear(x, *pair) for pair in pairs]
+    weights = [torch.randn_like(y) for y in want]
+    gradients = [
+        torch.autograd.grad(sum((y * w).sum() for y, w in zip(found, weights, strict=True)), leaves) for found in (mine, want)
+    ]
+    assert_close([*mine, *gradients[0]], [*want, *gradients[1]])

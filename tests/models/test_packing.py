@@ -110,6 +110,21 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch_and_again_in_the_next() ->
         assert shared_prompt_tokens(data) == [0, 0, 0, 0, 0]
 
 
+@given(counts=st.lists(st.integers(1, 30), min_size=1, max_size=40), budget=st.integers(30, 120), data=st.data())
+def test_micro_batches_are_as_few_as_they_can_be_and_about_equally_full(
+    counts: list[int], budget: int, data: st.DataObject
+) -> None:
+    """No more than filling one after the other makes, and none holds more than its share and a row."""
+    shared = [data.draw(st.integers(0, n - 1)) for n in counts] if data.draw(st.booleans()) else [0] * len(counts)
+    found = cut_into_micro_batches(counts, Budget(budget), shared)
+    assert [row for batch in found for row in batch] == list(range(len(counts)))
+    assert len(found) == len(packing._fill(counts, Budget(budget), shared, [[row] for row in range(len(counts))]))
+    costs = [sum(counts[row] - shared[row] for row in batch) + shared[batch[0]] for batch in found]
+    assert max(costs) <= budget
+    share = (sum(counts) - sum(shared)) / len(found) + max(shared)
+    assert max(costs) <= share + max(counts) + 1
+
+
 UNITS = st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=3), min_size=1, max_size=8)
 
 

@@ -51,13 +51,14 @@ def clip_grad_norm(
     of them scaled.
     """
     gradients = list(gradients)
-    squares: dict[tuple[tuple[DeviceMesh, int], ...], Tensor] = {}
+    parts: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
     for tensor in gradients if counted is None else counted:
         split: tuple[tuple[DeviceMesh, int], ...] = ()
         if isinstance(tensor, DTensor):
             split = tuple((tensor.device_mesh, dim) for dim, where in enumerate(tensor.placements) if not where.is_replicate())
-        square = local_part(tensor).float().square().sum()
-        squares[split] = squares[split] + square if split in squares else square
+        parts.setdefault(split, []).append(local_part(tensor))
+    norms = {split: torch._foreach_norm(tensors, 2, dtype=torch.float32) for split, tensors in parts.items()}
+    squares = {split: torch.stack(found).square().sum() for split, found in norms.items()}
     for split, square in squares.items():
         for mesh, dim in split:
             dist.all_reduce(square, group=mesh.get_group(dim))
@@ -66,6 +67,5 @@ def clip_grad_norm(
         dist.all_reduce(total, group=group)
     norm = total.sqrt()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        local_part(gradient).mul_(scale)
+    torch._foreach_mul_([local_part(gradient) for gradient in gradients], scale)
     return float(norm)

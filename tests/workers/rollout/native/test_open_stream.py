@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.checked_open import CheckedOpen
 from helpers.fake_backend import FakeBackend
-from helpers.fake_gpu import fake_gpu, short_prefill
+from helpers.fake_gpu import fake_gpu, loop, short_prefill
 from helpers.fake_model import VOCABULARY, FakeModel
 from helpers.fake_streams import fake_engine
 from helpers.rollouts import sampling
@@ -217,4 +217,5 @@ def test_intervals_that_are_read_late_give_every_request_what_it_gets_alone(
         scheduler.longest = CONTEXT
         patch.setattr(short_prefill, "_MOST_KEYS", random.Random(seed).choice([0, 150, 1 << 19]))  # never, sometimes, always
         patch.setattr(short_prefill, "_FEW", random.Random(seed).choice([16, 1024]))  # some are many, or none
+        patch.setattr(loop, "_LONG", random.Random(seed).choice([20, 1024]))  # some contexts are long, or none
         script.run(gpu, scheduler)

@@ -150,13 +150,13 @@ INLINE void attend(const int half, const float *queries, const void *k, const vo
 // q, out: [tokens, heads, dim], tokens q_stride and heads * dim apart; k, v: pages, float32 or (half) bfloat16; table: [sequences, width];
 // blocks: [count, 4] = first token, tokens, position of the first token, sequence. window 0: none; softcap 0: none; sinks: [heads] or NULL.
 // to_half: out is bfloat16.
-// Functions with `share` in their name are called by every thread of a team.
+// Functions with `share` in their name are called by every thread of a team, and wait for nobody.
 void attention_share(const float *q, const void *k, const void *v, const int32_t *table, const int32_t *blocks, void *out,
                      const float *sinks, int64_t q_stride, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t width,
                      int64_t window, int64_t half, float scale, float softcap, int64_t to_half) {
     const int64_t groups = heads / kv_heads, page = kv_heads * dim * PAGE;
     // The heads of a block lie side by side in its pages, and follow one another; few blocks are cut for the threads to have all of them.
-#pragma omp for collapse(2) schedule(dynamic, count < 16 ? 1 : kv_heads)
+#pragma omp for collapse(2) schedule(dynamic, count < 16 ? 1 : kv_heads) nowait
     for (int64_t b = 0; b < count; b++) {
         for (int64_t head = 0; head < kv_heads; head++) {
             const int32_t *block = blocks + 4 * b, tokens = block[1];
@@ -197,7 +197,7 @@ void attention(const float *q, const void *k, const void *v, const int32_t *tabl
 // Put keys and values [tokens, kv_heads, dim], tokens `stride` apart, into the pages at `slots` (page * PAGE + place).
 void store_share(const float *keys, const float *values, const int64_t *slots, void *k, void *v, int64_t stride, int64_t tokens,
                  int64_t kv_heads, int64_t dim, int64_t half) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < tokens; i++) {
         const int64_t page = slots[i] / PAGE * PAGE * kv_heads * dim, place = slots[i] % PAGE;
         for (int64_t head = 0; head < kv_heads; head++) {

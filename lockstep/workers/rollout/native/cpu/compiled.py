@@ -14,7 +14,7 @@ from lockstep.utils.model_source import cache_folder
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "decoder.c", "layer.c", "linear.c", "pack.c"))
-_HEADER = Path(__file__).parent / "vectors.h"
+_HEADERS = tuple(Path(__file__).parent / name for name in ("linear.h", "team.h", "vectors.h"))
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_S = 60
 """A compiler that takes longer is not waited for."""
@@ -34,7 +34,7 @@ def library() -> Library | None:
 
 def _compiled(compiler: str) -> Path:
     processor = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0] if Path("/proc/cpuinfo").exists() else ""
-    texts = [file.read_text() for file in (_HEADER, *_SOURCES)]
+    texts = [file.read_text() for file in (*_HEADERS, *_SOURCES)]
     about = "\n".join([*texts, compiler, *_FLAGS, platform.machine(), processor])
     file = cache_folder() / "kernels" / f"decoder-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if not file.is_file():

@@ -1,9 +1,8 @@
 // All layers of a pass: the functions of this folder one after another, by one team of threads. Between them is no way back to Python,
 // which takes longer than what it calls where a pass has few tokens, and no thread is started or put to sleep.
-#include "vectors.h"
+#include "linear.h"
+#include "team.h"
 
-void linear_share(const void *x, const char *panels, const float *bias, void *out, int64_t x_stride, int64_t out_stride, int64_t rows,
-                  int64_t depth, int64_t columns, int64_t kind, int64_t mode, int64_t to_half);
 void rms_norm_share(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps, int64_t half);
 void rotate_share(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
                   int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps);
@@ -16,10 +15,8 @@ void attention_share(const float *q, const void *k, const void *v, const int32_t
 // What a layer is made of: addresses, in the order of whole.py.
 typedef struct {
     const float *input_norm, *mlp_norm, *q_norm, *k_norm;
-    const char *qkv, *out, *gate_up, *down;
-    const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
+    product qkv, out, gate_up, down;
     void *keys, *values;
-    int64_t qkv_kind, out_kind, gate_up_kind, down_kind;  // of the panels
     int64_t window;
 } layer;
 
@@ -39,26 +36,35 @@ void decoder_layers(float *hidden, const layer *layers, const float *cos, const 
     const int64_t all = (heads + 2 * kv_heads) * dim, seen_size = heads * dim;
     float *x = scratch, *qkv = x + tokens * size, *seen = qkv + tokens * all, *gated = seen + tokens * seen_size;
     const float *keys = qkv + seen_size, *values = keys + kv_heads * dim;
+    meeting all_here = {0, 0};
 #pragma omp parallel num_threads(threads)
     for (const layer *l = layers; l < layers + count; l++) {
         const int cut = l + 1 == layers + count && num_wanted < tokens;
         const int64_t rows = cut ? num_wanted : tokens;
+        const product *next = l + 1 < layers + count ? &l[1].qkv : 0;
         // What a product takes is written as its panels want it.
-        const int pairs = l->qkv_kind == PAIRS, out_pairs = l->out_kind == PAIRS, mlp_pairs = l->gate_up_kind == PAIRS;
-        const int down_pairs = l->down_kind == PAIRS;
-        rms_norm_share(hidden, l->input_norm, x, tokens, size, eps, pairs);
-        linear_share(x, l->qkv, l->qkv_bias, qkv, size, all, tokens, size, all, l->qkv_kind, STORE, 0);
+        rms_norm_share(hidden, l->input_norm, x, tokens, size, eps, l->qkv.kind == PAIRS);
+        meet(&all_here);
+        linear_share(x, &l->qkv, qkv, size, all, tokens, 0, &l->out);
+        meet(&all_here);
         rotate_share(qkv, cos, sin, positions, l->q_norm, l->k_norm, all, tokens, heads + kv_heads, heads, dim, eps);
-        store_share(keys, values, slots, l->keys, l->values, all, tokens, kv_heads, dim, half_pages);
+        store_share(keys, values, slots, l->keys, l->values, all, tokens, kv_heads, dim, half_pages);  // of the tokens that it rotated
+        meet(&all_here);
         attention_share(qkv, l->keys, l->values, table, cut ? last_blocks : blocks, seen, 0, all, cut ? num_wanted : num_blocks, heads,
-                        kv_heads, dim, width, l->window, half_pages, scale, 0.0f, out_pairs);
+                        kv_heads, dim, width, l->window, half_pages, scale, 0.0f, l->out.kind == PAIRS);
+        meet(&all_here);
         if (cut) {
-#pragma omp single
-            gather(hidden, wanted, rows, size * 4), gather(seen, wanted, rows, seen_size * (out_pairs ? 2 : 4));
+            if (team_number() == 0)
+                gather(hidden, wanted, rows, size * 4), gather(seen, wanted, rows, seen_size * (l->out.kind == PAIRS ? 2 : 4));
+            meet(&all_here);
         }
-        linear_share(seen, l->out, l->out_bias, hidden, seen_size, size, rows, seen_size, size, l->out_kind, ADD, 0);
-        rms_norm_share(hidden, l->mlp_norm, x, rows, size, eps, mlp_pairs);
-        linear_share(x, l->gate_up, l->gate_up_bias, gated, size, inner, rows, size, inner, l->gate_up_kind, GATED, down_pairs);
-        linear_share(gated, l->down, l->down_bias, hidden, inner, size, rows, inner, size, l->down_kind, ADD, 0);
+        linear_share(seen, &l->out, hidden, seen_size, size, rows, 0, &l->gate_up);
+        meet(&all_here);
+        rms_norm_share(hidden, l->mlp_norm, x, rows, size, eps, l->gate_up.kind == PAIRS);
+        meet(&all_here);
+        linear_share(x, &l->gate_up, gated, size, inner, rows, l->down.kind == PAIRS, &l->down);
+        meet(&all_here);
+        linear_share(gated, &l->down, hidden, inner, size, rows, 0, next);
+        meet(&all_here);
     }
 }

@@ -20,8 +20,7 @@ from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
 from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, rms_norm
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear
-from lockstep.workers.rollout.native.cpu.memory import PackedMemory
+from lockstep.workers.rollout.native.cpu.linears import PackedLinear, PackedMemory
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
 from lockstep.workers.rollout.native.cpu.whole import WholePass

@@ -14,9 +14,9 @@ INLINE void normalise(const float *x, const float *weight, void *out, int64_t at
 }
 
 // out = weight * x / sqrt(mean(x^2) + eps); x, out: [rows, size], out in float32 or (half) bfloat16. Functions with `share` in their name
-// are called by every thread of a team.
+// are called by every thread of a team, and wait for nobody.
 void rms_norm_share(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps, int64_t half) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < rows; row++) {
         if (half)
             normalise(x + row * size, weight, out, row * size, size, eps, 1);
@@ -32,7 +32,6 @@ void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int
 
 // Rotary positions, in place: the `heads` first heads of x [tokens, stride], each halves (a, b) -> (a cos - b sin, b cos + a sin).
 // cos, sin: [positions, dim / 2]. Before, the first `query_heads` of them are normalised by q_norm and the others by k_norm, where given.
-// Nobody waits for the others at its end: what follows takes the same tokens.
 void rotate_share(float *x, const float *cos, const float *sin, const int64_t *positions, const float *q_norm, const float *k_norm,
                   int64_t stride, int64_t tokens, int64_t heads, int64_t query_heads, int64_t dim, float eps) {
     const int64_t half = dim / 2;

@@ -8,7 +8,8 @@
 //
 // There are three kinds of panels: float32; bfloat16 that is widened, for the same float32 rows; and bfloat16 for rows in bfloat16, which the
 // processor multiplies in pairs of inputs and adds in float32.
-#include "vectors.h"
+#include "linear.h"
+#include "team.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
@@ -96,11 +97,12 @@ static void finish(float *y, int rows, const float *bias, void *out, int64_t at,
     }
 }
 
-INLINE void chunk_times_panel(const uint32_t *x, int64_t x_stride, int rows, const char *panel, const int kind, int depth,
-                              const float *bias, void *out, int64_t at, int64_t out_stride, int columns, int mode, int to_half) {
+// next_panel: what is computed with after this panel.
+INLINE void chunk_times_panel(const uint32_t *x, int64_t x_stride, int rows, const char *panel, const char *next_panel, const int kind,
+                              int depth, const float *bias, void *out, int64_t at, int64_t out_stride, int columns, int mode, int to_half) {
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t pace = step_bytes(kind) / tiles;  // several tiles ask for the next panel, evenly
-    const char *next = panel + (tiles == 1 ? AHEAD : (int64_t)depth * step_bytes(kind));
+    const char *next = tiles == 1 ? panel + AHEAD : next_panel;
     for (int first = 0, left = tiles, here; first < rows; first += here, left--, next += pace * depth) {
         here = (rows - first + left - 1) / left;
         const uint32_t *from = x + first * x_stride;
@@ -117,36 +119,58 @@ INLINE void chunk_times_panel(const uint32_t *x, int64_t x_stride, int rows, con
     }
 }
 
-// x: [rows, depth], rows x_stride apart, float32 or (PAIRS) bfloat16; panels: see above; bias: [panels * PANEL] or NULL; out: [rows, columns],
-// rows out_stride apart, float32 or (to_half, not with ADD) bfloat16. Every thread of a team calls this, for its share.
-void linear_share(const void *x, const char *panels, const float *bias, void *out, int64_t x_stride, int64_t out_stride, int64_t rows,
-                  int64_t depth, int64_t columns, int64_t kind, int64_t mode, int64_t to_half) {
-    const int width = mode == GATED ? LANES : PANEL, count = (columns + width - 1) / width, chunks = (rows + CHUNK - 1) / CHUNK;
-    const int64_t words = kind == PAIRS ? 2 : 1, size = chunks ? (rows + chunks - 1) / chunks : 0;
-    const int64_t panel_bytes = depth / words * step_bytes(kind);
-#pragma omp for collapse(2) schedule(static)
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        for (int p = 0; p < count; p++) {
-            const int64_t first = chunk * size, here = rows - first < size ? rows - first : size;
-            const int wide = columns - p * width < width ? columns - p * width : width;
-            const uint32_t *from = (const uint32_t *)x + first * (x_stride / words);
-            const float *own = bias ? bias + p * PANEL : 0;
+// How a product with so many rows is cut: chunks of rows, and panels.
+typedef struct {
+    int64_t chunks, size, panels, width, panel_bytes;
+} cut;
+
+INLINE cut cut_of(const product *weight, int64_t rows) {
+    const int64_t chunks = (rows + CHUNK - 1) / CHUNK, width = weight->mode == GATED ? LANES : PANEL;
+    const int64_t steps = weight->kind == PAIRS ? weight->depth / 2 : weight->depth;
+    return (cut){chunks, chunks ? (rows + chunks - 1) / chunks : 0, (weight->columns + width - 1) / width, width, steps * step_bytes(weight->kind)};
+}
+
+// Where the calling thread begins to read a weight.
+INLINE const char *first_panel(const product *weight, int64_t rows) {
+    const cut c = cut_of(weight, rows);
+    int64_t end;
+    return weight->panels + own_part(c.chunks * c.panels, &end) % c.panels * c.panel_bytes;
+}
+
+// x: [rows, depth], rows x_stride apart, float32 or (PAIRS) bfloat16; out: [rows, columns], rows out_stride apart, float32 or (to_half, not
+// with ADD) bfloat16. Every thread of a team calls this, for its part. The beginning of what it multiplies with after this (NULL: not known)
+// is fetched meanwhile: between two products memory would have nothing to do.
+void linear_share(const void *x, const product *weight, void *out, int64_t x_stride, int64_t out_stride, int64_t rows, int64_t to_half,
+                  const product *after) {
+    const int64_t kind = weight->kind, mode = weight->mode, words = kind == PAIRS ? 2 : 1, depth = weight->depth / words;
+    const cut c = cut_of(weight, rows);
+    const char *following = after ? first_panel(after, rows) : weight->panels;
+    int64_t end;
+    for (int64_t i = own_part(c.chunks * c.panels, &end); i < end; i++) {
+        const int64_t p = i % c.panels, first = i / c.panels * c.size, here = rows - first < c.size ? rows - first : c.size;
+        const int wide = weight->columns - p * c.width < c.width ? weight->columns - p * c.width : c.width;
+        const uint32_t *from = (const uint32_t *)x + first * (x_stride / words);
+        const char *panel = weight->panels + p * c.panel_bytes;
+        const char *next = i + 1 == end ? following : p + 1 == c.panels ? weight->panels : panel + c.panel_bytes;
+        const float *bias = weight->bias ? weight->bias + p * PANEL : 0;
 #define TIMES(kind) \
-    chunk_times_panel(from, x_stride / words, here, panels + p * panel_bytes, kind, depth / words, own, out, \
-                      first * out_stride + p * width, out_stride, wide, mode, to_half)
-            if (kind == WHOLE)
-                TIMES(WHOLE);
-            else if (kind == WIDENED)
-                TIMES(WIDENED);
-            else
-                TIMES(PAIRS);
+    chunk_times_panel(from, x_stride / words, here, panel, next, kind, depth, bias, out, first * out_stride + p * c.width, out_stride, wide, \
+                      mode, to_half)
+        if (kind == WHOLE)
+            TIMES(WHOLE);
+        else if (kind == WIDENED)
+            TIMES(WIDENED);
+        else
+            TIMES(PAIRS);
 #undef TIMES
-        }
     }
+    if (rows <= TILE_ROWS)
+        for (int i = 0; i < AHEAD; i += 64) __builtin_prefetch(following + i, 0, 3);
 }
 
 void linear(const void *x, const char *panels, const float *bias, void *out, int64_t x_stride, int64_t out_stride, int64_t rows,
             int64_t depth, int64_t columns, int64_t kind, int64_t mode, int64_t to_half, int64_t threads) {
+    const product weight = {panels, bias, depth, columns, kind, mode};
 #pragma omp parallel num_threads(threads)
-    linear_share(x, panels, bias, out, x_stride, out_stride, rows, depth, columns, kind, mode, to_half);
+    linear_share(x, &weight, out, x_stride, out_stride, rows, to_half, 0);
 }

@@ -12,10 +12,39 @@ from torch import Tensor, nn
 
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
-from lockstep.workers.rollout.native.cpu.memory import PackedMemory
 
-_STORE, _ADD, _GATED = range(3)
+STORE, ADD, GATED = range(3)
 _WHOLE, _WIDENED, _PAIRS = range(3)
+_BLOCK = 1 << 26
+"""Bytes asked for at once. What is not used of them takes no memory."""
+_LINE = 64
+"""Tensors begin where a line of the processor's cache does."""
+
+
+class PackedMemory:
+    """Tensors side by side in a few large blocks, in large pages where the system has them: 4 kB pages of one weight cost a product with
+    few rows up to a tenth of its time. After `reuse` the blocks are given out again: fresh memory costs more than laying weights out."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._blocks: list[Tensor] = []
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Nobody needs the tensors any more that were taken until now."""
+        self._number, self._used = 0, 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape; what is in it is left to chance."""
+        count = torch.Size(shape).numel() * dtype.itemsize
+        while self._number < len(self._blocks) and len(self._blocks[self._number]) - self._used < count:
+            self._number, self._used = self._number + 1, 0
+        if self._number == len(self._blocks):
+            self._blocks.append(torch.empty(max(_BLOCK, count), dtype=torch.uint8))
+            self._library.call("large_pages", self._blocks[-1], len(self._blocks[-1]))
+        taken = self._blocks[self._number][self._used : self._used + count]
+        self._used += -(-count // _LINE) * _LINE
+        return taken.view(dtype).view(shape)
 
 
 class PackedLinear:
@@ -61,10 +90,11 @@ class PackedLinear:
             ]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
 
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Of the panels, and of the bias or 0: for functions that read them while this object is there."""
-        return self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+    def row(self, mode: int) -> list[int]:
+        """`product` of linear.h, of a result that is stored, added, or (gated) neither: for functions that read it while this object is
+        there."""
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        return [self._panels.data_ptr(), bias, self._panels.shape[1], self.columns, self.kind, mode]
 
     @property
     def half(self) -> bool:
@@ -73,12 +103,12 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, inputs] float32 -> [N, columns]."""
-        return self._into(x, torch.empty(len(x), self.columns), _GATED if self._gated else _STORE)
+        return self._into(x, torch.empty(len(x), self.columns), GATED if self._gated else STORE)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """out [N, columns] += this layer of x [N, inputs]."""
         assert not self._gated
-        self._into(x, out, _ADD)
+        self._into(x, out, ADD)
 
     def _into(self, x: Tensor, out: Tensor, mode: int) -> Tensor:
         assert x.dtype == out.dtype == torch.float32

@@ -21,9 +21,6 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t unaligned_words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
-enum { WHOLE, WIDENED, PAIRS };  // kinds of panels, see linear.c
-enum { STORE, ADD, GATED };      // out = y (+ bias); out += y (+ bias); out = silu(first half of each panel) * second half
-
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE lanes load(const float *at) { return *(const unaligned_lanes *)at; }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, single_blocks
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear
+from lockstep.workers.rollout.native.cpu.linears import ADD, GATED, STORE, PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 
 
@@ -37,14 +37,11 @@ class WholePass:
         self._library, self._sizes, self._eps, self._half = library, sizes, eps, pages[0].half
         rows, inner = [], 0
         for layer, own in zip(layers, pages, strict=True):
-            linears = [layer.qkv, layer.out, layer.gate_up, layer.down]
-            norms = [layer.input_norm, layer.mlp_norm, *layer.norms]
-            panels, biases = zip(*(part.addresses for part in linears), strict=True)
-            addresses = [0 if norm is None else norm.data_ptr() for norm in norms]
+            products = [*layer.qkv.row(STORE), *layer.out.row(ADD), *layer.gate_up.row(GATED), *layer.down.row(ADD)]
+            norms = [0 if norm is None else norm.data_ptr() for norm in (layer.input_norm, layer.mlp_norm, *layer.norms)]
             memory = [own.keys.data_ptr(), own.values.data_ptr()]
-            kinds = [part.kind for part in linears]
-            rows.append([*addresses, *panels, *biases, *memory, *kinds, layer.variant.sliding_window or 0])
-            inner = linears[2].columns
+            rows.append([*norms, *products, *memory, layer.variant.sliding_window or 0])
+            inner = layer.gate_up.columns
         self._table, self._inner = torch.tensor(rows, dtype=torch.int64), inner
         (scaling,), dim = {layer.variant.scaling for layer in layers}, sizes[2]
         self._scaling = float(dim**-0.5 if scaling is None else scaling)

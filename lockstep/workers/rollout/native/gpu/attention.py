@@ -8,7 +8,8 @@ attends to context + 1 tokens.
 
 One program computes one row, one KV head (its G query heads together, padded to 16 or more for the matrix unit) and one split of the
 context. Where rows x heads are too few to fill the chip, the context is cut into splits; each leaves its maximum, sum and weighted values,
-and `_join_splits` adds them up. The number of splits depends on the number of rows alone, so rounding does not depend on the contexts.
+and `_join_splits` adds them up. The number of splits depends on the number of rows alone, so rounding does not depend on the contexts;
+only in a stream, long contexts are cut into more.
 
 In large batches the pages that samples of one prompt share are read once for all of them (`SharedPrefixes`): `_attend_prefix` takes the
 queries of a group of neighbouring rows together and leaves its state, from which `_attend` goes on with each row's own pages.
@@ -23,7 +24,9 @@ from torch import Tensor
 
 _PROGRAMS = 512
 """About four programs for each multiprocessor of an H100 or H200: fewer leave memory bandwidth unused (measured, docs/generation.md)."""
-_MOST_SPLITS = 16
+_LONG_PROGRAMS = 2048
+"""The same where contexts are long: they differ in length, and the kernel takes as long as its longest program."""
+_MOST_SPLITS, _MOST_LONG_SPLITS = 16, 8
 _GROUP_ROWS = 64
 
 
@@ -44,9 +47,11 @@ def group_limit(heads: int, kv_heads: int) -> int:
     return max(1, _GROUP_ROWS * kv_heads // heads)
 
 
-def num_splits(rows: int, num_kv_heads: int) -> int:
-    """Into how many parts each context is cut when `rows` sequences are decoded together: 1, 2, 4, 8 or 16."""
+def num_splits(rows: int, num_kv_heads: int, long: bool = False) -> int:
+    """Into how many parts each context is cut when `rows` sequences are decoded together: 1, 2, 4, 8 or 16; more where they are `long`."""
     wanted = max(1, min(_MOST_SPLITS, _PROGRAMS // (rows * num_kv_heads)))
+    if long:
+        wanted = max(wanted, min(_MOST_LONG_SPLITS, _LONG_PROGRAMS // (rows * num_kv_heads)))
     return 1 << (wanted.bit_length() - 1)
 
 

@@ -116,7 +116,7 @@ class GPUBackend(Backend):
         sizes = [size for size in buckets(seats) if size == bucket(seats) or not self.in_one_shape]
         for size in sizes:
             with_shared = shares and not self.in_one_shape and num_splits(size, heads) == 1
-            runner.warm_up([(size, make_filter(sampling), shared, False) for shared in (False, True)[: 1 + with_shared]])
+            runner.warm_up([(size, make_filter(sampling), shared, False, False) for shared in (False, True)[: 1 + with_shared]])
 
     def _seat(self, cache: KVCache, max_num_seqs: int, width: int, seen: bool) -> _Seated:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""

@@ -2,8 +2,10 @@
 # (Triton kernels take no Python types.)
 """Matrix products with few rows: all that counts is to read the weight once, with every multiprocessor busy.
 
-A program computes 64 outputs for all rows over a part of the inputs. Where 64 outputs a program make too few programs, the inputs are cut
-into parts, and the partial sums are left to the kernel that reads them next: that saves the launch that would add them up.
+A program takes 64 rows of the weight for all rows of x, over a part of the inputs. Where 64 rows a program make too few programs, the
+inputs are cut into parts, and the partial sums are left to the kernel that reads them next: that saves the launch that would add them up.
+Of gate and up projection a program takes 32 rows each, over all inputs, and applies the gate: small enough for two or three programs a
+multiprocessor, so that none waits for another wave of them.
 """
 
 import torch
@@ -12,20 +14,23 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ROWS = 32
-"""With more rows the library's products are faster (measured, docs/generation.md)."""
+"""With more rows the library's products are faster (measured, docs/generation_gpu.md)."""
 _OUTPUTS = 64
 _PROGRAMS = 128
+_MOST_PARTS = 5
+"""More parts take the kernel that adds them up longer than they save here; twice as many where there are many inputs."""
 
 
 def partial_products(x: Tensor, weight: Tensor) -> Tensor:
     """[parts, rows, N] float32 that add up to x [rows, K] @ weight [N, K]^T."""
     (rows, inputs), outputs = x.shape, len(weight)
-    step = 256 if inputs >= 4096 else 128
-    parts = max(1, min(_PROGRAMS // triton.cdiv(outputs, _OUTPUTS), triton.cdiv(inputs, step) // 2))
+    step = 64
+    most = _MOST_PARTS if inputs < 4096 else 2 * _MOST_PARTS
+    parts = max(1, min(_PROGRAMS // triton.cdiv(outputs, _OUTPUTS), triton.cdiv(inputs, step) // 2, most))
     out = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
     _product[(triton.cdiv(outputs, _OUTPUTS), parts)](
-        x, weight, out, rows, outputs, inputs, BM=max(16, triton.next_power_of_2(rows)), BN=_OUTPUTS, BK=step, PARTS=parts, GATED=False,
-        num_warps=4, num_stages=4,
+        x, weight, out, rows, outputs, K=inputs, BM=max(16, triton.next_power_of_2(rows)), BN=_OUTPUTS, BK=step, PARTS=parts,
+        num_warps=4, num_stages=6,
     )  # fmt: skip
     return out
 
@@ -34,40 +39,55 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     """[rows, N]: silu(x @ gate^T) * (x @ up^T) with `weight` [2 N, K] the gate's rows and then the up projection's."""
     (rows, inputs), outputs = x.shape, len(weight) // 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    _product[(triton.cdiv(outputs, _OUTPUTS), 1)](
-        x, weight, out, rows, outputs, inputs, BM=max(16, triton.next_power_of_2(rows)), BN=_OUTPUTS, BK=128, PARTS=1, GATED=True,
+    _gated_product[(triton.cdiv(outputs, _OUTPUTS // 2),)](
+        x, weight, out, rows, outputs, K=inputs, BM=max(16, triton.next_power_of_2(rows)), BN=_OUTPUTS // 2, BK=128,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
 
 @triton.jit
+def _dot(X, W, line, m, rows, low, high, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BM] float32: the rows `line` of W times the rows m of X, over the inputs from `low` to `high`."""
+    k = tl.arange(0, BK)
+    w_place = W + line[:, None].to(tl.int64) * K + k[None, :]
+    x_place = X + m[:, None] * K + k[None, :]
+    acc = tl.zeros([BN, BM], tl.float32)
+    for start in range(low, high, BK):
+        inside = (start + k < high)[None, :]
+        w = tl.load(w_place + start, mask=inside, other=0.0)
+        x = tl.load(x_place + start, mask=(m < rows)[:, None] & inside, other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc)
+    return acc
+
+
+@triton.jit
 def _product(
-    X, W, OUT, rows, outputs, inputs,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
+    X, W, OUT, rows, outputs, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
-    k = tl.arange(0, BK)
     part = tl.program_id(1)
-    share = tl.cdiv(tl.cdiv(inputs, BK), PARTS) * BK
-    low = part * share
-    high = tl.minimum(low + share, inputs)
-    acc = tl.zeros([BN, BM], tl.float32)
-    acc_up = tl.zeros([BN, BM], tl.float32)
-    w_place = W + n[:, None].to(tl.int64) * inputs + k[None, :]
-    x_place = X + m[:, None] * inputs + k[None, :]
-    for start in range(low, high, BK):
-        inside = (start + k < high)[None, :]
-        w = tl.load(w_place + start, mask=(n < outputs)[:, None] & inside, other=0.0)
-        x = tl.load(x_place + start, mask=(m < rows)[:, None] & inside, other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc)
-        if GATED:
-            up = tl.load(w_place + outputs * inputs + start, mask=(n < outputs)[:, None] & inside, other=0.0)
-            acc_up = tl.dot(up, tl.trans(x), acc_up)
-    if GATED:
-        # Rounded where training rounds (models/layer_kernels.py): after each projection, and once after the gate.
-        gate = acc.to(OUT.dtype.element_ty).to(tl.float32)
-        acc = gate * tl.sigmoid(gate) * acc_up.to(OUT.dtype.element_ty).to(tl.float32)
+    SHARE: tl.constexpr = ((K + BK - 1) // BK + PARTS - 1) // PARTS * BK
+    low = part * SHARE
+    # A row that there is none of is read as the last one, and not written.
+    made = _dot(X, W, tl.minimum(n, outputs - 1), m, rows, low, tl.minimum(low + SHARE, K), K, BM, BN, BK)
     place = OUT + (part * rows + m)[:, None] * outputs + n[None, :]
-    tl.store(place, tl.trans(acc).to(OUT.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
+    tl.store(place, tl.trans(made), mask=(m < rows)[:, None] & (n < outputs)[None, :])
+
+
+@triton.jit
+def _gated_product(X, W, OUT, rows, outputs, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    TYPE: tl.constexpr = OUT.dtype.element_ty
+    m = tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    i = tl.arange(0, 2 * BN)
+    line = (
+        tl.minimum(tl.program_id(0) * BN + i % BN, outputs - 1) + i // BN * outputs
+    )  # BN of the gate, then BN of the up projection
+    both = tl.trans(_dot(X, W, line, m, rows, 0, K, K, BM, 2 * BN, BK))
+    gate, up = tl.split(tl.permute(tl.reshape(both, [BM, 2, BN]), (0, 2, 1)))
+    # Rounded where training rounds (models/layer_kernels.py): after each projection, and once after the gate.
+    gate = gate.to(TYPE).to(tl.float32)
+    made = gate * tl.sigmoid(gate) * up.to(TYPE).to(tl.float32)
+    tl.store(OUT + m[:, None] * outputs + n[None, :], made.to(TYPE), mask=(m < rows)[:, None] & (n < outputs)[None, :])

@@ -32,6 +32,11 @@ _ROUNDS = 24
 """Walks of kind 1 and 2 at most; seldom more than 3. By the bits 11 of kind 1 end the search."""
 
 
+_LINES, _WARPS = 4, 8
+_SAMPLE = 8
+"""Where a vocabulary is long enough, every such chunk of it is looked at first."""
+
+
 class Filter(NamedTuple):
     """What the rows of a step need besides a plain draw. Rows have numbers of their own: see `RowState.floats`."""
 
@@ -94,12 +99,13 @@ def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -
     cut = torch.empty(count, device=logits.device)
     if not kind.truncates:
         return Kept(source, cut, chunk_max, chunk_sum)
+    block = max(1, chunk // _LINES)  # a sample is of whole chunks, whose sums are known
     kept_sum, collected = torch.empty_like(chunk_sum), torch.empty(count, _COLLECTED, device=logits.device)
     parameters = (rows.ints[INTS.index("top_k")], rows.floats[FLOATS.index("top_p")], rows.floats[FLOATS.index("min_p")])
     _cut[(count,)](
         source, chunk_max, chunk_sum, rows.inverse_temperature, *parameters, collected, cut, vocabulary, source.stride(0), chunks, first,
         SCALED=kind.penalises, CHUNKS=triton.next_power_of_2(chunks), COLLECTED=_COLLECTED, ROUNDS=_ROUNDS,
-        BLOCK=min(2048, triton.next_power_of_2(vocabulary)), num_warps=16,
+        LINES=_LINES, BLOCK=block, SAMPLE=_SAMPLE if chunks >= 2 * _SAMPLE else 1, num_warps=_WARPS,
     )  # fmt: skip
     _kept_sums[(count, chunks)](
         source, chunk_max, kept_sum, cut, rows.inverse_temperature, vocabulary, source.stride(0), chunks, first,
@@ -198,22 +204,22 @@ def _narrow(low, at_low, high, at_high, t, at_t, limit):
 @triton.jit
 def _walk(
     X, vocabulary, scale, peak, floor, limit, low, at_low, high, at_high, t1, t2, t3, t4, t5, t6, t7,
-    COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    COUNTS: tl.constexpr, STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The bounds after a look at the sums above 7 numbers."""
+    """The bounds after a look at the sums above 7 numbers, over every STEP-th block of the vocabulary."""
     s1 = tl.zeros([BLOCK], tl.float32)
     s2, s3, s4, s5, s6, s7 = s1, s1, s1, s1, s1, s1
-    for start in tl.range(0, vocabulary, BLOCK, num_stages=4):
-        i = start + tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, STEP * LINES * BLOCK):
+        i = start + tl.arange(0, LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         x = tl.load(X + i, mask=i < vocabulary, other=float("-inf")) * scale
         w = _weigh(x, peak, floor, COUNTS)
-        s1 += tl.where(x > t1, w, 0.0)
-        s2 += tl.where(x > t2, w, 0.0)
-        s3 += tl.where(x > t3, w, 0.0)
-        s4 += tl.where(x > t4, w, 0.0)
-        s5 += tl.where(x > t5, w, 0.0)
-        s6 += tl.where(x > t6, w, 0.0)
-        s7 += tl.where(x > t7, w, 0.0)
+        s1 += tl.sum(tl.where(x > t1, w, 0.0), 0)
+        s2 += tl.sum(tl.where(x > t2, w, 0.0), 0)
+        s3 += tl.sum(tl.where(x > t3, w, 0.0), 0)
+        s4 += tl.sum(tl.where(x > t4, w, 0.0), 0)
+        s5 += tl.sum(tl.where(x > t5, w, 0.0), 0)
+        s6 += tl.sum(tl.where(x > t6, w, 0.0), 0)
+        s7 += tl.sum(tl.where(x > t7, w, 0.0), 0)
     low, at_low, high, at_high = _narrow(low, at_low, high, at_high, t1, tl.sum(s1, 0), limit)
     low, at_low, high, at_high = _narrow(low, at_low, high, at_high, t2, tl.sum(s2, 0), limit)
     low, at_low, high, at_high = _narrow(low, at_low, high, at_high, t3, tl.sum(s3, 0), limit)
@@ -232,22 +238,25 @@ def _inside(low, high, eighths, turn):
 
 @triton.jit
 def _collect(
-    X, HELD, vocabulary, scale, peak, floor, above, upto, COUNTS: tl.constexpr, COLLECTED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write the tokens in (above, upto] to HELD, in their order. Returns how many they are, and the sums above the two bounds."""
+    X, HELD, vocabulary, scale, peak, floor, above, upto,
+    COUNTS: tl.constexpr, COLLECTED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the tokens in (above, upto] to HELD, always in the same order. Returns how many they are, and the sums above the bounds."""
     number = 0
     over, beyond = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     tl.debug_barrier()  # what HELD had has been read
-    for start in tl.range(0, vocabulary, BLOCK, num_stages=4):
-        i = start + tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, LINES * BLOCK):
+        i = start + tl.arange(0, LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         x = tl.load(X + i, mask=i < vocabulary, other=float("-inf")) * scale
         w = _weigh(x, peak, floor, COUNTS)
-        over += tl.where(x > above, w, 0.0)
-        beyond += tl.where(x > upto, w, 0.0)
+        over += tl.sum(tl.where(x > above, w, 0.0), 0)
+        beyond += tl.sum(tl.where(x > upto, w, 0.0), 0)
         inside = ((x > above) & (x <= upto) & (x >= floor)).to(tl.int32)
-        place = number + tl.cumsum(inside, 0) - 1
+        column = tl.sum(inside, 0)
+        before = tl.cumsum(column, 0) - column
+        place = number + before[None, :] + tl.cumsum(inside, 0) - 1
         tl.store(HELD + place, x, mask=(inside != 0) & (place < COLLECTED))
-        number += tl.sum(inside, 0)
+        number += tl.sum(column, 0)
     tl.debug_barrier()
     return number, tl.sum(over, 0), tl.sum(beyond, 0)
 
@@ -278,6 +287,7 @@ def _search(
     COUNTS: tl.constexpr,
     COLLECTED: tl.constexpr,
     ROUNDS: tl.constexpr,
+    LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The least number such that the tokens above it weigh less than `limit`, and how many tokens HELD has if it has all above it.
@@ -287,7 +297,7 @@ def _search(
     low, at_low, high, at_high = _walk(
         X, vocabulary, scale, peak, floor, limit, peak * 0.0 + float("-inf"), peak * 0.0 + float("inf"), peak, peak * 0.0,
         peak - 0.5, peak - 1.0, peak - 2.0, peak - 4.0, peak - 8.0, peak - 24.0, peak - 104.0,
-        COUNTS, BLOCK,
+        COUNTS, 1, LINES, BLOCK,
     )  # fmt: skip
     cut, held, turn, walked = low, 0, 1, 0
     searches = low > float("-inf")
@@ -305,7 +315,7 @@ def _search(
             whole = (at_low <= COLLECTED) & COUNTS
             if whole:
                 above, upto = low, float("inf") + peak * 0.0
-            number, over, beyond = _collect(X, HELD, vocabulary, scale, peak, floor, above, upto, COUNTS, COLLECTED, BLOCK)
+            number, over, beyond = _collect(X, HELD, vocabulary, scale, peak, floor, above, upto, COUNTS, COLLECTED, LINES, BLOCK)
             if (number <= COLLECTED) & (over >= limit) & (beyond < limit):
                 high = _halve(HELD, number, peak, floor, limit, beyond, above, tl.minimum(upto, high), COUNTS, COLLECTED)
                 low = high
@@ -319,7 +329,7 @@ def _search(
                 X, vocabulary, scale, peak, floor, limit, low, at_low, high, at_high,
                 _inside(low, high, 1, turn), _inside(low, high, 2, turn), _inside(low, high, 3, turn), _inside(low, high, 4, turn),
                 _inside(low, high, 5, turn), _inside(low, high, 6, turn), _inside(low, high, 7, turn),
-                COUNTS, BLOCK,
+                COUNTS, 1, LINES, BLOCK,
             )  # fmt: skip
             walked = 1
         cut = high
@@ -328,10 +338,51 @@ def _search(
     return cut, held
 
 
+@triton.jit
+def _guess(
+    X, HELD, vocabulary, scale, peak, floor, limit, total, sampled,
+    COLLECTED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
+    """`_search` for top-p where the distribution is flat: a sample of the vocabulary says where the answer is about, and one walk over
+    all of it collects the tokens there and checks that it is among them. Returns it, and whether it is.
+
+    All tokens weigh `total`, those of the sample `sampled`. What is estimated is what lies below the answer: many tokens of little
+    weight, of which a sample says more than of the few that weigh much.
+    """
+    visited = tl.cdiv(vocabulary, SAMPLE * LINES * BLOCK)
+    last = tl.minimum(vocabulary - (visited - 1) * SAMPLE * LINES * BLOCK, LINES * BLOCK)
+    times = vocabulary / ((visited - 1) * LINES * BLOCK + last).to(tl.float32)
+    part = sampled - (total - limit) / times
+    low, at_low, high, at_high = _walk(
+        X, vocabulary, scale, peak, floor, part, peak * 0.0 + float("-inf"), peak * 0.0 + float("inf"), peak, peak * 0.0,
+        peak - 0.5, peak - 1.0, peak - 2.0, peak - 4.0, peak - 8.0, peak - 24.0, peak - 104.0,
+        False, SAMPLE, LINES, BLOCK,
+    )  # fmt: skip
+    found, cut = 0, peak
+    if low > float("-inf"):
+        low, at_low, high, at_high = _walk(
+            X, vocabulary, scale, peak, floor, part, low, at_low, high, at_high,
+            _inside(low, high, 1, 0), _inside(low, high, 2, 0), _inside(low, high, 3, 0), _inside(low, high, 4, 0),
+            _inside(low, high, 5, 0), _inside(low, high, 6, 0), _inside(low, high, 7, 0),
+            False, SAMPLE, LINES, BLOCK,
+        )  # fmt: skip
+        centre = high - (high - low) * (part - at_high) / (at_low - at_high)
+        between = (at_low - at_high) * times * tl.exp(peak - centre)  # tokens, about
+        if between > COLLECTED:
+            reach = (high - low) * (0.45 * COLLECTED) / between
+            above, upto = centre - reach, tl.minimum(centre + reach, peak)
+            number, over, beyond = _collect(X, HELD, vocabulary, scale, peak, floor, above, upto, False, COLLECTED, LINES, BLOCK)
+            if (number <= COLLECTED) & (over >= limit) & (beyond < limit):
+                cut = _halve(HELD, number, peak, floor, limit, beyond, above, upto, False, COLLECTED)
+                found = 1
+    return cut, found
+
+
 @triton.jit(do_not_specialize=["first"])
 def _cut(
     X, MAX, SUM, INVERSE_T, TOP_K, TOP_P, MIN_P, HELD, CUT, vocabulary, stride_x, chunks, first,
-    SCALED: tl.constexpr, CHUNKS: tl.constexpr, COLLECTED: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, CHUNKS: tl.constexpr, COLLECTED: tl.constexpr, ROUNDS: tl.constexpr, LINES: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """The smallest number that top-k, then top-p among what it keeps, then min-p keep, of one row."""
     line = tl.program_id(0).to(tl.int64)
@@ -345,12 +396,13 @@ def _cut(
     chunk_max = tl.load(MAX + line * chunks + c, mask=c < chunks, other=float("-inf"))
     chunk_sum = tl.load(SUM + line * chunks + c, mask=c < chunks, other=0.0)
     peak = tl.max(chunk_max, 0)
-    total = tl.sum(tl.where(chunk_max == float("-inf"), 0.0, chunk_sum * tl.exp(chunk_max - peak)), 0)
+    mass = tl.where(chunk_max == float("-inf"), 0.0, chunk_sum * tl.exp(chunk_max - peak))
+    total = tl.sum(mass, 0)
     top_k, top_p = tl.load(TOP_K + row), tl.load(TOP_P + row)
     cut, held, nothing = peak * 0.0 + float("-inf"), 0, peak * 0.0 + float("-inf")
     finite = (total == total) & (peak > float("-inf")) & (peak < float("inf"))
     if finite & (top_k > 0) & (top_k < vocabulary):
-        cut, held = _search(X, HELD, vocabulary, scale, peak, nothing, top_k.to(tl.float32), True, COLLECTED, ROUNDS, BLOCK)
+        cut, held = _search(X, HELD, vocabulary, scale, peak, nothing, top_k.to(tl.float32), True, COLLECTED, ROUNDS, LINES, BLOCK)
     if finite & (top_p < 1.0):
         # The least positive number instead of 0: the likeliest stay.
         if held > 0:
@@ -361,9 +413,15 @@ def _cut(
             cut = _halve(HELD, held, peak, cut, limit, peak * 0.0, below, peak, False, COLLECTED)
         else:
             if cut > float("-inf"):
-                total = _collect(X, HELD, vocabulary, scale, peak, cut, nothing, nothing, False, COLLECTED, BLOCK)[1]
-            found = _search(
-                X, HELD, vocabulary, scale, peak, cut, tl.maximum(top_p * total, 1e-30), False, COLLECTED, ROUNDS, BLOCK
-            )[0]
-            cut = tl.maximum(cut, found)
+                total = _collect(X, HELD, vocabulary, scale, peak, cut, nothing, nothing, False, COLLECTED, LINES, BLOCK)[1]
+            limit = tl.maximum(top_p * total, 1e-30)
+            lowest, found = cut, 0
+            if (SAMPLE > 1) & (cut == float("-inf")):
+                sampled = tl.sum(tl.where(c % SAMPLE == 0, mass, 0.0), 0)
+                lowest, found = _guess(
+                    X, HELD, vocabulary, scale, peak, cut, limit, total, sampled, COLLECTED, LINES, BLOCK, SAMPLE
+                )
+            if found == 0:
+                lowest = _search(X, HELD, vocabulary, scale, peak, cut, limit, False, COLLECTED, ROUNDS, LINES, BLOCK)[0]
+            cut = tl.maximum(cut, lowest)
     tl.store(CUT + line, tl.maximum(cut, peak + tl.log(tl.load(MIN_P + row))))

@@ -8,7 +8,7 @@ written here. Results are rounded where training rounds them (models/fast_layers
 family goes through `hf_layers.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,16 @@ from lockstep.models.expert_kernels import experts_product, pairs_of
 from lockstep.models.fast_layers import is_mixture
 from lockstep.models.linear_parts import added
 from lockstep.models.routers import routers
-from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, paged_attention
+from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_splits, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
+from lockstep.workers.rollout.native.gpu.new_token import MOST_PAIRS, NewToken, cuts
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.workers.rollout.native.pages import KVCache
+
+Attend = Callable[[int, Any, Tensor, Tensor | None], Tensor]
+"""Number of a layer, its attention module, product of its projections and the bias that is still to be added -> [N, heads D]."""
 
 
 def fuse_projections(module: PreTrainedModel) -> None:
@@ -89,6 +93,7 @@ class FusedDecoder:
         cos, sin = self._model.rotary_emb(like, positions)
         half = self._dim // 2  # both halves are alike
         self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        self._new_token = NewToken(self.num_heads, self._cos, self._sin, self._eps)
 
     def decode(
         self,
@@ -98,9 +103,21 @@ class FusedDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None,
+        long: bool = False,
     ) -> Tensor:
-        """[rows, vocabulary] float32 after one new token for each row."""
-        return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared))
+        """[rows, vocabulary] float32 after one new token for each row, all of them of different sequences. `long`: see `num_splits`."""
+        if len(tokens) * self._kv_heads > MOST_PAIRS:
+            return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared, long))
+        splits = num_splits(len(tokens), self._kv_heads, long) if long else cuts(len(tokens), self._kv_heads)
+
+        def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
+            norms = (attention.q_norm.weight, attention.k_norm.weight) if _has_norms(attention) else None
+            return self._new_token(
+                qkv, bias, norms, *self._cache.layer(number), positions, slots, page_table, context_lens,
+                scale=attention.scaling, window=sliding_window(self._module, attention), splits=splits,
+            )  # fmt: skip
+
+        return self.logits(self._layers(tokens, slots, attend))
 
     def hidden(
         self,
@@ -110,30 +127,34 @@ class FusedDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None = None,
+        long: bool = False,
     ) -> Tensor:
         """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
+        options: dict[str, Any] = {"shared": shared, "splits": num_splits(len(tokens), self._kv_heads, long)}
 
-        def attend(number: int, attention: Any, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
-            pages, window = self._cache.layer(number), sliding_window(self._module, attention)
+        def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
+            query, _, _ = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
+            pages, own = self._cache.layer(number), {"scale": attention.scaling, "window": sliding_window(self._module, attention)}
             if len(page_table) < len(query):
-                return block_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window)
-            return paged_attention(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, shared=shared)
+                return block_attention(query, *pages, page_table, context_lens, **own).flatten(1)
+            return paged_attention(query, *pages, page_table, context_lens, **own, **options).flatten(1)
 
-        return self._layers(tokens, positions, slots, attend)
+        return self._layers(tokens, slots, attend)
 
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: PromptRows) -> Tensor:
         """[rows, vocabulary] float32 after whole sequences that lie end to end."""
 
-        def attend(number: int, attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
+            heads = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
-            return packed_prompt_attention(query, key, value, *self._cache.layer(number), rows, variant)
+            return packed_prompt_attention(*heads, *self._cache.layer(number), rows, variant).flatten(1)
 
-        return self.logits(self._layers(tokens, positions, slots, attend)[rows.wanted])
+        return self.logits(self._layers(tokens, slots, attend)[rows.wanted])
 
     def release(self) -> None:
         """The module was not changed."""
 
-    def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Any) -> Tensor:
+    def _layers(self, tokens: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """[N, hidden] after the last norm."""
         embedded = F.embedding(tokens, self._model.embed_tokens.weight)
         few = len(tokens) <= MOST_ROWS and embedded.is_cuda and embedded.dtype != torch.float32
@@ -144,9 +165,7 @@ class FusedDecoder:
             groups = _groups(layer)
             x = self._add_norm(hidden, update, layer.input_layernorm.weight, room_for(groups[0]))
             qkv, bias = _project(x, groups[0], few)
-            query, key, value = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
-            out = attend(number, attention, query, key, value).flatten(1)
-            update = _add_linear(hidden, out, attention.o_proj, few)
+            update = _add_linear(hidden, attend(number, attention, qkv, bias), attention.o_proj, few)
             x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight, sum(map(room_for, groups[1:])))
             update = None
             if is_mixture(mlp):
@@ -178,7 +197,7 @@ class FusedDecoder:
         parts = 0 if update is None else update.shape[0] if update.dim() == 3 else 1
         _add_norm_kernel[(len(hidden),)](
             hidden, hidden if update is None else update, weight, out, self._eps, hidden.numel(), out.stride(0),
-            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=4,
+            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=8 if len(hidden) <= MOST_ROWS else 4,
         )  # fmt: skip
         return out
 
@@ -194,7 +213,7 @@ class FusedDecoder:
         rows, width = qkv.shape[-2:]
         out = qkv if not parts else torch.empty(rows, width, dtype=self._cache.shape.dtype, device=qkv.device)
         keys, values = self._cache.layer(number)
-        norm = getattr(attention, "q_norm", None) is not None
+        norm = _has_norms(attention)
         _rotate_and_store_kernel[(rows,)](
             qkv, qkv if bias is None else bias, out, self._cos, self._sin, positions, slots, keys, values,
             attention.q_norm.weight if norm else out, attention.k_norm.weight if norm else out, self._eps, width, rows * width,
@@ -204,6 +223,11 @@ class FusedDecoder:
         )  # fmt: skip
         query, key, value = out.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
         return query, key, value
+
+
+def _has_norms(attention: Any) -> bool:
+    """Whether heads are normed before they are rotated (Qwen3)."""
+    return getattr(attention, "q_norm", None) is not None
 
 
 def _weight_of(x: Tensor, linears: Sequence[Any]) -> Tensor | None:

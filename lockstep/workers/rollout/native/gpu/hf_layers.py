@@ -106,8 +106,10 @@ class HFDecoder:
         page_table: Tensor,
         context_lens: Tensor,
         shared: SharedPrefixes | None,
+        long: bool = False,
     ) -> Tensor:
-        """[rows, vocabulary] float32 after one new token for each row. `shared` is not used: each row reads all of its pages."""
+        """[rows, vocabulary] float32 after one new token for each row. `shared` and `long` are not used: each row reads all of its pages,
+        in as many parts as the number of rows says."""
         for tensor, dimensions in ((slots, [0]), (page_table, [0, 1]), (context_lens, [0])):
             torch._dynamo.maybe_mark_dynamic(tensor, dimensions)
         return self._logits(tokens, positions, slots=slots, page_table=page_table, context_lens=context_lens)

@@ -29,11 +29,13 @@ from lockstep.workers.rollout.native.gpu.attention import copy_pages, group_limi
 from lockstep.workers.rollout.native.gpu.filters import make_filter
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, upload
 from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, RowState, read_outputs
-from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket
+from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, bucket, buckets
 from lockstep.workers.rollout.native.pages import KVCache
 from lockstep.workers.rollout.native.scheduler import PENDING, PassRow, Sample, Scheduler
 from lockstep.workers.rollout.native.scores import places_of, scored_rows, take_scores, with_drawn
 
+_LONG = 1024
+"""Contexts from which on they are cut into more parts."""
 _WORTH_SHARING = 0.1
 """Shared prefixes are read together when that saves this share of all keys and values."""
 
@@ -103,6 +105,8 @@ class GenerationLoop:
         self._options, self._stop_ids = _options(sampling), frozenset(sampling.stop_token_ids)
         self._keep = make_filter(sampling)
         """What says which tokens may be drawn."""
+        self._most_seats = 0
+        """Rows that have been in use together so far."""
         self._is_special = self._keeps_top = False
         """Whether rows have parameters of their own or want more log-probs, and whether some want those of the most likely tokens."""
 
@@ -168,8 +172,12 @@ class GenerationLoop:
         self._update_page_table()
         left = [seat.sample.limits.max_tokens - len(seat.sample.tokens) for seat in self._seats]
         count = min(self._scheduler.lookahead, max(left))
+        self._most_seats = max(self._most_seats, len(seats))
         size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
-        self._runner.steps(size, count, self._keep, self._share_prefixes(), self._keeps_top)
+        shares = self._share_prefixes()
+        # Only in a stream, as in `_prefill`.
+        longest = 0 if self._scheduler.longest is None or self._batch_invariant else max(len(seat.sample) for seat in self._seats)
+        self._runner.steps(size, count, self._keep, shares, self._keeps_top, longest >= _LONG and not shares)
         for seat, remaining in zip(list(self._seats), left, strict=True):
             self._promise(seat.sample, min(count, remaining))
         self._send_outputs()
@@ -273,7 +281,7 @@ class GenerationLoop:
 
     def _update_page_table(self) -> None:
         """Tell the device which pages its rows have got."""
-        changes: list[np.ndarray] = []
+        changes: tuple[list[int], list[int], list[int]] = [], [], []  # row, column, page
         page_size = self._cache.shape.page_size
         for row, seat in enumerate(self._seats):
             known, held = seat.known, seat.held
@@ -282,11 +290,11 @@ class GenerationLoop:
             if start >= len(known) or known[start] == held[start]:
                 start = len(known)
             if start < len(held):
-                columns = np.arange(start, len(held))
-                changes.append(np.stack([np.full_like(columns, row), columns, np.array(held[start:])]))
+                for whole, own in zip(changes, ([row] * (len(held) - start), range(start, len(held)), held[start:]), strict=True):
+                    whole.extend(own)
                 seat.known = list(held)
-        if changes:
-            row_index, column_index, pages = self._upload(np.concatenate(changes, axis=1))
+        if changes[0]:
+            row_index, column_index, pages = self._upload(np.array(changes))
             self._rows.page_table[row_index, column_index] = pages.int()
 
     def _share_prefixes(self) -> bool:
@@ -361,6 +369,15 @@ class GenerationLoop:
     def _upload(self, array: np.ndarray) -> Tensor:
         return upload(torch.from_numpy(np.ascontiguousarray(array)), self._device)
 
+    def _prepare_smaller(self) -> None:
+        """Use the time until the device has something to read: where rows have begun to leave, smaller batches will be needed."""
+        if self._batch_invariant or not 0 < len(self._seats) < self._most_seats:
+            return
+        heads, kinds = self._cache.shape.num_kv_heads, []
+        for size in buckets(len(self._seats))[1:]:
+            kinds.append((size, self._keep, self._shares and num_splits(size, heads) == 1, self._keeps_top, False))
+        self._runner.prepare(kinds)
+
     # -- read --------------------------------------------------------------------------------------------------------------
 
     def _read(self, leave: int) -> Iterator[Event]:
@@ -368,6 +385,8 @@ class GenerationLoop:
         while len(self._in_flight) > leave:
             interval = self._in_flight.popleft()
             if interval.ready is not None:
+                if not interval.ready.query():
+                    self._prepare_smaller()
                 interval.ready.synchronize()
             read = read_outputs(interval.outputs[0], [seat.read for seat in interval.seats])
             for row, (seat, end, done, tokens, log_probs) in enumerate(zip(interval.seats, *read, strict=True)):

@@ -23,9 +23,9 @@ from lockstep.workers.rollout.native.gpu.short_prefill import ShortPrefill
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Batch sizes that are captured; above the last, multiples of 256."""
 
-StepKind = tuple[int, Filter | None, bool, bool]
-"""What a graph is captured for: the number of rows, the filter, whether shared prefixes are read together, and whether the most likely
-tokens are noted."""
+StepKind = tuple[int, Filter | None, bool, bool, bool]
+"""What a graph is captured for: the number of rows, the filter, whether shared prefixes are read together, whether the most likely tokens
+are noted, and whether contexts are long."""
 WarmSteps = set[StepKind]
 """What has been computed once in this process: its kernels are compiled."""
 Decoder = FusedDecoder | HFDecoder
@@ -56,9 +56,9 @@ class DecodeRunner:
         if not isinstance(decoder, HFDecoder):
             self.short = ShortPrefill(decoder, rows.page_table.shape[1], decoder.block, rows.token.device)
 
-    def steps(self, size: int, count: int, keep: Filter | None, shared: bool, top: bool = False) -> None:
+    def steps(self, size: int, count: int, keep: Filter | None, shared: bool, top: bool = False, long: bool = False) -> None:
         """`count` more tokens for the first `size` rows, `size` being one of the buckets. Returns before they are computed."""
-        kind = (size, keep, shared, top)
+        kind = (size, keep, shared, top, long)
         if self._captures and kind not in self._graphs:
             with progress(f"compiling the decode step of {kind[0]} rows"):
                 self._capture(kind)
@@ -68,6 +68,13 @@ class DecodeRunner:
                 self._step(*kind)
             else:
                 graph.replay()
+
+    def prepare(self, kinds: Sequence[StepKind]) -> None:
+        """Capture the first of these steps that has no graph yet and is compiled: for a moment in which the host would wait."""
+        for kind in kinds:
+            if self._captures and kind in self._warm and kind not in self._graphs:
+                self._capture(kind)
+                return
 
     def draw(self, logits: Tensor, first: int, keep: Filter | None, top: bool = False) -> None:
         """Draw a token for each of the rows `first`... from `logits` [count, vocabulary]."""
@@ -94,27 +101,34 @@ class DecodeRunner:
     def forget_filtered(self) -> None:
         """Drop the graphs that use RowState.seen."""
         self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[1] is None}
+        if not self._graphs:  # memory that no graph has any more cannot be captured into
+            self._pool = None
 
-    def _step(self, size: int, keep: Filter | None, shared: bool, top: bool) -> None:
+    def _step(self, size: int, keep: Filter | None, shared: bool, top: bool, long: bool) -> None:
         rows = self._rows
         table, context = rows.page_table[:size], rows.context[:size]
         positions, slots = decode_slots(table, context, self._page_size)
         prefixes = rows.shared_of(size) if shared else None
-        self.draw(self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes), 0, keep, top)
+        self.draw(self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes, long), 0, keep, top)
 
     def _capture(self, kind: StepKind) -> None:
         """Add the kind's graph. A model whose step cannot be captured is decoded without graphs from here on, and says so."""
         if not self._warm:
             # A compiler that makes one kernel for all batch sizes tunes it for the size that it sees first: let that be the largest.
-            self._warm_up((self._rows.capacity, None, False, False))
+            self._warm_up((self._rows.capacity, None, False, False, False))
         if kind not in self._warm:
             self._warm_up(kind)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._step(*kind)
+            # As `torch.cuda.graph` does it, without waiting for the device first: nothing that is captured is computed now.
+            with torch.cuda.stream(_capture_stream()):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._step(*kind)
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:
             first = str(error).strip().splitlines()[0]
             print(f"decoding without CUDA graphs, which is slower: the step of this model cannot be captured ({first})", flush=True)
@@ -135,6 +149,13 @@ class DecodeRunner:
         self._step(*kind)
         self._rows.done[:size] = done
         self._warm.add(kind)
+
+
+def _capture_stream() -> Any:
+    """The one that `torch.cuda.graph` captures on: the libraries keep memory for each stream that they have seen."""
+    if torch.cuda.graph.default_capture_stream is None:
+        torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+    return torch.cuda.graph.default_capture_stream
 
 
 def _end_broken_capture() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.prefill import Staged
 
-SIZES = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 9216)
-"""Numbers of tokens that are captured."""
+SIZES = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 8448, 9216)
+"""Numbers of tokens that are captured. The last two hold a pass of 8,192 whose rows are filled up."""
 _MOST_KEYS = 1 << 26
 """Keys that all tokens see together: beyond them the device takes longer than the host, and flash attention less than blocks."""
 _MANY = 2

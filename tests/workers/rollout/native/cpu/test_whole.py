@@ -56,3 +56,21 @@ def test_all_layers_in_one_call_have_the_bits_of_one_after_another(
     monkeypatch.setattr(fused, "WholePass", OneAfterAnother)
     assert generate() == whole
     assert OneAfterAnother.calls
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_that_wait_for_one_another_give_the_bits_of_one(tmp_path: Path, compiled: Library, threads: int) -> None:
+    """More threads than key heads and than some machines have processors; prompts that end in a pass and prompts that do not."""
+    path = save_tiny_model(tmp_path, "qwen2", **FAMILIES["qwen2"])
+
+    def generate(threads: int) -> list[object]:
+        torch.set_num_threads(threads)
+        try:
+            rollout = make_rollout(path, max_num_batched_tokens=16)
+            done = rollout.generate(make_requests(9), sampling(stop_token_ids=(), max_tokens=20))
+        finally:
+            torch.set_num_threads(1)
+        assert isinstance(rollout.backend, fused.FusedBackend)
+        return [ids_of(done), [c.log_probs.tolist() for c in done]]
+
+    assert generate(threads) == generate(1)

@@ -16,16 +16,20 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start: triton reads it when it is imported", allow_module_level=True)
 
+from helpers import filtered
 from helpers.filtered import FILTERS, check_drawn, kept_of, make_rows
 
 from lockstep.workers.rollout.native.gpu import filters
 
 
 @pytest.mark.parametrize("vocabulary", [3, 500, 9000])
-@pytest.mark.parametrize("collected", [16, 4096])
-def test_what_is_kept_is_what_a_sort_keeps(vocabulary: int, collected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few collected tokens, rows come to their ends by the other ways."""
+@pytest.mark.parametrize(("collected", "chunk"), [(16, 4096), (256, 256), (4096, 4096)])
+def test_what_is_kept_is_what_a_sort_keeps(vocabulary: int, collected: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few collected tokens, rows come to their ends by the other ways; with many chunks a sample is looked at first."""
     monkeypatch.setattr(filters, "_COLLECTED", collected)
+    if vocabulary > chunk:
+        monkeypatch.setattr(filtered, "chunk_size", lambda vocabulary: chunk)
+        monkeypatch.setattr(filtered, "num_chunks", lambda vocabulary: -(-vocabulary // chunk))
     rng = random.Random(vocabulary)
     rows = odd_rows(vocabulary, 0)
     for _ in range(1 if vocabulary > 1000 else 3):

@@ -1,0 +1,107 @@
+"""One decode step on a GPU: how long the captured step takes, and which kernels it is made of.
+
+    python -m benchmarks.decode_step --step 0.5b,32,512 1.5b,32,512 1.5b,16,3500 --kernels
+
+A step is SHAPE,ROWS,CONTEXT: random weights of that shape, every row with its own pages and that many tokens in them. The time is the
+median of --repeats times 10 replays of the graph, one after another. --kernels adds the kernels of a step, by torch.profiler. One table is
+printed, and benchmarks/results/decode_step_*.json written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.rollout import RESULTS, _about, _model, _parser
+from lockstep.workers.rollout.native.gpu.draw import num_chunks
+from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
+from lockstep.workers.rollout.native.gpu.rows import RUNNING, RowState
+from lockstep.workers.rollout.native.gpu.runner import DecodeRunner
+from lockstep.workers.rollout.native.pages import CacheShape, KVCache
+
+PAGE_SIZE = 64
+_REPLAYS = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", nargs="+", default=["0.5b,32,512", "1.5b,32,512", "1.5b,16,3500"], metavar="SHAPE,ROWS,CONTEXT")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--out", default=RESULTS, help="folder of the result file")
+    options = parser.parse_args(arguments)
+    steps = []
+    for step in options.step:
+        shape, rows, context = step.split(",")
+        steps.append(measure(shape, int(rows), int(context), options.repeats, options.kernels))
+        print(_line(steps[-1]), flush=True)
+    about = _about(_parser().parse_args([]), torch.device("cuda"), torch.bfloat16) | {"arguments": vars(options) | {"out": ""}}
+    file = f"{options.out}/decode_step_{about['date']}.json"
+    with open(file, "w") as out:
+        out.write(json.dumps(about | {"steps": steps}, indent=1) + "\n")
+
+
+@torch.no_grad()
+def measure(shape: str, rows: int, context: int, repeats: int, kernels: bool) -> dict[str, Any]:
+    """Milliseconds of a step, and with `kernels` [milliseconds, times, name] of each kind."""
+    graph = _captured(shape, rows, context, (1 + repeats) * _REPLAYS)
+    made: dict[str, Any] = {"shape": shape, "rows": rows, "context": context, "ms": round(_time(graph, repeats), 4)}
+    if kernels:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            graph.replay()
+            torch.cuda.synchronize()
+        spent = sorted(found.key_averages(), key=lambda one: -one.device_time_total)
+        made["kernels"] = [
+            [round(one.device_time_total / 1000, 4), one.count, one.key[:80]] for one in spent if one.device_time_total
+        ]
+    return made
+
+
+def _captured(shape: str, rows: int, context: int, steps: int) -> torch.cuda.CUDAGraph:
+    device = torch.device("cuda")
+    model = _model(_parser().parse_args(["--shape", shape]), device, torch.bfloat16)
+    fuse_projections(model)
+    config = model.config
+    width = (context + steps + 8) // PAGE_SIZE + 1
+    dim = config.hidden_size // config.num_attention_heads
+    cache = KVCache(
+        CacheShape(config.num_hidden_layers, config.num_key_value_heads, dim, PAGE_SIZE, model.dtype), rows * width + 1, device
+    )
+    cache.pool.normal_()
+    state = RowState.make(rows, width, config.vocab_size, num_chunks(config.vocab_size), device)
+    state.page_table[:rows] = 1 + torch.arange(rows * width, device=device).view(rows, width)
+    state.context[:rows], state.limit[:rows], state.done[:rows] = context, 1 << 30, RUNNING
+    state.key[:rows] = torch.arange(rows, device=device)
+    runner = DecodeRunner(FusedDecoder(model, cache, width * PAGE_SIZE), state, PAGE_SIZE, set())
+    kind = (rows, None, False, False, False)
+    runner.steps(rows, 1, None, False)
+    return runner._graphs[kind]
+
+
+def _time(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / _REPLAYS)
+    return median(times)
+
+
+def _line(step: dict[str, Any]) -> str:
+    lines = [f"{step['shape']}, {step['rows']} rows of {step['context']} tokens: {step['ms']:.3f} ms"]
+    lines += [f"  {ms:8.3f} ms {count:4} times  {name}" for ms, count, name in step.get("kernels", [])[:12]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

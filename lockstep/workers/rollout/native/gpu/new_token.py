@@ -1,0 +1,222 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton kernels take no Python types.)
+"""Attention of one new token for each of few rows, from the product of its projections to what the output projection reads, in one kernel.
+
+One program computes one row, one KV head (its query heads together) and one split of the context. It adds up the parts of the product
+and the bias, norms (Qwen3) and rotates its queries and the new key. The last split, which has the fewest tokens, stores key and value and
+starts from them instead of reading them back. The split that ends last of a row and KV head adds up what all of them have left, in the
+order of the splits, so that it does not matter which one that is.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_PAIRS = 256
+"""Rows times KV heads at most. With more, contexts need not be cut, and shared prefixes are read together (attention.py)."""
+_PROGRAMS = 200
+"""More than one for each multiprocessor of an H100 or H200; with twice as many the splits take longer to join than they save."""
+_MOST_SPLITS = 16
+
+
+def cuts(rows: int, kv_heads: int) -> int:
+    """Into how many splits the contexts of so many rows are cut: 2, 4, 8 or 16, and 1 where there are too many rows."""
+    pairs = rows * kv_heads
+    return 1 if pairs > MOST_PAIRS else min(_MOST_SPLITS, max(2, triton.next_power_of_2(triton.cdiv(_PROGRAMS, pairs))))
+
+
+class NewToken:
+    """For layers with `heads` query heads. `cos` and `sin` [positions, D / 2]."""
+
+    def __init__(self, heads: int, cos: Tensor, sin: Tensor, eps: float) -> None:
+        self._heads, self._cos, self._sin, self._eps = heads, cos, sin, eps
+        self._arrived = torch.zeros(MOST_PAIRS, dtype=torch.int32, device=cos.device)
+        """How many splits of a row and KV head have ended; the last one sets it back."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        norms: tuple[Tensor, Tensor] | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        splits: int,
+    ) -> Tensor:
+        """[rows, heads D] of `qkv` [rows, (heads + 2 kv_heads) D], or of parts [parts, rows, ...] that add up, with `bias`, to it.
+
+        Key and value go to `slots` of the pages. No row may read what another one writes. `norms` are the weights of the heads' norms,
+        of queries and of keys. The rest is as in `paged_attention`.
+        """
+        page_size, kv_heads, dim = k_pages.shape[1:]
+        rows, width = qkv.shape[-2:]
+        heads = self._heads
+        assert rows * kv_heads <= MOST_PAIRS, f"{rows} rows of {kv_heads} KV heads are too many"
+        out = torch.empty(rows, heads * dim, dtype=k_pages.dtype, device=qkv.device)
+        part = sums = out
+        if splits > 1:
+            part = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=qkv.device)
+            sums = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=qkv.device)
+        padded = max(16, triton.next_power_of_2(dim))
+        q_norm, k_norm = norms or (out, out)
+        _attend_new[(rows, kv_heads, splits)](
+            qkv, out if bias is None else bias, self._cos, self._sin, positions, slots, k_pages, v_pages, page_table, context_lens,
+            q_norm, k_norm, out, part, sums, self._arrived, self._eps, scale, window or 0, page_table.stride(0), rows * width,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim, DP=padded,
+            HALF=max(16, triton.next_power_of_2(dim // 2)), PAGE=page_size,
+            TILE=max(16, min(page_size, 16384 // (padded * out.element_size()))), SPLITS=splits,
+            PARTS=qkv.shape[0] if qkv.dim() == 3 else 0, BIAS=bias is not None, NORM=norms is not None, WINDOW=window is not None,
+            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", num_warps=4, num_stages=5,
+        )  # fmt: skip
+        return out
+
+
+@triton.jit
+def _sum_up(X, BIASES, place, mask, stride_part, PARTS: tl.constexpr, BIAS: tl.constexpr, TYPE: tl.constexpr):
+    """What the parts at `place` and the bias add up to, rounded as training rounds it."""
+    x = tl.load(X + place, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(X + part * stride_part + place, mask=mask, other=0.0)
+    if BIAS:
+        x += tl.load(BIASES + place, mask=mask, other=0.0).to(tl.float32)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _norm_and_rotate(x1, x2, NORM, cos, sin, d, eps, D: tl.constexpr, NORMED: tl.constexpr):
+    """The two halves [n, D / 2] of heads, normed and rotated, each rounded as training rounds it."""
+    H2: tl.constexpr = D // 2
+    TYPE: tl.constexpr = x1.dtype
+    x1 = x1.to(tl.float32)
+    x2 = x2.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = tl.load(NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        w2 = tl.load(NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        x1 = (x1 * scale * w1).to(TYPE).to(tl.float32)
+        x2 = (x2 * scale * w2).to(TYPE).to(tl.float32)
+    return (x1 * cos - x2 * sin).to(TYPE), (x2 * cos + x1 * sin).to(TYPE)
+
+
+@triton.jit
+def _attend_new(
+    QKV, BIASES, COS, SIN, POSITION, SLOT, KP, VP, TABLE, CONTEXT, Q_NORM, K_NORM, OUT, PART, SUMS, ARRIVED, eps, scale, window,
+    stride_table, stride_part,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    H2: tl.constexpr = D // 2
+    TYPE: tl.constexpr = OUT.dtype.element_ty
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    end = tl.load(CONTEXT + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(end + 1 - window, 0)
+    low = first // TILE * TILE
+    high = end
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(end - low, TILE), SPLITS) * TILE
+        low = low + split * share
+        high = tl.minimum(low + share, end)
+
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    t = tl.arange(0, TILE)
+    head = kv_head * GROUP + g
+    in_half = (d < H2)[None, :]
+    position = tl.load(POSITION + row)
+    cos = tl.load(COS + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(SIN + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+    QKV += row * ((HEADS + 2 * KV_HEADS) * D)
+    q_place = head[:, None] * D + d[None, :]
+    q_mask = (g < GROUP)[:, None] & in_half
+    q1 = _sum_up(QKV, BIASES, q_place, q_mask, stride_part, PARTS, BIAS, TYPE)
+    q2 = _sum_up(QKV, BIASES, q_place + H2, q_mask, stride_part, PARTS, BIAS, TYPE)
+    q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    if split == SPLITS - 1:
+        k_place = (HEADS + kv_head) * D + d[None, :]
+        new_k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
+        new_k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
+        v_place = (HEADS + KV_HEADS + kv_head) * D + whole
+        new_v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
+        new_k1, new_k2 = _norm_and_rotate(new_k1, new_k2, K_NORM, cos, sin, d, eps, D, NORM)
+        target = tl.load(SLOT + row) * (KV_HEADS * D) + kv_head * D
+        tl.store(KP + target + d[None, :], new_k1, mask=in_half)
+        tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half)
+        tl.store(VP + target + whole, new_v, mask=whole < D)
+        products = q1.to(tl.float32) * new_k1.to(tl.float32) + q2.to(tl.float32) * new_k2.to(tl.float32)
+        peak = tl.sum(products, 1) * scale * LOG2_E
+        total += 1.0
+        acc += new_v.to(tl.float32)[None, :]
+    k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
+    v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
+    for start in range(low, high, TILE):
+        page = tl.load(TABLE + row * stride_table + start // PAGE).to(tl.int64)
+        base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
+        place = start + t
+        seen = place < high
+        if WINDOW:
+            seen = seen & (place >= first)
+        k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+        k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+        score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION) * scale
+        score = tl.where(seen[None, :], score * LOG2_E, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(peak - safe)
+        total = total * fade + tl.sum(weight, 1)
+        v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        peak = new_peak
+    i = row * HEADS + head
+    mask = (g < GROUP)[:, None] & (whole < D)[None, :]
+    if SPLITS > 1:
+        stride = tl.num_programs(0) * HEADS
+        at = split * stride + i
+        tl.store(SUMS + at, peak, mask=g < GROUP)
+        tl.store(SUMS + SPLITS * stride + at, total, mask=g < GROUP)
+        tl.store(PART + at[:, None] * D + whole[None, :], acc, mask=mask)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        counter = ARRIVED + row * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            _join(SUMS, PART, OUT, i, whole, g < GROUP, mask, stride, D, ROWS, DP, SPLITS)
+            tl.store(counter, 0)
+    else:
+        tl.store(OUT + i[:, None] * D + whole[None, :], (acc / total[:, None]).to(TYPE), mask=mask)
+
+
+@triton.jit
+def _join(
+    SUMS, PART, OUT, i, d, in_group, mask, stride, D: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Add up what the splits have left of the heads i. Read past the first cache, which may hold what was there before."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    for s in tl.static_range(SPLITS):
+        peak = tl.maximum(peak, tl.load(SUMS + s * stride + i, mask=in_group, other=0.0, cache_modifier=".cg"))
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for s in tl.static_range(SPLITS):
+        weight = tl.exp2(tl.load(SUMS + s * stride + i, mask=in_group, other=0.0, cache_modifier=".cg") - peak)
+        total += weight * tl.load(SUMS + (SPLITS + s) * stride + i, mask=in_group, other=1.0, cache_modifier=".cg")
+        part = tl.load(PART + (s * stride + i)[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        acc += weight[:, None] * part
+    tl.store(OUT + i[:, None] * D + d[None, :], (acc / total[:, None]).to(OUT.dtype.element_ty), mask=mask)
