@@ -22,6 +22,7 @@ from benchmarks.step import RESULTS, _about
 from benchmarks.workload import SHAPES
 from lockstep.models import flash, segment_attention
 from lockstep.models.attention import PackedLayout
+from lockstep.models.packed_flash import Kept
 
 TOKENS = 32_768
 LENGTHS = ["120+250", "218+512", "1024", "2048", "4096", "8192", "16384", "32768"]
@@ -79,8 +80,8 @@ def _pairs(length: str) -> float:
 
 def _way(way: str, layout: PackedLayout, leaves: Sequence[Tensor]) -> Callable[[], Tensor] | None:
     if way == "segments":
-        return lambda: segment_attention.attend(*leaves, layout.segments, None)
-    runs = layout.runs(0 if way == "alone" else layout.num_tokens)
+        return lambda: segment_attention.attend(*leaves, Kept.of(layout).segments, None)
+    runs = flash.cut_runs(layout.lengths.tolist(), layout.device, 0 if way == "alone" else layout.num_tokens)
     if way == "alone" and (layout.shared is not None or layout.own.longest_query < 1024):
         return None
     return lambda: flash.attend(*leaves, runs, layout.shared, layout.num_shared_tokens, None)

@@ -4,15 +4,16 @@
     python -m benchmarks.auto --shapes tiny --prompts 4 --device cpu
 
 Each shape generates the load (gsm8k_like: 8 samples a prompt) with the numbers that the plan chooses for it and with several by hand, in
-turn, after a warm-up: the median of some rounds counts. The cache is given back after each generation, as in training, so that
-graphs are captured anew each time. --gsm8k: SmolLM2-135M on questions of GSM8K (DIR has train.jsonl) too, 8 samples each, up to 320 tokens
-or the end token. First, greedily and in float32 on a tiny model: whatever the numbers, and with or without a warm-up, the tokens are the
-same (random weights spread the probability so evenly that drawn tokens depend on the last bit of a sum). One table, and
-benchmarks/results/auto_*.json.
+turn, after a warm-up: the median of some rounds counts. The cache is given back after each generation, as in training, so that graphs are
+captured anew each time; Python's garbage is collected before it, not in it. --gsm8k: SmolLM2-135M on questions of GSM8K (DIR has
+train.jsonl), 8 samples each, up to 320 tokens or the end token, and on the load above. First, greedily and in float32 on a tiny model:
+whatever the numbers, and with or without a warm-up, the tokens are the same (random weights spread the probability so evenly that drawn
+tokens depend on the last bit of a sum). One table, and benchmarks/results/auto_*.json.
 """
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
 import statistics
@@ -58,7 +59,8 @@ RESPONSE = 320
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    _check(options)
+    if options.check:
+        _check(options)
     rows: list[dict[str, Any]] = []
     with frozen_objects():  # as in training
         for shape in options.shapes:
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=256, help="8 samples each; 7b has 128 at most")
     parser.add_argument("--hand", nargs="+", choices=BY_HAND, default=list(BY_HAND), help="the lines beside auto's")
     parser.add_argument("--gsm8k", type=Path, help="the folder of GSM8K's train.jsonl: SmolLM2 on its questions too")
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="compare the tokens first")
     parser.add_argument("--rounds", type=int, default=5, help="generations of each line")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -136,7 +139,9 @@ def _measure_gsm8k(options: argparse.Namespace) -> list[dict[str, Any]]:
     load = Load(prompts, [RESPONSE] * len(prompts))
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(model_folder(SMOLLM2), dtype=dtype).to(options.device).eval()
-    return _measure("gsm8k", model, load, max(map(len, prompts)) + RESPONSE, options, (tokenizer.eos_token_id,))
+    longest = max(map(len, prompts)) + RESPONSE
+    rows = _measure("gsm8k", model, load, longest, options, (tokenizer.eos_token_id,))
+    return rows + _measure("smollm2", model, gsm8k_like(options.prompts), LONGEST, options)
 
 
 def _measure(
@@ -167,6 +172,8 @@ def _key(numbers: RolloutNumbers, rows: int) -> tuple[int, int, bool]:
 
 def _generate(engine: Any, load: Load, sampling: SamplingParams) -> tuple[float, int]:
     """Seconds and tokens of one generation."""
+    gc.collect()
+    gc.freeze()  # as in training, where what is there before the first step is left out of collections
     start = time.perf_counter()
     tokens = sum(len(completion.ids) for completion in engine.generate(_requests(load), sampling))
     engine.sleep()
@@ -193,11 +200,11 @@ def _chosen(model: PreTrainedModel, rows: int, longest: int) -> RolloutNumbers:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'shape':6}{'numbers':16}{'seats':>6}{'pass':>7}{'share':>7}{'warm-up s':>10}{'s':>8}{'tokens/s':>10}{'of best':>9}"]
+    lines = [f"{'shape':8}{'numbers':16}{'seats':>6}{'pass':>7}{'share':>7}{'warm-up s':>10}{'s':>8}{'tokens/s':>10}{'of best':>9}"]
     for row in rows:
         best = max(other["tokens_per_s"] for other in rows if other["shape"] == row["shape"])
         lines.append(
-            f"{row['shape']:6}{row['line']:16}{row['max_num_seqs']:>6}{row['max_num_batched_tokens']:>7}{row['gpu_memory_utilization']:>7}"
+            f"{row['shape']:8}{row['line']:16}{row['max_num_seqs']:>6}{row['max_num_batched_tokens']:>7}{row['gpu_memory_utilization']:>7}"
             f"{row['warm_up_s']:>10}{row['seconds']:>8}{row['tokens_per_s']:>10}{row['tokens_per_s'] / best:>9.1%}"
         )
     return "\n".join(lines)

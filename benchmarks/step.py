@@ -41,7 +41,7 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.memory import place_models
-from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo import critic_stages, stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -85,7 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
     parser.add_argument("--recompute", choices=("none", "auto", "selective", "full"), default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
-    parser.add_argument("--drawn", action="store_true", help="grpo: weights are drawn on the device, not read from files")
+    parser.add_argument(
+        "--drawn",
+        action="store_true",
+        help="grpo: weights are drawn on the device, not read from files; name --recompute, for auto takes them for somebody else's",
+    )
     parser.add_argument("--old-log-prob", action="store_true", help="recompute the old log-probs")
     parser.add_argument("--values", action="store_true", help="ppo: a pass for the values, as where a batch is several updates")
     parser.add_argument("--reference", action="store_true", help="ppo: a reference policy too")
@@ -200,15 +204,15 @@ def _step(
         stages.shape_rewards(batch, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
         if critic is not None and options.values:
             with timer.stage("values"):
-                stages.values(critic, batch)
+                critic_stages.values(critic, batch)
         elif critic is not None:
             with timer.stage("update_critic"):
-                metrics |= stages.learn_values(critic, batch, estimation)
+                metrics |= critic_stages.learn_values(critic, batch, estimation)
         with timer.stage("adv"):
             stages.estimate(batch, estimation)
         if critic is not None and options.values:
             with timer.stage("update_critic"):
-                metrics |= stages.update_critic(critic, batch, rows)
+                metrics |= critic_stages.update_critic(critic, batch, rows)
         with timer.stage("update_actor"):
             metrics |= stages.update_actor(actor, batch, rows, PolicyUpdate.of(policy.actor))[0]
     print(f"step {step}: " + "  ".join(f"{name} {seconds:.3f} s" for name, seconds in timer.seconds.items()), flush=True)

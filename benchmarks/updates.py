@@ -113,8 +113,8 @@ def _measure(recipe: str, options: argparse.Namespace, folder: str) -> dict[str,
     ) as group:
         roles = group.spawn()
         rows = max(options.rows)
-        line = place_models("global_pool", roles, {"actor": Load(options.prompt + max(options.response), rows, rows)})
-        print(line or "nothing is offloaded to host memory", flush=True)
+        placed = place_models("global_pool", roles, {"actor": Load(options.prompt + max(options.response), rows, rows)})
+        print(placed.text or "nothing is offloaded to host memory", flush=True)
         roles["actor"].init_model()
         results = {}
         for number, response in zip(options.rows, options.response, strict=True):

@@ -18,9 +18,6 @@ from lockstep.errors import ConfigError
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
-TOKEN_SUMS = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-token-mean")
-"""Those that sum over tokens, whatever row they are of."""
-
 
 @dataclass(frozen=True)
 class Denominators:

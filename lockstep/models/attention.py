@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lockstep.models import flash, long_rows, ulysses
+from lockstep.models import flash, ulysses
 from lockstep.models.cached_attention import Variant
-from lockstep.models.flash import Bounds, Run
+from lockstep.models.flash import Bounds
 from lockstep.models.masked_attention import masked_attention
 
-if TYPE_CHECKING:
-    from lockstep.models.segment_attention import Segments
-
 PACKED = "lockstep_packed"
-_SEGMENT_SIZES = (64, 128)
-"""Head sizes of segment_attention.py."""
 
 
 class PackedLayout:
@@ -41,12 +36,14 @@ class PackedLayout:
     in order, each continue segment i. Without followers every segment stands alone.
     """
 
+    flash: Any = None
+    """What packed_flash.py keeps for it."""
     group: dist.ProcessGroup | None = None
     """The ranks that have an equal part of the tokens each, in order, filled up at the end; None where this rank has them all."""
 
     def __init__(self, lengths: Tensor, device: torch.device | str = "cpu", followers: Sequence[int] = ()) -> None:
         self.lengths = lengths.to("cpu", torch.int64)
-        self.num_shared, self._device = len(followers), device
+        self.num_shared, self.device = len(followers), device
         counts = torch.tensor(list(followers), dtype=torch.int64)
         assert not followers or int(counts.sum()) == len(lengths) - len(followers), "every later segment continues a shared one"
         self.continued = torch.repeat_interleave(torch.arange(self.num_shared), counts).tolist()
@@ -56,27 +53,14 @@ class PackedLayout:
         self.longest = max(a + b for a, b in zip(before, own, strict=True))
         """Tokens of the longest sequence."""
         self.num_tokens, self.num_shared_tokens = sum(own), sum(own[: self.num_shared])
-        self.own, self._runs = flash.own_bounds(own, device), dict[int, list[Run]]()
+        bounds = _bounds(self.lengths).to(device, non_blocking=True)
+        self.own = Bounds(bounds, bounds, max(own), max(own))
         self.shared: Bounds | None = None
         if followers:
             shared = self.lengths[: self.num_shared]
             readers = torch.stack([part.sum() for part in self.lengths[self.num_shared :].split(counts.tolist())])
             query, key = (_bounds(part).to(device, non_blocking=True) for part in (readers, shared))
             self.shared = Bounds(query, key, int(readers.max()), int(shared.max()))
-
-    @cached_property
-    def segments(self) -> Segments:
-        """The same for segment_kernels.py."""
-        from lockstep.models.segment_attention import Segments
-
-        followers = torch.bincount(torch.tensor(self.continued, dtype=torch.int64), minlength=self.num_shared)
-        return Segments(self.lengths.tolist(), followers.tolist() if self.num_shared else (), self._device)
-
-    def runs(self, longest_packed: int) -> list[Run]:
-        """The segments as they are computed where longer ones than `longest_packed` go alone."""
-        if longest_packed not in self._runs:
-            self._runs[longest_packed] = flash.cut_runs(self.lengths.tolist(), self._device, longest_packed)
-        return self._runs[longest_packed]
 
     def divided(self, group: dist.ProcessGroup) -> PackedLayout:
         """The same layout for ranks that have a part of the tokens each."""
@@ -93,12 +77,12 @@ class PackedLayout:
     def to_padded(self) -> Tensor:
         """[S, L]: for each padded place the token that fills it (padding repeats the segment's first token; nothing reads it)."""
         starts, valid = self._places()
-        return (starts + torch.arange(valid.shape[1])).where(valid, starts).to(self._device)
+        return (starts + torch.arange(valid.shape[1])).where(valid, starts).to(self.device)
 
     @cached_property
     def to_packed(self) -> Tensor:
         """[N]: for each token its place in the flattened padded block."""
-        return self._places()[1].flatten().nonzero().flatten().to(self._device)
+        return self._places()[1].flatten().nonzero().flatten().to(self.device)
 
     def _places(self) -> tuple[Tensor, Tensor]:
         starts = (torch.cumsum(self.lengths, 0) - self.lengths)[:, None]
@@ -143,14 +127,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, var
     """[1, N, H, D] from [1, H, N, D], all tokens being here."""
     window = variant.sliding_window
     if query.is_cuda and variant.is_plain and (window is None or layout.shared is None) and flash.applies(query, value):
+        from lockstep.models.packed_flash import attend
+
         # (The gradient of x[0] would be a copy.)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        least = long_rows.LEAST[query.shape[-1]] if window is None and long_rows.applies(query) else layout.num_tokens + 1
-        if window is None and query.shape[-1] in _SEGMENT_SIZES and layout.own.longest_query < least:
-            from lockstep.models import segment_attention
-
-            return segment_attention.attend(q, k, v, layout.segments, variant.scaling)[None]
-        return flash.attend(q, k, v, layout.runs(least - 1), layout.shared, layout.num_shared_tokens, variant.scaling, window)[None]
+        return attend(q, k, v, layout, variant.scaling, window)[None]
     if layout.shared is None and layout.wastes_little:
         q, k, v = (x[0][:, layout.to_padded].transpose(0, 1) for x in (query, key, value))  # [H, N, D] -> [S, H, L, D]
         out = causal_attention(q, k, v, variant)

@@ -70,16 +70,11 @@ class TokenRows:
 
     def _cut(self, max_tokens: int) -> TokenRows:
         """The same tokens with longer rows in parts."""
-        parts = [-(-length // max_tokens) for length in self.rows.lengths.tolist()]
-        lengths = [
-            length // count + (part < length % count)
-            for length, count in zip(self.rows.lengths.tolist(), parts, strict=True)
-            for part in range(count)
-        ]
-        number = torch.repeat_interleave(torch.tensor(parts))
-        indices = [self.indices[row] for row in number.tolist()]
-        row_columns = {name: column[number.to(column.device)] for name, column in self.row_columns.items()}
-        return TokenRows(Rows(torch.tensor(lengths), self.rows.device), self.columns, indices, row_columns)
+        counts = [(row, length, -(-length // max_tokens)) for row, length in enumerate(self.rows.lengths.tolist())]
+        parts = [(row, length // count + (part < length % count)) for row, length, count in counts for part in range(count)]
+        rows, lengths = (torch.tensor(column) for column in zip(*parts, strict=True))
+        row_columns = {name: column[rows.to(column.device)] for name, column in self.row_columns.items()}
+        return TokenRows(Rows(lengths, self.rows.device), self.columns, [self.indices[row] for row, _ in parts], row_columns)
 
 
 @dataclass(frozen=True)
@@ -127,12 +122,10 @@ def cut_into_micro_batches(
     batches = _fill(token_counts, budget, free, found)
     if budget.max_rows is not None or len(batches) < 2:
         return batches
-    # The last may be nearly empty, and a GPU waits for the host in it: the same number of them, about equally full. No more are needed,
-    # since each holds at least its share before a unit is turned away.
-    firsts = max(free[unit[0]] for unit in found)
-    total = sum(token_counts) - sum(free) + len(batches) * firsts
+    # The last may be nearly empty: a GPU waits for the host in it. As many hold all units, since each holds its share before it is full.
+    share = -(-(sum(token_counts) - sum(free)) // len(batches)) + max(free)
     largest = max(sum(token_counts[row] - free[row] for row in unit) + free[unit[0]] for unit in found)
-    return _fill(token_counts, Budget(min(budget.max_tokens, -(-total // len(batches)) + largest)), free, found)
+    return _fill(token_counts, Budget(min(budget.max_tokens, share + largest)), free, found)
 
 
 def _fill(token_counts: Sequence[int], budget: Budget, free: Sequence[int], units: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.aggregation import TOKEN_SUMS, Denominators, agg_loss
+from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.bound import read_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masked import masked_sum, zero_outside
@@ -82,8 +82,7 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
             metrics |= _against_sampler(log_probs.detach(), columns["rollout_log_probs"], mask)
         return loss, metrics
 
-    if not policy_loss.takes_rows and config.loss_agg_mode in TOKEN_SUMS:
-        loss_fn.by_token = True  # type: ignore[attr-defined]
+    loss_fn.by_token = not policy_loss.takes_rows and config.loss_agg_mode != "seq-mean-token-mean"  # type: ignore[attr-defined]
     return loss_fn
 
 

@@ -20,12 +20,11 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,6 +33,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from gpu.soak_cases import FAMILIES_DRAWN, draw_case
 from gpu.soak_play import compare, engine_for, expected, plain_for, play
 
+_IMPORTED_ONCE = [
+    "lockstep.workers.rollout.native.engine",
+    *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES_DRAWN),
+]
+"""By the process that all others are forks of: what takes seconds."""
 _QUIET = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes that share the cores."""
 
@@ -70,23 +74,36 @@ def try_case(seed: int, device: str, end: float) -> Outcome | None:
         return Outcome(seed, case.kind, Counter(), traceback.format_exc())
 
 
-def soak(seeds: Iterable[int], seconds: float, device: str, processes: int = 1) -> list[Outcome]:
-    """What came of the cases of these numbers, or of as many as fit into the time."""
-    one = partial(try_case, device=device, end=time.monotonic() + seconds)
-    if processes == 1:
-        return [outcome for outcome in map(one, seeds) if outcome is not None]
+def soak(
+    seeds: Iterable[int],
+    seconds: float,
+    device: str,
+    processes: int = 1,
+    tell: Callable[[list[Outcome]], None] = lambda found: None,
+) -> list[Outcome]:
+    """What came of the cases of these numbers, or of as many as fit into the time; `tell` gets what there is after each."""
+    one, outcomes = partial(try_case, device=device, end=time.monotonic() + seconds), list[Outcome]()
+    for outcome in map(one, seeds) if processes == 1 else _in_processes(one, seeds, processes):
+        if outcome is not None:
+            outcomes.append(outcome)
+            tell(outcomes)
+    return sorted(outcomes, key=lambda outcome: outcome.seed)
+
+
+def _in_processes(one: Callable[[int], Outcome | None], seeds: Iterable[int], processes: int) -> Iterator[Outcome | None]:
+    """What comes of the cases, as they end."""
     os.environ.update(_QUIET)
     by_family: dict[str, list[int]] = {}
     for seed in seeds:
         by_family.setdefault(draw_case(seed).family, []).append(seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpu.soak_play"])  # what takes seconds is imported once
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     with ExitStack() as stack:
-        found = []
+        futures: list[Future[Outcome | None]] = []
         for count, family in zip(_shares(processes, len(by_family)), sorted(by_family, key=FAMILIES_DRAWN.index), strict=True):
-            pool = ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,))
-            found.append(stack.enter_context(pool).map(one, by_family[family]))
-        return sorted((outcome for part in found for outcome in part if outcome is not None), key=lambda outcome: outcome.seed)
+            pool = stack.enter_context(ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,)))
+            futures += [pool.submit(one, seed) for seed in by_family[family]]
+        yield from (future.result() for future in as_completed(futures))
 
 
 def _shares(processes: int, families: int) -> list[int]:
@@ -123,13 +140,22 @@ def _report(outcomes: list[Outcome], seconds: float) -> None:
             print("   ", outcome.error.replace("\n", "\n    "))
 
 
-def _write(file: Path, options: argparse.Namespace, outcomes: list[Outcome], seconds: float) -> None:
-    from benchmarks.step import _about
+class _Writer:
+    """Writes what came of the cases, now and then: a soak that is ended from outside loses little."""
 
-    told: dict[str, Any] = vars(options) | {"json": None}
-    wrong = [outcome.seed for outcome in outcomes if outcome.is_wrong]
-    result = {"seconds": round(seconds, 1), **summary(outcomes), "wrong_cases": wrong}
-    file.write_text(json.dumps(_about(argparse.Namespace(**told)) | result, indent=1) + "\n")
+    def __init__(self, options: argparse.Namespace) -> None:
+        from benchmarks.step import _about
+
+        self._file, self._start, self._last = options.json, time.monotonic(), 0.0
+        self._about = _about(argparse.Namespace(**vars(options) | {"json": None}))
+
+    def __call__(self, outcomes: list[Outcome], every_s: float = 3.0) -> None:
+        now = time.monotonic()
+        if now - self._last >= every_s:
+            self._last = now
+            wrong = [outcome.seed for outcome in outcomes if outcome.is_wrong]
+            result = {"seconds": round(now - self._start, 1), **summary(outcomes), "wrong_cases": wrong}
+            self._file.write_text(json.dumps(self._about | result, indent=1) + "\n")
 
 
 def main() -> int:
@@ -144,11 +170,10 @@ def main() -> int:
     options = parser.parse_args()
     start = time.monotonic()
     seeds = range(options.first, options.first + options.count)
-    outcomes = soak(seeds, 60 * options.minutes, options.device, options.processes)
-    seconds = time.monotonic() - start
-    if options.json is not None:
-        _write(options.json, options, outcomes, seconds)
-    _report(outcomes, seconds)
+    write = _Writer(options) if options.json is not None else lambda outcomes, every_s=0.0: None
+    outcomes = soak(seeds, 60 * options.minutes, options.device, options.processes, write)
+    write(outcomes, every_s=0.0)
+    _report(outcomes, time.monotonic() - start)
     return 1 if not outcomes or any(outcome.is_wrong for outcome in outcomes) else 0
 
 

@@ -54,6 +54,18 @@ def test_every_way_to_sample_gives_the_tokens_of_the_cpu(tmp_path, options):
         torch.testing.assert_close(got.log_probs, want.log_probs, atol=5e-5, rtol=0)
 
 
+def test_penalties_that_come_and_go_are_decoded_with_graphs(tmp_path):
+    on_cpu, on_gpu = engines(save_tiny_model(tmp_path, "qwen2"))
+    requests = make_requests(9)
+    for penalty in (1.5, 1.0, 1.5):
+        params = sampling(repetition_penalty=penalty)
+        want, got = ([c.ids.tolist() for c in engine.generate(requests, params)] for engine in (on_cpu, on_gpu))
+        assert got == want
+        steps = on_gpu.backend._seated.runner
+        assert steps._captures
+        assert steps._graphs
+
+
 def test_an_aborted_request_ends_and_the_others_go_on(tmp_path):
     on_gpu = engines(save_tiny_model(tmp_path, "qwen2", max_position_embeddings=512))[1]
     requests = make_requests(3)

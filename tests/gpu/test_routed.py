@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from helpers.mixtures import MIXTURES, chosen_experts
 from helpers.rollouts import PAD, ids_of, sampling
+from helpers.sampled import gap
 from helpers.tiny import save_tiny_model, tiny_model
 
 pytest.importorskip("triton")
@@ -18,10 +19,12 @@ from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget
 from lockstep.models.routers import NOT_RECORDED
 from lockstep.protocol import DataProto, Ragged
+from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.rollout.base import Request, response_columns
 from lockstep.workers.rollout.native.engine import NativeRollout
+from lockstep.workers.rollout.native.gpu import backend as gpu_backend
 from lockstep.workers.rollout.native.gpu.backend import GPUBackend
 from lockstep.workers.rollout.registry import make_rollout
 
@@ -94,6 +97,33 @@ def test_log_probs_are_closer_to_a_float32_trainers_with_the_samplers_experts(tm
     )
     assert with_experts.max() < 0.5 * without.max()
     assert with_experts.mean() < without.mean()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_trainer_and_sampler_round_alike(tmp_path, monkeypatch, family):
+    """In bfloat16 on both sides routers seldom disagree, which they do where both are transformers' layers."""
+    changes = {
+        "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        "qwen3_moe": {
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 128,
+            "head_dim": 64,
+            "norm_topk_prob": True,
+        },
+    }[family]
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = save_tiny_model(tmp_path / "model", family, **shape, **changes)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        own = gap(path, {})
+        monkeypatch.setattr(fsdp_make, "install_fast_layers", lambda model: False)
+        monkeypatch.setattr(gpu_backend, "is_fusable", lambda module, mixtures: False)
+        generic = gap(path, {})
+    finally:
+        dist.destroy_process_group()
+    print(f"gap {family}: {own:.5f}, of transformers' layers {generic:.5f}")
+    assert own < 0.2 * generic
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(tmp_path):

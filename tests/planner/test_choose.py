@@ -80,7 +80,9 @@ def test_all_responses_of_a_step_are_decoded_at_once_as_far_as_there_is_memory()
 
 
 def test_prompts_are_computed_in_larger_passes_where_memory_is_plenty():
-    assert choose_rollout(SMALL, LOAD, 120 * GB).max_num_batched_tokens == 32768
+    middle = dataclasses.replace(SMALL, prompt_bytes=58_000)
+    assert choose_rollout(SMALL, LOAD, 120 * GB).max_num_batched_tokens == 8192
+    assert choose_rollout(middle, LOAD, 120 * GB).max_num_batched_tokens == 32768
     large = dataclasses.replace(SMALL, prompt_bytes=230_000)
     assert choose_rollout(large, LOAD, 120 * GB).max_num_batched_tokens == 16384
     assert choose_rollout(large, LOAD, 10 * GB).max_num_batched_tokens == 8192

@@ -124,7 +124,7 @@ def test_enough_memory_offloads_nothing_and_says_nothing(
         workers = trainer.workers.groups[0]._host.workers
         assert workers["actor_rollout"].config.model.enable_gradient_checkpointing is False  # there is room for all activations
         section, rows = workers["actor_rollout"].config, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        assert (section.rollout.max_num_seqs, section.rollout.max_num_batched_tokens) == (rows, 32768)
+        assert (section.rollout.max_num_seqs, section.rollout.max_num_batched_tokens) == (rows, 8192)
         assert section.rollout.gpu_memory_utilization == 0.9
         assert (section.actor.ppo_max_token_len_per_gpu, workers["critic"].budget.max_tokens) == (8192, 8192)
         assert workers["rm"].budget.max_tokens == 32768

@@ -25,7 +25,7 @@ from lockstep.single_controller.base import ClassWithInitArgs, share_rows
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.single_controller.ray import RayWorkerGroup, connect, is_connected
 from lockstep.trainer import main_ppo
-from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo import critic_stages, stages
 from lockstep.trainer.ppo.metrics import balance_metrics
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 from lockstep.trainer.ppo.reward_columns import model_scores
@@ -171,7 +171,7 @@ class _Calls:
         """The same for the critic."""
         rows = DataProto(dict(data.columns), {"index": np.arange(len(data), dtype=object)}, dict(data.meta_info))
         updates = self._updates(data, self._inner.critic_prompts, self._inner.config.critic_epochs)
-        metrics = stages.update_critic(self._group, rows, updates)
+        metrics = critic_stages.update_critic(self._group, rows, updates)
         return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
     def _updates(self, data: DataProto, num_prompts: int, epochs: int) -> Any:

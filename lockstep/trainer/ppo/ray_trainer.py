@@ -4,8 +4,6 @@
 generate -> score -> old_log_prob -> ref_log_prob -> values -> correct -> shape_rewards -> estimate
          -> update_critic -> update_actor -> sync_weights -> record
 ```
-
-Where a batch is one update of the critic, that update's own forward pass gives the values: learn_values, before estimate.
 """
 
 import dataclasses
@@ -29,7 +27,7 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import WorkerGroup, share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.launch import Workers
-from lockstep.trainer.ppo import checks, recording, stages
+from lockstep.trainer.ppo import checks, critic_stages, recording, stages
 from lockstep.trainer.ppo.drift import Drift, Source
 from lockstep.trainer.ppo.episodes import episode_metrics, episode_rewards, episode_rollout
 from lockstep.trainer.ppo.groups import Groups
@@ -192,20 +190,20 @@ class RayPPOTrainer(Run):
             values_are_learned = self.values_in_update and not is_recorded
             if self.critic_wg is not None and not values_are_learned:
                 with timer.stage("values"):
-                    stages.values(self.critic_wg, batch)
+                    critic_stages.values(self.critic_wg, batch)
             if is_recorded:
                 with timer.stage("record_batch"):
                     recording.record_step(self, step, batch, scored)
             metrics |= stages.correct(batch, self.correction) | stages.shape_rewards(batch, self.estimation, self.kl_control)
             if values_are_learned:
                 with timer.stage("update_critic"):
-                    metrics |= stages.learn_values(self.critic_wg, batch, self.estimation)
+                    metrics |= critic_stages.learn_values(self.critic_wg, batch, self.estimation)
             with timer.stage("adv"):
                 stages.estimate(batch, self.estimation)
             if self.critic_wg is not None and not values_are_learned:
                 with timer.stage("update_critic"):
                     rows = self._mini_batches(step, batch, self.critic_prompts, config.critic_epochs)
-                    metrics |= stages.update_critic(self.critic_wg, batch, rows)
+                    metrics |= critic_stages.update_critic(self.critic_wg, batch, rows)
             if step > config.trainer.critic_warmup:
                 with timer.stage("update_actor"):
                     update_metrics, difference = stages.update_actor(self.actor_wg, batch, updates, self.policy_update)

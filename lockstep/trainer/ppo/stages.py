@@ -79,7 +79,7 @@ def sync_weights(exchange: Any) -> None:
 def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
     """Reads prompts, responses. Writes old_log_probs, entropys; measures how far the sampler's log-probs, where it has any, are off."""
     batch.union(actor.compute_log_prob(batch.select(token_columns(batch), [])))
-    _check_finite(batch, "old_log_probs")
+    check_finite(batch, "old_log_probs")
     mask = batch.ragged("response_mask").values.bool()
     new, old = (batch.ragged(name).values[mask] for name in ("old_log_probs", "rollout_log_probs"))
     metrics: dict[str, float] = {}
@@ -102,19 +102,13 @@ def use_sampler_log_probs(batch: DataProto) -> None:
     """Reads rollout_log_probs. Writes old_log_probs: for a sampler whose log-probs are the trainer's own."""
     log_probs, mask = batch.ragged("rollout_log_probs"), batch.ragged("response_mask").values.bool()
     batch.set("old_log_probs", log_probs.like(zero_outside(log_probs.values, mask)))
-    _check_finite(batch, "old_log_probs")
+    check_finite(batch, "old_log_probs")
 
 
 def ref_log_prob(reference: Any, batch: DataProto) -> None:
     """Reads prompts, responses. Writes ref_log_prob."""
     batch.union(reference.compute_ref_log_prob(batch.select(token_columns(batch), [])))
-    _check_finite(batch, "ref_log_prob")
-
-
-def values(critic: Any, batch: DataProto) -> None:
-    """Reads prompts, responses. Writes values."""
-    batch.union(critic.compute_values(batch.select(token_columns(batch), [])))
-    _check_finite(batch, "values")
+    check_finite(batch, "ref_log_prob")
 
 
 def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[str, float]:
@@ -181,28 +175,6 @@ def estimate(batch: DataProto, estimation: Estimation) -> None:
         _set_tokens(batch, name, values)
 
 
-def update_critic(critic: Any, batch: DataProto, mini_batches: Sequence[Tensor]) -> dict[str, float]:
-    """Reads values, returns. One optimizer step for each of `mini_batches` (row numbers)."""
-    data = batch.select([*token_columns(batch), "response_mask", "values", "returns"], ["index"])
-    updates: list[dict[str, Metric]] = []
-    for rows in mini_batches:
-        mini_batch = data.select_idxs(rows)
-        updates.append(merge_metrics(critic.update_critic(mini_batch, denominators=_denominators(mini_batch))))
-    return average_updates(updates)
-
-
-def learn_values(critic: Any, batch: DataProto, estimation: Estimation) -> dict[str, float]:
-    """Reads token_level_rewards. Writes values. The critic's only update of this batch: its own forward pass gives the values, and with
-    them the returns (`Estimation.of_values`)."""
-    data = batch.select([*token_columns(batch), "response_mask", "token_level_rewards"], ["index"])
-    found = critic.learn_values(data, denominators=_denominators(data), discounts=estimation.of_values)
-    metrics = found.meta_info.pop("metrics")
-    batch.union(found)
-    _check_finite(batch, "values")
-    ranks = [{name: metric} for name, each in metrics.items() for metric in (each if isinstance(each, list) else [each])]
-    return average_updates([merge_metrics(ranks)])
-
-
 def update_actor(
     actor: Any, batch: DataProto, mini_batches: Sequence[Tensor], update: PolicyUpdate
 ) -> tuple[dict[str, float], float | None]:
@@ -224,7 +196,7 @@ def update_actor(
             mini_batch.union(batch.select(["rollout_log_probs"], []).select_idxs(rows))
         kept = rows_with_gradient(mini_batch, update)
         sent = mini_batch if len(kept) == len(mini_batch) else mini_batch.select_idxs(kept)
-        updates.append(merge_metrics(actor.update_actor(sent, denominators=_denominators(mini_batch))))
+        updates.append(merge_metrics(actor.update_actor(sent, denominators=denominators_of(mini_batch))))
         updates[-1]["actor/skipped_rows"] = Mean(float(len(mini_batch) - len(kept)), float(len(mini_batch)))
     found = {name: updates[0].pop(name).value for name in list(updates[0]) if name.startswith("sampler/")}
     metrics = average_updates(updates)
@@ -305,7 +277,7 @@ def _rows_and_mask(batch: DataProto) -> tuple[Rows, Tensor]:
 def _set_tokens(batch: DataProto, name: str, values: Tensor) -> None:
     """Write a column of one number per response token [M]. Raises NumericalError when one is not finite."""
     batch.set(name, batch.ragged("responses").like(values))
-    _check_finite(batch, name)
+    check_finite(batch, name)
 
 
 def _group(batch: DataProto) -> Tensor:
@@ -338,13 +310,14 @@ def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:
     return everything[has_advantage] if has_advantage.any() else (rows.sum(mask) > 0).long().argmax(0, keepdim=True)
 
 
-def _denominators(mini_batch: DataProto) -> Denominators:
+def denominators_of(mini_batch: DataProto) -> Denominators:
     """Those of a whole mini-batch, whichever of its rows are sent."""
     rows, mask = _rows_and_mask(mini_batch)
     return Denominators.of(mask, rows)
 
 
-def _check_finite(batch: DataProto, name: str) -> None:
+def check_finite(batch: DataProto, name: str) -> None:
+    """Raise NumericalError, with the dataset's rows, unless every number of a column is finite."""
     column = batch.ragged(name)
     if not torch.isfinite(column.values).all():
         bad = [i for i, row in enumerate(column.rows()) if not torch.isfinite(row).all()]

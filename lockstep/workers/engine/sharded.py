@@ -57,7 +57,8 @@ def clip_grad_norm(
         if isinstance(tensor, DTensor):
             split = tuple((tensor.device_mesh, dim) for dim, where in enumerate(tensor.placements) if not where.is_replicate())
         parts.setdefault(split, []).append(local_part(tensor))
-    squares = {split: _square(tensors) for split, tensors in parts.items()}
+    norms = {split: torch._foreach_norm(tensors, 2, dtype=torch.float32) for split, tensors in parts.items()}
+    squares = {split: torch.stack(found).square().sum() for split, found in norms.items()}
     for split, square in squares.items():
         for mesh, dim in split:
             dist.all_reduce(square, group=mesh.get_group(dim))
@@ -68,8 +69,3 @@ def clip_grad_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_([local_part(gradient) for gradient in gradients], scale)
     return float(norm)
-
-
-def _square(tensors: list[Tensor]) -> Tensor:
-    """The sum of the squares of all numbers, in float32: a few kernels for all tensors, not a few for each."""
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Max, Mean, Sum
 from lockstep.observability.spans import progress, running
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo import critic_stages, stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
 
 NAN = float("nan")
@@ -163,7 +163,7 @@ def test_the_samplers_log_probs_can_stand_in():
     [
         (stages.old_log_prob, "old_log_probs"),
         (stages.ref_log_prob, "ref_log_prob"),
-        (stages.values, "values"),
+        (critic_stages.values, "values"),
         (lambda _, batch: stages.use_sampler_log_probs(batch), "old_log_probs"),
     ],
 )
@@ -372,7 +372,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     ]
     columns = {"prompts", "responses", "response_mask", "old_log_probs", "advantages"}
     assert [set(data.columns) for data, _ in actor.calls] == [columns | {"rollout_log_probs"}, columns]
-    stages.update_critic(critic, batch, mini_batches)
+    critic_stages.update_critic(critic, batch, mini_batches)
     assert set(critic.calls[0][0].columns) == {"prompts", "responses", "response_mask", "values", "returns"}
     batch.set("ref_log_prob", column(nothing))
     batch.set("rollout_is_weights", column(nothing))

@@ -89,10 +89,7 @@ class PrefixCache:
         while ends and len(gone) < count:
             node = self._nodes.pop(heapq.heappop(ends)[-1])
             gone.append(node.page)
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.tokens]
-            parent.used = max(parent.used, node.used)
+            parent = self._cut(node)
             if parent is not self._root and not parent.children and self._pool.writable(parent.page):
                 heapq.heappush(ends, self._rank(parent))
         self._pool.release(gone)
@@ -100,22 +97,32 @@ class PrefixCache:
 
     def forget(self, pages: Iterable[int]) -> None:
         """Give up those of `pages` that are stored, and all that was stored after them."""
-        gone: list[int] = []
+        gone: list[Node] = []
         left = [node for page in pages if (node := self._nodes.get(page)) is not None]
         while left:
             node = left.pop()
-            if self._nodes.get(node.page) is node:
-                assert node.parent is not None
-                del self._nodes[node.page], node.parent.children[node.tokens]
-                gone.append(node.page)
+            if self._is_stored(node):
+                del self._nodes[node.page]
+                gone.append(node)
                 left += node.children.values()
-        self._pool.release(gone)
+        for node in sorted(gone, key=lambda node: -node.depth):
+            self._cut(node)
+        self._pool.release(node.page for node in gone)
 
     def clear(self) -> None:
         """Give all pages up."""
         self._pool.release(self._nodes)
         self._nodes.clear()
         self._root.children.clear()
+
+    @staticmethod
+    def _cut(node: Node) -> Node:
+        """Take it from its parent, which was used whenever it was; returns the parent."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens]
+        parent.used = max(parent.used, node.used)
+        return parent
 
     def _is_stored(self, node: Node) -> bool:
         return self._nodes.get(node.page) is node

@@ -101,6 +101,8 @@ class DecodeRunner:
     def forget_filtered(self) -> None:
         """Drop the graphs that use RowState.seen."""
         self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[1] is None}
+        if not self._graphs:  # memory that no graph has any more cannot be captured into
+            self._pool = None
 
     def _step(self, size: int, keep: Filter | None, shared: bool, top: bool, long: bool) -> None:
         rows = self._rows

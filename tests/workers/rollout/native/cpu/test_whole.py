@@ -60,7 +60,7 @@ def test_all_layers_in_one_call_have_the_bits_of_one_after_another(
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_that_wait_for_one_another_give_the_bits_of_one(tmp_path: Path, compiled: Library, threads: int) -> None:
-    """More threads than key heads, than rows, and than many machines have processors; prompts that end in a pass and prompts that do not."""
+    """More threads than key heads and than some machines have processors; prompts that end in a pass and prompts that do not."""
     path = save_tiny_model(tmp_path, "qwen2", **FAMILIES["qwen2"])
 
     def generate(threads: int) -> list[object]:

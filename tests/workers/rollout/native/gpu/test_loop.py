@@ -109,6 +109,19 @@ def test_sizes_that_are_compiled_beforehand_are_those_that_rows_get() -> None:
         assert runner.buckets(rows) == sorted(met, reverse=True)
 
 
+def test_graphs_that_are_all_dropped_leave_no_memory_to_capture_into(make_gpu: MakeGPU) -> None:
+    """CUDA refuses the memory of graphs that are gone, and decoding went on without graphs."""
+    gpu = make_gpu(FakeModel(40, 4))
+    request = Request(torch.arange(3), (0, 0, 0))
+    generate(gpu, [request], sampling(max_tokens=4))
+    steps = gpu._seated.runner
+    for kept, expected in (([], None), ([(8, None, False, False)], "memory")):
+        steps._graphs = dict.fromkeys([*kept, (8, "a filter", False, False)])
+        steps._pool = "memory"
+        steps.forget_filtered()
+        assert (list(steps._graphs), steps._pool) == (kept, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"top_k": 5}])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_warm_up_computes_every_step_that_is_met_and_changes_no_token(

@@ -1,0 +1,138 @@
+"""Where a generation on a CPU spends its processor time: every C function of the native engine, prefill apart from decoding.
+
+    python -m benchmarks.rollout_cpu_parts --model smollm2-135m --requests 32
+
+First single decode steps; then a generation whose layers are called function by function from Python, which costs some time; the last line
+is of one that runs as it always does. Processor time, of one thread unless told otherwise: it says something on a busy
+machine too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.rollout_cpu import Load, mixed
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import ModelConfig
+from lockstep.config.sampling import SamplingParams
+from lockstep.models.cached_attention import CACHED
+from lockstep.models.load import Head, load_model, share_structure
+from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.native.cpu import fused, passes
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, draw, rms_norm, store
+from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.registry import make_rollout
+
+
+class OneByOne:
+    """WholePass as calls of single functions, with a clock."""
+
+    def __init__(self, library: Library, layers: list[Any], pages: list[Pages], sizes: tuple[int, int, int], eps: float) -> None:
+        self.library, self.layers, self.pages, self.sizes, self.eps = library, layers, pages, sizes, eps
+
+    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor, wanted: Tensor) -> Tensor:
+        (heads, kv_heads, dim), lib = self.sizes, self.library
+        for layer, pages in zip(self.layers, self.pages, strict=True):
+            qkv = layer.qkv(rms_norm(lib, hidden, layer.input_norm, self.eps)).view(len(hidden), -1, dim)
+            stride = (qkv.stride(0), len(hidden), heads + kv_heads, heads, dim, self.eps)
+            lib.call("rotate", qkv, *angles, batch.positions, *layer.norms, *stride)
+            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            store(lib, key, value, batch.slots, pages)
+            layer.out.add_to(hidden, attend(lib, query, pages, batch.page_table, blocks, layer.variant).flatten(1))
+            layer.down.add_to(hidden, layer.gate_up(rms_norm(lib, hidden, layer.mlp_norm, self.eps)))
+        return hidden[wanted]
+
+
+class Clock:
+    """Seconds of each function and phase, while it is switched on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self.flops: Counter[tuple[str, str]] = Counter()
+        self.phase = ""
+        self._call, self._step = Library.call, passes.PassBackend.step
+
+    def start(self) -> None:
+        """Functions are called one by one and timed from now on."""
+
+        def call(library: Library, name: str, *arguments: Any) -> None:
+            start = time.process_time()
+            self._call(library, name, *arguments)
+            part = (self.phase, name)
+            if name == "linear":
+                rows, depth, columns, mode = arguments[6], arguments[7], arguments[8], arguments[10]
+                part = (self.phase, f"linear {depth} -> {columns}")
+                self.flops[part] += 2 * rows * depth * columns * (2 if mode == 2 else 1)
+            self.seconds[part] += time.process_time() - start
+
+        def step(backend: passes.PassBackend, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+            self.phase = "prefill" if max(batch.query_lens) > 1 else "decode"
+            return self._step(backend, batch, sampling)
+
+        Library.call, passes.PassBackend.step, fused.WholePass = call, step, OneByOne  # type: ignore[method-assign, assignment, misc]
+
+    def show(self) -> None:
+        """The parts, the longest first."""
+        for part, seconds in sorted(self.seconds.items(), key=lambda item: (item[0][0], -item[1])):
+            rate = f"{self.flops[part] / seconds / 1e9:7.1f} GFLOP/s" if self.flops[part] else ""
+            print(f"{part[0]:8s} {part[1]:24s} {seconds:7.3f} s {rate}")
+
+
+def generate(engine: Any, load: Load) -> float:
+    """Processor seconds of one generation."""
+    requests = [Request(torch.tensor(p), (0, i, 0), max_tokens=n) for i, (p, n) in enumerate(zip(*load, strict=True))]
+    start = time.process_time()
+    engine.generate(requests, SamplingParams(temperature=1.0, max_tokens=max(load[1]), stop_token_ids=(), seed=0))
+    return time.process_time() - start
+
+
+@torch.no_grad()
+def show_steps(backend: Any, context: int = 150) -> None:
+    """Milliseconds of a decode step, the best of some, by the number of rows; each has `context` tokens behind it."""
+    pages, rows = context // 16 + 1, (1, 2, 4, 8, 12, 13, 16, 24, 32, 48, 64, 128)
+    backend.open(1 + pages * max(rows))
+    with backend.ready():
+        for count in rows:
+            table = torch.arange(1, count * pages + 1, dtype=torch.int32).view(count, pages)
+            places = torch.full((count,), context)
+            slots = table[:, context // 16].long() * 16 + context % 16
+            drawn = torch.arange(count)
+            batch = StepBatch(torch.arange(100, 100 + count), places, slots, [1] * count, places.int(), table, drawn)
+            best = float("inf")
+            for _ in range(max(3, 100 // count)):
+                start = time.perf_counter()
+                draw(fused.library(), backend.forward(batch, drawn), torch.full((count,), 0.5), 1.0)  # type: ignore[arg-type]
+                best = min(best, time.perf_counter() - start)
+            print(f"step of {count:4d} rows {best * 1e3:8.2f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=32)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
+    model = load_model(ModelConfig(path=arguments.model), Head.LANGUAGE_MODEL, seed=0).eval().to(dtype)
+    engine: Any = make_rollout(share_structure(model, CACHED).to(dtype), RolloutConfig(max_num_seqs=arguments.requests), 0)
+    assert isinstance(engine.backend, fused.FusedBackend), "this model does not run on the C functions here"
+    load, tokens = mixed(arguments.requests), sum(mixed(arguments.requests)[1])
+    whole = min(generate(engine, load) for _ in range(2))
+    show_steps(engine.backend)
+    clock = Clock()
+    clock.start()
+    generate(engine, load)
+    clock.show()
+    print(f"in one call: {whole:.2f} s of {tokens} tokens, {tokens / whole:.1f} a CPU second")
+
+
+if __name__ == "__main__":
+    main()
