@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 KINDS = {
-    "attention": ("flash", "fmha", "sdpa", "attention", "_join"),
+    "attention": ("flash", "fmha", "sdpa", "attention", "_join", "forward", "query_gradient", "key_gradient"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
     "gate": ("_gate",),
     "norms": ("_normalise",),

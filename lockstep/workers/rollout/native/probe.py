@@ -78,7 +78,7 @@ def check_equivalence(module: PreTrainedModel, backend: PassBackend) -> None:
                 batch = batch_of(Pass(planned), backend.page_size)
                 logits = backend.forward(batch, torch.arange(len(batch.input_ids)))
                 for row, out, part in zip(planned, paged, logits.split(counts), strict=True):
-                    out.append(part)
+                    out.append(part.clone())
                     row.sample.num_cached += row.count
         module.set_attn_implementation("eager")
         alone = [module(input_ids=row[None].to(module.device), use_cache=False).logits[0].float() for row in rows]

@@ -108,11 +108,12 @@ class FusedBackend(PassBackend):
         self._norm = _float(model.norm)
         self._head = pack([self.module.lm_head])
         self._angles = (torch.empty(0), torch.empty(0))
+        self._logits = torch.empty(0, 0)  # of the last pass: asking the system for fresh memory in each takes a twentieth of it
         try:
             yield
         finally:
             self._layers, self._whole = [], None
-            del self._head, self._norm, self._angles
+            del self._head, self._norm, self._angles, self._logits
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
         assert self._cache is not None, "the backend is closed"
@@ -126,7 +127,9 @@ class FusedBackend(PassBackend):
             pages = [Pages(*self._cache.layer(number)) for number in range(len(self._layers))]
             self._whole = self._cache, WholePass(lib, self._layers, pages, (self._heads, kv_heads, dim), self._eps)
         found = self._whole[1](hidden, angles, batch, blocks, logits_at)
-        return self._head(rms_norm(lib, found, self._norm, self._eps))
+        if len(self._logits) < len(found):
+            self._logits = torch.empty(len(found), self._head.columns)
+        return self._head(rms_norm(lib, found, self._norm, self._eps), self._logits[: len(found)])
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, D / 2] of at least the positions up to `position`; both halves of a head turn alike."""

@@ -101,9 +101,9 @@ class PackedLinear:
         """Whether the weights are bfloat16."""
         return self.kind != _WHOLE
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [N, inputs] float32 -> [N, columns]."""
-        return self._into(x, torch.empty(len(x), self.columns), GATED if self._gated else STORE)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [N, inputs] float32 -> [N, columns], in `out` where it is given."""
+        return self._into(x, torch.empty(len(x), self.columns) if out is None else out, GATED if self._gated else STORE)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """out [N, columns] += this layer of x [N, inputs]."""

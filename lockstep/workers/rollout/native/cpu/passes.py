@@ -69,7 +69,7 @@ class PassBackend(Backend):
 
     @abstractmethod
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
-        """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S]."""
+        """Compute a pass; the logits [S, vocabulary] of its tokens `logits_at` [S], ascending. They are there until the next pass."""
 
     def run(self, scheduler: Scheduler, sampling: SamplingParams, take_aborts: TakeAborts = set) -> Iterator[list[Event]]:
         while not scheduler.is_idle and not scheduler.is_stale:

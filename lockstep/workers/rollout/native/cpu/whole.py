@@ -42,6 +42,7 @@ class WholePass:
             memory = [own.keys.data_ptr(), own.values.data_ptr()]
             rows.append([*norms, *products, *memory, layer.variant.sliding_window or 0])
             inner = layer.gate_up.columns
+        self._scratch = torch.empty(0)
         self._table, self._inner = torch.tensor(rows, dtype=torch.int64), inner
         (scaling,), dim = {layer.variant.scaling for layer in layers}, sizes[2]
         self._scaling = float(dim**-0.5 if scaling is None else scaling)
@@ -56,10 +57,12 @@ class WholePass:
         assert table.is_contiguous()
         assert table.dtype == blocks.dtype == torch.int32
         last_blocks = blocks if len(wanted) == tokens else single_blocks(batch.query_lens, batch.positions, wanted)
-        scratch = torch.empty(tokens * (size + (2 * heads + 2 * kv_heads) * dim + self._inner))
+        needed = tokens * (size + (2 * heads + 2 * kv_heads) * dim + self._inner)
+        if len(self._scratch) < needed:
+            self._scratch = torch.empty(needed)
         shape = (len(self._table), tokens, len(blocks), len(wanted), table.shape[1], size, self._inner, heads, kv_heads, dim)
         self._library.call(
             "decoder_layers", hidden, self._table, *angles, batch.positions, batch.slots, table, blocks, wanted, last_blocks,
-            scratch, *shape, self._half, self._scaling, self._eps,
+            self._scratch, *shape, self._half, self._scaling, self._eps,
         )  # fmt: skip
         return hidden[: len(wanted)]

@@ -12,6 +12,8 @@ the tokens above it count, or weigh, less than a limit:
    the answer is among them (otherwise back to 1, between closer bounds, by the bits of the numbers in the end);
 3. the tokens that were collected are halved in registers until one number is left.
 
+For top-p, step 1 first looks at every eighth chunk alone (`_guess`): where the distribution is flat that is near enough for step 2.
+
 Sums are taken in the same order in every batch. They are monotone in the tokens that they cover, as additions of floats are, so that each
 step leaves the answer where the sums say it is.
 """
@@ -359,22 +361,27 @@ def _guess(
         False, SAMPLE, LINES, BLOCK,
     )  # fmt: skip
     found, cut = 0, peak
-    if low > float("-inf"):
+    flat = (low > float("-inf")).to(tl.int32)
+    walks = 0
+    while (flat != 0) & (walks < 2):
         low, at_low, high, at_high = _walk(
             X, vocabulary, scale, peak, floor, part, low, at_low, high, at_high,
             _inside(low, high, 1, 0), _inside(low, high, 2, 0), _inside(low, high, 3, 0), _inside(low, high, 4, 0),
             _inside(low, high, 5, 0), _inside(low, high, 6, 0), _inside(low, high, 7, 0),
             False, SAMPLE, LINES, BLOCK,
         )  # fmt: skip
+        between = (at_low - at_high) * times * tl.exp(peak - 0.5 * (low + high))  # tokens, about
+        if walks == 0:
+            flat = (between > COLLECTED).to(tl.int32)
+        walks += 1
+    if flat != 0:
         centre = high - (high - low) * (part - at_high) / (at_low - at_high)
-        between = (at_low - at_high) * times * tl.exp(peak - centre)  # tokens, about
-        if between > COLLECTED:
-            reach = (high - low) * (0.45 * COLLECTED) / between
-            above, upto = centre - reach, tl.minimum(centre + reach, peak)
-            number, over, beyond = _collect(X, HELD, vocabulary, scale, peak, floor, above, upto, False, COLLECTED, LINES, BLOCK)
-            if (number <= COLLECTED) & (over >= limit) & (beyond < limit):
-                cut = _halve(HELD, number, peak, floor, limit, beyond, above, upto, False, COLLECTED)
-                found = 1
+        reach = (high - low) * (0.4 * COLLECTED) / ((at_low - at_high) * times * tl.exp(peak - 0.5 * (low + high)))
+        above, upto = centre - reach, tl.minimum(centre + reach, peak)
+        number, over, beyond = _collect(X, HELD, vocabulary, scale, peak, floor, above, upto, False, COLLECTED, LINES, BLOCK)
+        if (number <= COLLECTED) & (over >= limit) & (beyond < limit):
+            cut = _halve(HELD, number, peak, floor, limit, beyond, above, upto, False, COLLECTED)
+            found = 1
     return cut, found
 
 

@@ -131,13 +131,14 @@ class FusedDecoder:
     ) -> Tensor:
         """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
         options: dict[str, Any] = {"shared": shared, "splits": num_splits(len(tokens), self._kv_heads, long)}
+        if len(page_table) < len(tokens):
+            options = {}
 
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             query, _, _ = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
-            pages, own = self._cache.layer(number), {"scale": attention.scaling, "window": sliding_window(self._module, attention)}
-            if len(page_table) < len(query):
-                return block_attention(query, *pages, page_table, context_lens, **own).flatten(1)
-            return paged_attention(query, *pages, page_table, context_lens, **own, **options).flatten(1)
+            pages, window = self._cache.layer(number), sliding_window(self._module, attention)
+            kernel = paged_attention if options else block_attention
+            return kernel(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, **options).flatten(1)
 
         return self._layers(tokens, slots, attend)
 

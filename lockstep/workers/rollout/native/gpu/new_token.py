@@ -145,25 +145,23 @@ def _attend_new(
     q_mask = (g < GROUP)[:, None] & in_half
     q1 = _sum_up(QKV, BIASES, q_place, q_mask, stride_part, PARTS, BIAS, TYPE)
     q2 = _sum_up(QKV, BIASES, q_place + H2, q_mask, stride_part, PARTS, BIAS, TYPE)
+    # Every split reads the new key and value, which costs nothing beside its queries; waiting for them after these would.
+    k_place = (HEADS + kv_head) * D + d[None, :]
+    new_k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
+    new_k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
+    v_place = (HEADS + KV_HEADS + kv_head) * D + whole
+    new_v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
     q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    if split == SPLITS - 1:
-        k_place = (HEADS + kv_head) * D + d[None, :]
-        new_k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
-        new_k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
-        v_place = (HEADS + KV_HEADS + kv_head) * D + whole
-        new_v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
-        new_k1, new_k2 = _norm_and_rotate(new_k1, new_k2, K_NORM, cos, sin, d, eps, D, NORM)
-        target = tl.load(SLOT + row) * (KV_HEADS * D) + kv_head * D
-        tl.store(KP + target + d[None, :], new_k1, mask=in_half)
-        tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half)
-        tl.store(VP + target + whole, new_v, mask=whole < D)
-        products = q1.to(tl.float32) * new_k1.to(tl.float32) + q2.to(tl.float32) * new_k2.to(tl.float32)
-        peak = tl.sum(products, 1) * scale * LOG2_E
-        total += 1.0
-        acc += new_v.to(tl.float32)[None, :]
+    new_k1, new_k2 = _norm_and_rotate(new_k1, new_k2, K_NORM, cos, sin, d, eps, D, NORM)
+    is_last = split == SPLITS - 1
+    target = tl.load(SLOT + row) * (KV_HEADS * D) + kv_head * D
+    tl.store(KP + target + d[None, :], new_k1, mask=in_half & is_last)
+    tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half & is_last)
+    tl.store(VP + target + whole, new_v, mask=(whole < D) & is_last)
+    new_score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32) + q2.to(tl.float32) * new_k2.to(tl.float32), 1) * scale * LOG2_E
+    peak = tl.where(is_last, new_score, float("-inf"))
+    total = tl.where(is_last, 1.0, tl.zeros([ROWS], tl.float32))
+    acc = tl.where(is_last, new_v.to(tl.float32)[None, :], tl.zeros([ROWS, DP], tl.float32))
     k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
     v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
     for start in range(low, high, TILE):

@@ -53,3 +53,13 @@ def test_a_row_that_is_not_finite_says_so_and_ends() -> None:
 
     draw(logits, rows, 0, filters_kind)
     assert rows.done[:3].tolist() == [3, 3, 0]
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0])
+def test_a_sample_finds_the_border_of_a_flat_row(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the estimate was not near enough")
+
+    monkeypatch.setattr(filters, "_search", never)
+    row = spread * torch.randn(70_000, generator=torch.Generator().manual_seed(0))
+    check_kept(kept_of(row[None], [(-1, 0.95, 0.0)])[0], row, -1, 0.95, 0.0)
