@@ -22,8 +22,7 @@ LEAST_SEATS = 64
 PROMPTS_SHARE = 1 / 32
 """Of the free memory, what prompts may take that are computed at once."""
 SMALL_PROMPTS = 40_000
-"""Bytes of a prompt's token below which a pass gets no more than PASS_TOKENS: 135M (28,000) generates 6 % faster so, 0.5B (58,000)
-does not."""
+"""Bytes of a prompt's token below which a pass has PASS_TOKENS at most: 135M (28,000) generates 6 % faster so, 0.5B (58,000) does not."""
 GRAPHS = 2**30
 """Bytes for captured graphs and kernels' workspaces."""
 LEAST_SHARE, MOST_SHARE = 0.05, 0.9
