@@ -46,9 +46,9 @@ entropys             R     T      old_log_prob    entropy of the policy at the t
 ref_log_prob         R     T      ref_log_prob    log-prob under the reference policy
 values               R     T      values          the critic's estimate before the token
 rollout_is_weights   R     T      correct         weight of the token's policy loss, where algorithm.rollout_correction asks for it
-token_level_rewards  R     T      advantage       score minus the KL penalty, where that is on
-advantages           R     T      advantage       what the actor learns from
-returns              R     T      advantage       what the critic learns from
+token_level_rewards  R     T      shape_rewards   score minus the KL penalty, where that is on
+advantages           R     T      estimate        what the actor learns from
+returns              R     T      estimate        what the critic learns from
 input_ids            D     P+T    -               derived from prompts and responses, only in `data.batch` and `data[i]`
 attention_mask       D     P+T    -               likewise
 position_ids         D     P+T    -               likewise

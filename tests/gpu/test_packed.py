@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from lockstep.models import flash, long_rows, packed_flash
 from lockstep.models.attention import PackedLayout, packed_attention
 

@@ -87,8 +87,14 @@ def pids_of(group: RayWorkerGroup) -> list[int]:
 
 
 def are_gone(pids: list[int], within_s: float = 5.0) -> bool:
+    def runs(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
     until = time.monotonic() + within_s
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(map(runs, pids)):
         if time.monotonic() > until:
             return False
         time.sleep(0.05)

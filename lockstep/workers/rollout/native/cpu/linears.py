@@ -72,10 +72,9 @@ class PackedLinear:
         assert dtype in (torch.float32, torch.bfloat16)
         self._library, self._gated = library, gated
         half = dtype == torch.bfloat16
-        if rounds and half and library.has_pairs and depth % 2 == 0:
-            self.kind = _PAIRS
-        else:
-            self.kind = _WIDENED if half or all(_fits_bfloat16(library, weight) for weight in weights) else _WHOLE
+        in_pairs = rounds and half and library.has_pairs and depth % 2 == 0
+        is_half = half or all(_fits_bfloat16(library, weight) for weight in weights)
+        self.kind = _PAIRS if in_pairs else _WIDENED if is_half else _WHOLE
         self.columns = len(weights[0]) if gated else sum(map(len, weights))
         # The addresses of the columns' weights, in the panels' order; 0 where a panel has more columns than there are.
         rows = _halves([_addresses(weight)[:, None] for weight in weights], library.panel // 2, gated).contiguous()
@@ -84,10 +83,8 @@ class PackedLinear:
         library.call("pack", rows, self._panels, len(rows), depth, int(half), self.kind)
         self._bias = None
         if any(layer.bias is not None for layer in layers):
-            biases = [
-                (torch.zeros(len(w)) if (b := layer.bias) is None else b.detach().float())
-                for layer, w in zip(layers, weights, strict=True)
-            ]
+            pairs = zip(layers, weights, strict=True)
+            biases = [torch.zeros(len(w)) if layer.bias is None else layer.bias.detach().float() for layer, w in pairs]
             self._bias = _halves([bias[:, None] for bias in biases], library.panel // 2, gated).contiguous()
 
     def row(self, mode: int) -> list[int]:
