@@ -44,7 +44,7 @@ class Turn:
     messages: list[Message] = field(default_factory=list)
     """What the policy sees next. After a call: a message with role "tool" for each call, in order."""
     reward: float | None = None
-    """For the policy's last turn, or for its start when `reset` gives one; None: nothing is said of that turn."""
+    """For the policy's last turn; None: nothing is said of that turn. `reset` gives none."""
     done: bool = False
     """Whether the episode is over."""
     info: dict[str, Any] = field(default_factory=dict)

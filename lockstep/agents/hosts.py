@@ -10,6 +10,7 @@ thread   anything else (a class of the running script, a closure): what hangs is
 import asyncio
 import functools
 import inspect
+import json
 import math
 import numbers
 import queue
@@ -22,7 +23,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.agents.environment import Action, Environment, Turn
+from lockstep.agents.environment import Action, Environment, Message, Turn
 from lockstep.errors import RewardError
 from lockstep.rewards.killable import KillableWorker, is_portable
 
@@ -102,7 +103,7 @@ class Host(ABC):
 
     def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
         """`beginning`, waited for."""
-        return checked(self.beginning(make, kwargs, row, seed).result())
+        return checked(self.beginning(make, kwargs, row, seed).result(), is_first=True)
 
     def step(self, action: Action) -> Turn:
         """`stepping`, waited for."""
@@ -241,8 +242,11 @@ def make_host(make: Make, timeout_s: float) -> Host:
     return ProcessHost(timeout_s) if is_portable(make) and not is_quick else ThreadHost(timeout_s)
 
 
-def checked(turn: Any) -> Turn:
-    """The turn. Raises EnvironmentFailed, saying what is expected, for what is not a whole one."""
+def checked(turn: Any, is_first: bool = False) -> Turn:
+    """The turn, in Python's own numbers, its info as JSON holds it: what is recorded of it is what a replay reads. `is_first`: of `reset`.
+
+    Raises EnvironmentFailed, saying what is expected, for what is not a whole one.
+    """
     if not isinstance(turn, Turn):
         raise EnvironmentFailed(f"an environment must return a Turn, not {_short(turn)}")
     reward = turn.reward
@@ -250,17 +254,46 @@ def checked(turn: Any) -> Turn:
         raise EnvironmentFailed(f"the reward of a Turn must be a finite number or None, not {_short(reward)}")
     if not isinstance(turn.info, dict):
         raise EnvironmentFailed(f"the info of a Turn must be a dict, not {_short(turn.info)}")
-    for message in turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise EnvironmentFailed(f"the messages of a Turn must be a list of dicts with role and content, not {_short(message)}")
-        content = message.get("content")
-        if not isinstance(content, str | list):
-            raise EnvironmentFailed(f"the content of a message must be text, not {_short(content)}")
-        try:
-            str(content).encode()
-        except UnicodeEncodeError as error:
-            raise EnvironmentFailed(f"the content of a message is not valid Unicode: {error.reason}") from None
-    return turn
+    messages = [_checked_message(each) for each in (turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages])]
+    try:
+        done, info = bool(turn.done), json.loads(json.dumps(turn.info, default=_as_json))
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+        RuntimeError,
+    ) as error:  # a tensor of several numbers, a circle, a key that is no text
+        raise EnvironmentFailed(f"a Turn's done must be true or false, and its info JSON: {error}") from None
+    if is_first and (not messages or done or reward):
+        raise EnvironmentFailed(
+            "reset must return the first messages, without a reward and not done: the policy has said nothing yet"
+        )
+    return Turn(messages, None if reward is None else float(reward), done, info)
+
+
+def _checked_message(message: Any) -> Message:
+    """The message; content in parts of text, as some APIs have it, as one text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise EnvironmentFailed(f"the messages of a Turn must be a list of dicts with role and content, not {_short(message)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        content = "".join(texts) if len(texts) == len(content) else content
+    if not isinstance(content, str):
+        raise EnvironmentFailed(f"the content of a message must be text, not {_short(content)}")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFailed(f"the content of a message is not valid Unicode: {error.reason}") from None
+    return message | {"content": content}
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON cannot hold: numbers of numpy and torch as numbers, all else as text."""
+    try:
+        return value.item()
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return _short(value)
 
 
 def _short(value: Any) -> str:

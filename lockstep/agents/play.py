@@ -132,7 +132,7 @@ class Player:
 
     async def _attempt(self, task: Task, host: Host, stream: Stream) -> Episode:
         limits, bridge = self._limits, task.bridge
-        turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed))
+        turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed), is_first=True)
         self._shorten(turn, limits.max_prompt_tokens or self._engine.context)
         with _refusals():
             text = bridge.start_text(turn.messages)
@@ -237,7 +237,7 @@ class Player:
 
     def _cut(self, message: Message, most: int) -> Message:
         content, possible = message["content"], (most + 1) * self._longest_token
-        if not isinstance(content, str) or (self._limits.max_observation_tokens is None and len(content) <= possible):
+        if self._limits.max_observation_tokens is None and len(content) <= possible:
             return message
         ids = self._tokenizer(content[:possible], add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) <= most and len(content) <= possible:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
-from lockstep.agents import Action, Tool, ToolCall, ToolEnvironment
-from lockstep.agents.hosts import EnvironmentFailed, ProcessHost, make_host
+from lockstep.agents import Action, Tool, ToolCall, ToolEnvironment, Turn
+from lockstep.agents.hosts import EnvironmentFailed, ProcessHost, checked, make_host
 from lockstep.utils.files import load_object
 
 GAME = """
@@ -67,3 +70,39 @@ def test_a_file_that_cannot_be_imported_there_is_a_failure(file_of):
             host.begin(game, {}, {}, 7)
     finally:
         host.close()
+
+
+def test_a_turn_has_pythons_own_numbers_and_text_whatever_the_environment_computes_with():
+    """As they are recorded, so that a replay reads the same."""
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    info = {"f": np.float32(0.25), "i": np.int64(3), "one": np.array([2.0]), "several": np.arange(3), 7: {"deep": np.bool_(True)}}
+    turn = checked(Turn([{"role": "user", "content": parts}], np.float32(0.5), np.bool_(False), info))
+    assert (turn.messages, turn.reward, turn.done) == ([{"role": "user", "content": "a b"}], 0.5, False)
+    assert turn.info == {"f": 0.25, "i": 3, "one": 2.0, "several": "array([0, 1, 2])", "7": {"deep": True}}
+    assert json.loads(json.dumps([turn.reward, turn.done, turn.info])) == [turn.reward, turn.done, turn.info]
+
+
+CIRCLE: dict[str, object] = {}
+CIRCLE["self"] = CIRCLE
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (Turn([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]), "must be text"),
+        (Turn(info=CIRCLE), "info JSON"),
+        (Turn(info={(1, 2): 3}), "info JSON"),
+        (Turn(done=np.array([True, False])), "true or false"),
+    ],
+)
+def test_what_cannot_be_shown_or_recorded_is_the_environments_failure(turn, message):
+    with pytest.raises(EnvironmentFailed, match=message):
+        checked(turn)
+
+
+def test_reset_must_begin_an_episode():
+    first = [{"role": "user", "content": "?"}]
+    for turn in (Turn(), Turn(first, done=True), Turn(first, reward=1.0)):
+        with pytest.raises(EnvironmentFailed, match="the policy has said nothing yet"):
+            checked(turn, is_first=True)
+    assert checked(Turn(first, reward=0.0), is_first=True).messages == first
