@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, DataError
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.counted import request_key
+
+Kind = tuple[str | None, tuple[str, ...] | None]
+"""What a row says of its episode: the columns environment and tools."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,20 +79,25 @@ class Agent:
         kind = self.environment_class(name)
         return {"tools": [tool.schema for tool in _tools(self, None, kind)], "is_judged": kind.is_judged}
 
-    def check(self) -> type[Environment]:
-        """Everything that can be known before a model is loaded; returns the class of the environment.
+    def check(self, kinds: Iterable[Kind] = ()) -> None:
+        """Everything that can be known before a model is loaded; `kinds` are those of the rows.
 
-        Raises ConfigError for an environment, tool or parser that cannot be used, and for a template that cannot carry on a conversation.
+        Raises ConfigError for an environment, tool or parser that cannot be used, and for a template that cannot carry on a conversation;
+        DataError for a row's tool that is not there.
         """
-        kind = self.environment_class()
-        if named_tools(self.config) and not issubclass(kind, ToolEnvironment):
-            raise ConfigError(
-                f"agent.tools and agent.mcp are called by a ToolEnvironment, and agent.environment={self.config.environment} is none; make "
-                "it a subclass of lockstep.agents.ToolEnvironment, or give it `tools` of its own"
-            )
-        _bridge(self, None)
-        _parser(self)
-        return kind
+        default = _bridge(self, None)
+        parser = _parser(self)
+        for name, tools in {(None, None), *(() if self.config.recorded is not None else kinds)}:
+            kind = self.environment_class(name)
+            if named_tools(self.config) and not issubclass(kind, ToolEnvironment):
+                raise ConfigError(
+                    f"agent.tools and agent.mcp are called by a ToolEnvironment, and agent.environment={name or self.config.environment} "
+                    "is none; make it a subclass of lockstep.agents.ToolEnvironment, or give it `tools` of its own"
+                )
+            if _bridge(self, tools, kind).has_tools and not default.has_tools and self.parser == "auto":
+                found = detect_parser(str(_tokenizer(self).get_chat_template()))
+                if PARSERS[found] is not parser:
+                    raise ConfigError(f"agent.parser={found} must be set: {name} of the rows has tools, agent.environment has none")
 
 
 def play_rows(
@@ -138,7 +146,8 @@ def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
     make = agent.environment_class(row.get("environment"))
     names = row.get("tools")
     tools = _tools(agent, None if names is None else tuple(names), make)
-    kwargs = dict(row.get("env_kwargs") or {})
+    # Parquet gives every row the fields of all, empty ones too.
+    kwargs = {name: value for name, value in (row.get("env_kwargs") or {}).items() if value is not None}
     if issubclass(make, ToolEnvironment):
         kwargs.setdefault("tools", [tool for tool in named_tools(agent.config) if names is None or tool.name in names])
     bridge = _bridge(agent, None if names is None else tuple(names), make)
@@ -155,7 +164,9 @@ def _tools(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment]
         return tools
     by_name = {tool.name: tool for tool in tools}
     if missing := [name for name in wanted if name not in by_name]:
-        raise DataError(f"a row names the tools {missing}, agent.tools has {', '.join(by_name) or 'none'}")
+        raise DataError(
+            f"the column tools names {', '.join(missing)}; agent.tools and the environment have {', '.join(by_name) or 'none'}"
+        )
     return tuple(by_name[name] for name in wanted)
 
 

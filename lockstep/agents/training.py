@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.agents.environment import Environment
 from lockstep.agents.recorded import Recorder
 from lockstep.agents.rows import Agent
 from lockstep.protocol import DataProto
@@ -48,25 +47,39 @@ class EpisodeRewards:
     """A reward function for episodes: what the environment said of turns, and, where the environment leaves it to it, what `judge` says
     of the policy's last turn. An episode that could not be played has no reward."""
 
-    def __init__(self, judge: Any, kind: type[Environment]) -> None:
-        self._judge: Any = judge if kind.is_judged else None
-        if self._judge is not None and hasattr(self._judge, "begin"):
-            self.begin = self._judge.begin
+    def __init__(self, judge: Any, agent: Agent) -> None:
+        self._judge, self._agent = judge, agent
+        if hasattr(judge, "begin"):
+            self.begin = self._begin
 
     def check(self, tags: Any, **arguments: bool) -> None:
         """See RewardManager."""
-        if hasattr(self._judge, "check"):
+        if self._agent.environment_class().is_judged and hasattr(self._judge, "check"):
             self._judge.check(tags, **arguments)
+
+    def _begin(self, data: DataProto) -> _Scoring | None:
+        """See RewardManager."""
+        rows = self._judged(data)
+        return _Scoring(self._judge.begin(data.select_idxs(rows)), rows) if rows else None
+
+    def _judged(self, data: DataProto) -> list[int]:
+        """The rows whose environments leave a reward to the judge."""
+        names = data.non_tensor_batch.get("environment", [None] * len(data))
+        return [row for row, name in enumerate(names) if self._agent.environment_class(name).is_judged]
 
     def __call__(self, data: DataProto, return_dict: bool = True, ragged: bool = True, scoring: Any = None) -> dict[str, Any]:
         """As `trainer.ppo.rewards.score` reads it."""
-        rewards = data.ragged("turn_rewards")
         told = data.non_tensor_batch["episode"]
+        rewards = data.ragged("turn_rewards")
         result: dict[str, Any] = {"reward_extra_info": {}, "reward_parts": {}, "failures": [None] * len(data)}
-        if self._judge is not None:
-            arguments = {} if scoring is None else {"scoring": scoring}
-            result = self._judge(data, return_dict=True, ragged=True, **arguments)
-            rewards = rewards.like(rewards.values + result["reward_tensor"].values)
+        if rows := self._judged(data):
+            arguments = {} if scoring is None else {"scoring": scoring.begun}
+            said = self._judge(data.select_idxs(rows), return_dict=True, ragged=True, **arguments)
+            rewards = rewards.like(rewards.values.clone())
+            whole = rewards.rows()
+            for row, scores in zip(rows, said["reward_tensor"].rows(), strict=True):
+                whole[row].add_(scores)
+            result = {name: _spread(said[name], rows, len(data)) for name in result}
         failures = [
             Failure("environment", episode["error"]) if episode["error"] is not None else failure
             for episode, failure in zip(told, result["failures"], strict=True)
@@ -78,6 +91,28 @@ class EpisodeRewards:
         """End what the judge has started."""
         if hasattr(self._judge, "close"):
             self._judge.close()
+
+
+class _Scoring:
+    """The scoring that a judge has begun, of these rows of the batch."""
+
+    def __init__(self, begun: Any, rows: Sequence[int]) -> None:
+        self.begun, self._places = begun, {row: place for place, row in enumerate(rows)}
+
+    def add(self, row: int, response_ids: Any) -> None:
+        """The policy's last turn of a row is there."""
+        if row in self._places:
+            self.begun.add(self._places[row], response_ids)
+
+
+def _spread(said: Any, rows: Sequence[int], count: int) -> Any:
+    """What was said of some rows, in lists for all: None for the others."""
+    if isinstance(said, dict):
+        return {name: _spread(values, rows, count) for name, values in said.items()}
+    spread: list[Any] = [None] * count
+    for row, value in zip(rows, said, strict=True):
+        spread[row] = value
+    return spread
 
 
 def _numbers(told: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

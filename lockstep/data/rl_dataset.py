@@ -115,9 +115,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def tags(self) -> set[Tag]:
         """The different tags of the rows: what decides who judges them."""
-        return set(map(Tag.of, self._column("data_source"), self._column("reward_model")))
+        return set(map(Tag.of, self.column("data_source"), self.column("reward_model")))
 
-    def _column(self, name: str) -> Iterable[Any]:
+    def column(self, name: str) -> Iterable[Any]:
         """The values of a column in the dataset's rows; None for all where no file has it."""
         if name not in self._files.columns:
             return [None] * len(self._rows)

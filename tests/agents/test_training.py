@@ -13,10 +13,12 @@ from helpers import environments
 from helpers.run import roles, train
 
 from lockstep.config import load_config
-from lockstep.errors import ConfigError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
+from lockstep.rewards.manager import RewardManager
 from lockstep.tools.compare.measure import compare
 from lockstep.tools.compare.named import read_algorithm
 from lockstep.trainer.ppo.recording import load_recording
+from lockstep.utils.tokenizer import hf_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 ENVIRONMENT = "helpers.environments:Counts"
@@ -123,6 +125,59 @@ def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_pa
     config = config_of("agent.environment=helpers.environments:Breaks", rows=rows)
     with pytest.raises(RewardError, match=r"(?s)8 of 8 rewards are missing \(environment: 8\).*no disk"):
         train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+
+
+def test_a_row_with_an_environment_of_its_own_is_rewarded_as_that_one_says(config_of, chat_model, tmp_path):
+    """Where it leaves the reward to the run's function, by that; else by itself. Each gets its own arguments, though parquet gives every
+    row the fields of all."""
+    own = {"environment": "helpers.environments:LeftToTheReward", "env_kwargs": {"phrase": "x"}, "data_source": "s"}
+    other = dict.fromkeys(own)
+    rows = [{"prompt": f"row {i}"} | (own if i % 2 else other | {"env_kwargs": {"turns": 1 + i % 3}}) for i in range(8)]
+    keys = ("trainer.total_training_steps=1", "data.train_batch_size=8")
+    judge = RewardManager(hf_tokenizer(str(chat_model)), 0, lambda **_: -7.0)
+    for validation in (False, True):
+        more = (f"data.val_files={tmp_path / 'train.parquet'}", "trainer.val_only=true") if validation else ()
+        folder = "trainer.validation_data_dir" if validation else "trainer.rollout_data_dir"
+        out = tmp_path / str(validation)
+        config = config_of(*keys, *more, f"{folder}={out}", f"trainer.default_local_dir={tmp_path / f'run{validation}'}", rows=rows)
+        train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"), reward_fn=judge, val_reward_fn=judge)
+        lines = [json.loads(line) for file in out.glob("*.jsonl") for line in file.read_text().splitlines()]
+        by_turns = [line["score"] for line in lines if line["episode"]["heard"][-1]["reward"] is not None]
+        judged = [line["score"] for line in lines if line["episode"]["heard"][-1]["reward"] is None]
+        assert len(by_turns) == len(judged) > 0
+        assert set(judged) == {-7.0}
+        assert all(score > 0 for score in by_turns)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"environment": "helpers.environments:Nothing"}, (), "has no 'Nothing'"),
+        ({"environment": ENVIRONMENT}, ("agent.environment=null",), "agent.environment is null"),
+        ({"tools": ["nothing"]}, ("agent.environment=null", "agent.tools=[calculator]"), "names nothing; .* have calculator"),
+        ({"tools": [{"name": "f"}]}, ("agent.environment=null", "agent.tools=[calculator]"), "lists of names"),
+        ({"environment": ENVIRONMENT}, ("agent.environment=null", "agent.tools=[calculator]"), "Counts is none"),
+    ],
+)
+def test_what_the_last_row_names_is_looked_at_before_a_model_is_loaded(config_of, row, keys, message):
+    rows = [{"prompt": "row", "data_source": "openai/gsm8k", **dict.fromkeys(row)} for _ in range(7)]
+    with pytest.raises((ConfigError, DataError), match=message):
+        train(config_of(*keys, rows=[*rows, rows[0] | row]), {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+
+
+def test_rows_with_tools_need_a_parser_that_reads_them(config_of, chat_model, tmp_path):
+    """auto looks at the environment of the configuration, which has none."""
+    folder = tmp_path / "llama"
+    shutil.copytree(chat_model, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% if tools %}<|python_tag|>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [{"prompt": "row", "environment": "helpers.environments:HasTools"}]
+    keys = (f"actor_rollout_ref.model.path={folder}",)
+    with pytest.raises(ConfigError, match="agent.parser=llama_json must be set"):
+        train(config_of(*keys, rows=rows), {"p": [1]}, roles("ActorRolloutRef", pool="p"))
 
 
 @pytest.mark.parametrize(

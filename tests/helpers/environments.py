@@ -5,7 +5,7 @@ import os
 import random
 import time
 
-from lockstep.agents import Action, Environment, Turn
+from lockstep.agents import Action, Environment, ToolEnvironment, Turn
 
 
 class Counts(Environment):
@@ -108,3 +108,30 @@ class Breaks(Counts):
             case "huge":
                 return Turn([{"role": "user", "content": "y" * 100_000}])
         return super().step(action)
+
+
+class LeftToTheReward(Counts):
+    """Says nothing of the one turn that it has: the run's reward judges it."""
+
+    is_judged = True
+    is_quick = True
+
+    def __init__(self, phrase="start"):
+        super().__init__(1)
+
+    def step(self, action):
+        return Turn(done=True)
+
+
+class HasTools(ToolEnvironment):
+    """One tool of its own."""
+
+    tools = ("double",)
+
+    def double(self, x: int) -> int:
+        """Doubles.
+
+        Args:
+            x: A number.
+        """
+        return 2 * x

@@ -1,17 +1,37 @@
 """Runs whose prompts become episodes. What they need of `lockstep.agents` is imported by them alone."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.errors import ConfigError, DataError
 
 
-def episode_rewards(config: PPOConfig, *reward_fns: Any) -> list[Any]:
-    """The reward functions, with what environments say of turns. Raises ConfigError for an environment, tool or template that cannot be
-    used."""
+def episode_rewards(config: PPOConfig, datasets: Iterable[Any], *reward_fns: Any) -> list[Any]:
+    """The reward functions, with what environments say of turns; as they are where a prompt has one response.
+
+    Raises ConfigError for an environment, tool or template that cannot be used, and for rows that name environments nobody would play.
+    """
+    columns = [dataset.column for dataset in datasets if hasattr(dataset, "column")]  # a user's own may have none
+    if not config.agent.is_on:
+        for name in (name for column in columns for name in column("environment")):
+            if isinstance(name, str) and ":" in name:
+                raise ConfigError(
+                    f"the column environment names {name}, and agent.environment is null: a prompt would be answered once, without it; set "
+                    "agent.environment (what a row names stands above it), or leave the column out"
+                )
+        return list(reward_fns)
     from lockstep.agents.training import EpisodeRewards, agent_of
 
-    kind = agent_of(config).check()
-    return [EpisodeRewards(reward_fn, kind) for reward_fn in reward_fns]
+    agent = agent_of(config)
+    agent.check({_kind(*said) for column in columns for said in zip(column("environment"), column("tools"), strict=True)})
+    return [EpisodeRewards(reward_fn, agent) for reward_fn in reward_fns]
+
+
+def _kind(environment: Any, tools: Any) -> tuple[str | None, tuple[str, ...] | None]:
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(name, str) for name in tools)):
+        raise DataError(f"the column tools must have lists of names, not {str(tools)[:200]}; functions are given in agent.tools")
+    return environment, None if tools is None else tuple(tools)
 
 
 def episode_rollout(config: PPOConfig, group: Any) -> Any:

@@ -89,8 +89,7 @@ class RayPPOTrainer(Run):
             train_dataset = open_dataset(config, tokenizer, data.train_files, data.train_max_samples)
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
-        if config.agent.is_on:
-            reward_fn, val_reward_fn = episode_rewards(config, reward_fn, val_reward_fn)
+        reward_fn, val_reward_fn = episode_rewards(config, (train_dataset, val_dataset), reward_fn, val_reward_fn)
         self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
         self.val_reward_fn = val_reward_fn
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
