@@ -55,7 +55,8 @@ class SampleKeeper:
             batch.set("new_log_probs", after.ragged("old_log_probs"))
         arrays = _token_columns(batch)
         ids = np.unique(arrays["tokens"]).tolist()
-        vocabulary = dict(zip(ids, self.tokenizer.batch_decode([[i] for i in ids]), strict=True))
+        # Of no rows, where every episode is missing, tokenizers make one text.
+        vocabulary = dict(zip(ids, self.tokenizer.batch_decode([[i] for i in ids]), strict=True)) if ids else {}
         texts = {"rows": self._texts(batch, scored), "vocabulary": vocabulary, "sources": counts}
         arrays["rows"] = np.frombuffer(json.dumps(texts, default=str).encode(), dtype=np.uint8)
         try:

@@ -246,8 +246,9 @@ class TrainEngine(SavedEngine):
         return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 
     def equal_counts(self, batches: list[list[int]]) -> list[list[int]]:
-        """Add empty micro-batches until every rank has as many: each forward of a sharded model is a collective."""
-        count = torch.tensor(len(batches))
+        """Add empty micro-batches until every rank has as many, and one at least: each forward of a sharded model is a collective, and an
+        update needs gradients, if only of 0."""
+        count = torch.tensor(max(len(batches), 1))
         if self.world_size > 1:
             count = count.to(self.device)
             dist.all_reduce(count, dist.ReduceOp.MAX)
