@@ -49,6 +49,8 @@ class Turn:
     """Whether the episode is over."""
     info: dict[str, Any] = field(default_factory=dict)
     """Numbers become metrics (their mean over episodes); all of it is in the recorded samples."""
+    faults: int = 0
+    """How many of the policy's calls could not be made as it wrote them: an unknown tool, wrong arguments, a ToolError."""
 
 
 class Environment:

@@ -40,12 +40,14 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     """The conversation, to be read."""
     heard: list[dict[str, Any]] = field(default_factory=list)
-    """Of each turn of the environment: how many of the messages are its, reward, done, info. What a replay needs."""
+    """Of each turn of the environment: how many of the messages are its, reward, done, info, faults. What a replay needs."""
     seed: int = 0
     """The environment's."""
     info: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
+    """Calls that could be made."""
     faults: int = 0
+    """What was meant as a call and could not be made."""
     retries: int = 0
     environment_s: float = 0.0
     wait_s: float = 0.0
@@ -59,7 +61,9 @@ class Episode:
         """What the environment said."""
         self.messages += turn.messages
         self.info |= turn.info
-        self.heard.append({"messages": len(turn.messages), "reward": turn.reward, "done": turn.done, "info": turn.info})
+        self.calls, self.faults = self.calls - turn.faults, self.faults + turn.faults
+        names = ("reward", "done", "info", "faults")
+        self.heard.append({"messages": len(turn.messages)} | {name: getattr(turn, name) for name in names})
         if turn.reward is not None:
             self.add_reward(float(turn.reward))
 

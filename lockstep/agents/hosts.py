@@ -228,7 +228,7 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except RewardError as error:
-        raise EnvironmentFailed(str(error)) from error
+        raise EnvironmentFailed(str(error).replace(f"{__name__}.{_in_child.__name__}", "the environment")) from error
     except Exception as error:  # this process cannot read what the other has sent
         raise EnvironmentFailed(f"what the environment returned cannot be read here: {type(error).__name__}: {error}") from error
 
@@ -256,7 +256,7 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
         raise EnvironmentFailed(f"the info of a Turn must be a dict, not {_short(turn.info)}")
     messages = [_checked_message(each) for each in (turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages])]
     try:
-        done, info = bool(turn.done), json.loads(json.dumps(turn.info, default=_as_json))
+        done, info, faults = bool(turn.done), json.loads(json.dumps(turn.info, default=_as_json)), int(turn.faults)
     except (
         TypeError,
         ValueError,
@@ -268,7 +268,7 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
         raise EnvironmentFailed(
             "reset must return the first messages, without a reward and not done: the policy has said nothing yet"
         )
-    return Turn(messages, None if reward is None else float(reward), done, info)
+    return Turn(messages, None if reward is None else float(reward), done, info, faults)
 
 
 def _checked_message(message: Any) -> Message:

@@ -1,6 +1,7 @@
 """The tools that a configuration names: functions of the user, those that ship, those of MCP servers."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.agents.environment import Environment
@@ -61,4 +62,15 @@ def load_named(key: str, name: str, shipped: tuple[str, ...] = ()) -> Any:
 def _tool(name: str, search_folder: str | None, search_results: int) -> Tool:
     if name == "search":
         return search_tool(search_folder, search_results)
-    return Tool.of(load_named("tools", _FUNCTIONS.get(name, name), SHIPPED))
+    tool = Tool.of(load_named("tools", _FUNCTIONS.get(name, name), SHIPPED))
+    return _NamedTool(tool.name, tool.schema, tool.function, name)
+
+
+@dataclass(frozen=True)
+class _NamedTool(Tool):
+    """A tool that another process loads again by its name in the configuration: what it calls may be anything."""
+
+    source: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tool, (self.source, None, 0)

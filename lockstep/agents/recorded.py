@@ -4,7 +4,7 @@
 RUN/episodes/12.jsonl.gz   the 12th batch of prompts, an episode a line
   index, sample, seed      which it is
   messages                 the conversation
-  heard                    turn by turn: how many of the messages, reward, done, info
+  heard                    turn by turn: how many of the messages, reward, done, info, faults
   error, retries, ...      see Episode.told
 RUN/episodes/kinds.json    what the policy was told of tools, and who judges
 ```
@@ -143,7 +143,7 @@ def _turns(told: Mapping[str, Any]) -> Iterator[Turn]:
     start = 0
     for heard in told["heard"]:
         end = start + heard["messages"]
-        yield Turn(told["messages"][start:end], heard["reward"], heard["done"], heard["info"])
+        yield Turn(told["messages"][start:end], heard["reward"], heard["done"], heard["info"], heard.get("faults", 0))
         start = end + 1  # the policy's
 
 

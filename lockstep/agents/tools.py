@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from lockstep.agents.environment import Action, Environment, Message, ToolCall, Turn
+from lockstep.agents.environment import Action, Environment, Fault, Message, ToolCall, Turn
 from lockstep.errors import ConfigError
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -35,7 +35,7 @@ class Tool:
     schema: dict[str, Any]
     """{"type": "function", "function": {"name", "description", "parameters"}}."""
     function: Callable[..., Any]
-    """Called with the arguments by name; sync or async. What it returns is the result: text as it is, all else as JSON."""
+    """Called with the arguments by name; sync or async. What it returns is the result: text (or its bytes) as it is, all else as JSON."""
 
     @classmethod
     def of(cls, given: Any) -> Tool:
@@ -122,37 +122,43 @@ class ToolEnvironment(Environment):
                 tool.function.close()
 
     def _call(self, call: ToolCall) -> Any:
-        """The result's text, or what will become it."""
+        """The result's text or a Fault, or what will become one of them."""
         tool = self._by_name.get(call.name)
         if tool is None:
-            return f"error: there is no tool {call.name!r}; there are: {', '.join(self._by_name) or 'none'}"
+            return Fault(f"there is no tool {call.name!r}; there are: {', '.join(self._by_name) or 'none'}")
         if (fault := tool.fault(call.arguments)) is not None:
-            return f"error: {fault}"
+            return Fault(fault)
         try:
             result = tool.function(**call.arguments)
         except ToolError as error:
-            return f"error: {error}"
+            return Fault(str(error))
         return _awaited(result) if inspect.isawaitable(result) else _as_text(result)
 
     async def _answer_later(self, action: Action, results: Sequence[Any]) -> Turn:
         return self._answer(action, [await result if inspect.isawaitable(result) else result for result in results])
 
-    def _answer(self, action: Action, results: Sequence[str]) -> Turn:
+    def _answer(self, action: Action, results: Sequence[str | Fault]) -> Turn:
         messages: list[Message] = [
-            {"role": "tool", "name": call.name, "content": result} for call, result in zip(action.calls, results, strict=True)
+            {"role": "tool", "name": call.name, "content": _shown(result)}
+            for call, result in zip(action.calls, results, strict=True)
         ]
         if action.faults:
-            text = "\n".join(f"error: {fault.text}" for fault in action.faults)
-            messages.append({"role": "user", "content": text})
-        return Turn(messages)
+            messages.append({"role": "user", "content": "\n".join(map(_shown, action.faults))})
+        return Turn(messages, faults=sum(isinstance(result, Fault) for result in results))
 
 
-async def _awaited(result: Awaitable[Any]) -> str:
+async def _awaited(result: Awaitable[Any]) -> str | Fault:
     try:
         return _as_text(await result)
     except ToolError as error:
-        return f"error: {error}"
+        return Fault(str(error))
+
+
+def _shown(result: str | Fault) -> str:
+    return f"error: {result.text}" if isinstance(result, Fault) else result
 
 
 def _as_text(result: Any) -> str:
+    if isinstance(result, bytes | bytearray):  # what programs print
+        return result.decode(errors="replace")
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -9,6 +9,8 @@ import pytest
 
 from lockstep.agents import Action, Tool, ToolCall, ToolEnvironment, Turn
 from lockstep.agents.hosts import EnvironmentFailed, ProcessHost, checked, make_host
+from lockstep.agents.named_tools import named_tools
+from lockstep.config.agent import AgentConfig
 from lockstep.utils.files import load_object
 
 GAME = """
@@ -56,6 +58,23 @@ def test_an_environment_and_tools_in_files_of_the_user_are_found_by_their_proces
         host.begin(ToolEnvironment, {"tools": [Tool.of(double)]}, {"prompt": "?"}, 0)
         turn = host.step(Action("", "", (ToolCall("double", {"x": 4}),)))
         assert turn.messages == [{"role": "tool", "name": "double", "content": "8"}]
+    finally:
+        host.close()
+
+
+def test_a_tool_of_a_schema_and_a_call_may_call_anything(file_of):
+    text = """
+from lockstep.agents import Tool
+parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+triple = Tool("triple", {"type": "function", "function": {"name": "triple", "parameters": parameters}}, lambda x: 3 * x)
+"""
+    (tool,) = named_tools(AgentConfig(tools=[f"{file_of('schema.py', text)}:triple"]))
+    host = ProcessHost(30.0)
+    try:
+        host.begin(ToolEnvironment, {"tools": [tool]}, {"prompt": "?"}, 0)
+        turn = host.step(Action("", "", (ToolCall("triple", {"x": 4}), ToolCall("triple", {"x": "a"}))))
+        assert turn.messages[0]["content"] == "12"
+        assert turn.faults == 1
     finally:
         host.close()
 

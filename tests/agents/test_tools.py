@@ -65,7 +65,17 @@ def test_calls_are_answered_in_order_and_the_policys_faults_are_text(more):
         *(['{"word": "é", "found": true}'] if more else []),
         "error: a tool call must be so",
     ]
+    turn = asyncio.run(turn) if inspect.isawaitable(turn) else turn
     assert answers(turn) == expected
+    assert turn.faults == 6  # the last was told by the parser, which counts it
+
+
+def test_what_a_program_prints_is_text():
+    def output() -> bytes:
+        """Prints."""
+        return "é\n".encode() + b"\xff"
+
+    assert answers(ToolEnvironment([output]).step(act(("output", {})))) == ["é\n�"]
 
 
 def test_no_call_ends_the_episode_and_another_exception_is_the_tools_own():

@@ -127,6 +127,26 @@ def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_pa
         train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@pytest.mark.parametrize("prompts", ["one", "all"])
+def test_a_mini_batch_of_missing_episodes_alone_changes_nothing(config_of, estimator, prompts):
+    rows = [{"prompt": "row", "env_kwargs": {"how": "raise" if prompts == "all" or i == 2 else "none"}} for i in range(4)]
+    config = config_of(
+        "agent.environment=helpers.environments:Breaks",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"algorithm.adv_estimator={estimator}",
+        "reward.max_failure_rate=1",
+        "trainer.total_training_steps=1",
+        rows=rows,
+    )
+    names = ("ActorRolloutRef", *(["Critic"] if estimator == "gae" else []))
+    (row,) = train(config, {"p": [1]}, roles(*names, pool="p"))
+    assert row["agent/missing"] == (8 if prompts == "all" else 2)
+    assert (row["actor/grad_norm"] > 0) == (prompts == "one")
+
+
 def test_a_row_with_an_environment_of_its_own_is_rewarded_as_that_one_says(config_of, chat_model, tmp_path):
     """Where it leaves the reward to the run's function, by that; else by itself. Each gets its own arguments, though parquet gives every
     row the fields of all."""
@@ -147,6 +167,21 @@ def test_a_row_with_an_environment_of_its_own_is_rewarded_as_that_one_says(confi
         assert len(by_turns) == len(judged) > 0
         assert set(judged) == {-7.0}
         assert all(score > 0 for score in by_turns)
+
+
+def test_calls_that_cannot_be_made_are_counted_beside_those_that_can(config_of, tmp_path):
+    """Of every turn: a call of a tool that is there, of one that is not, one with wrong arguments, and one that is none."""
+    (tmp_path / "parse.py").write_text(
+        "from lockstep.agents.parsers import Fault, Parsed, ToolCall\n"
+        "CALLS = (ToolCall('double', {'x': 1}), ToolCall('treble', {}), ToolCall('double', {'x': 'a'}))\n"
+        "def parse(text, schemas):\n    return Parsed(text, CALLS, (Fault('no call'),))\n"
+    )
+    keys = ("agent.environment=helpers.environments:HasTools", f"agent.parser={tmp_path / 'parse.py'}:parse", "agent.max_turns=2")
+    rows = [{"prompt": "row", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}] * 4
+    config = config_of(*keys, "data.max_prompt_length=600", "data.max_response_length=400", rows=rows)
+    for row in train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p")):
+        assert row["agent/bad_call_ratio"] == 0.75
+        assert row["agent/faults"] == 3 * row["agent/calls"] > 0
 
 
 @pytest.mark.parametrize(
