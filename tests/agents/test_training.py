@@ -15,6 +15,8 @@ from helpers.run import roles, train
 from lockstep.config import load_config
 from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.rewards.manager import RewardManager
+from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.tools.compare.measure import compare
 from lockstep.tools.compare.named import read_algorithm
 from lockstep.trainer.ppo.recording import load_recording
@@ -105,6 +107,33 @@ def test_an_episode_in_several_contexts_is_trained_as_it_was_sampled_and_counts_
     assert len((tmp_path / "samples" / "1.jsonl").read_text().splitlines()) == 8  # an episode is a row
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_an_episode_of_one_turn_is_the_response_of_a_run_without_environments_bit_for_bit(
+    config_of, chat_model, tmp_path, estimator
+):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"row {i}"}], "data_source": "s", "reward_model": {"ground_truth": ""}}
+        for i in range(8)
+    ]
+    names = ("ActorRolloutRef", *(["Critic"] if estimator == "gae" else []))
+    runs = []
+    for name in ("lockstep.agents:ToolEnvironment", "null"):
+        judge = RewardManager(hf_tokenizer(str(chat_model)), 0, lambda solution_str, **_: float(len(solution_str)))
+        folders = (f"trainer.default_local_dir={tmp_path / name[:4]}", f"trainer.rollout_data_dir={tmp_path / name[:4]}")
+        keys = (f"agent.environment={name}", "agent.max_turn_tokens=null", f"algorithm.adv_estimator={estimator}")
+        metrics = train(config_of(*keys, *folders, rows=rows), {"p": [1]}, roles(*names, pool="p"), reward_fn=judge)
+        said = [
+            json.loads(line)["output"]
+            for step in (1, 2)
+            for line in (tmp_path / name[:4] / f"{step}.jsonl").read_text().splitlines()
+        ]
+        compared = ("actor/", "critic/", "response_length", "training/")
+        runs.append((said, [{k: v for k, v in row.items() if k.startswith(compared)} for row in metrics]))
+    assert len(runs[0][0]) == 16
+    assert runs[0] == runs[1]
+    assert runs[0][1][0]["actor/grad_norm"] > 0
+
+
 def test_a_resumed_run_plays_the_same_episodes(config_of, tmp_path):
     """All that is random comes from keys: not a bit differs."""
 
@@ -118,6 +147,22 @@ def test_a_resumed_run_plays_the_same_episodes(config_of, tmp_path):
     resumed = run("cut", 2)[-1]
     own = ("timing", "perf/", "agent/environment_s", "agent/wait_s", "time")
     assert {k: v for k, v in resumed.items() if not k.startswith(own)} == {k: v for k, v in whole.items() if not k.startswith(own)}
+
+
+@pytest.mark.ray
+def test_two_workers_play_the_episodes_of_one(config_of, tmp_path, ray_cluster):
+    """Whoever plays them: the same words, rewards and tokens, and an update that differs by rounding."""
+    found = {}
+    for count, group in ((1, LocalWorkerGroup), (2, RayWorkerGroup)):
+        folders = (f"trainer.default_local_dir={tmp_path / f'run{count}'}", f"trainer.rollout_data_dir={tmp_path / str(count)}")
+        config = config_of(*folders, "data.train_batch_size=3", "actor_rollout_ref.rollout.n=3")
+        metrics = train(config, {"p": [count]}, roles("ActorRolloutRef", pool="p"), group)
+        lines = [json.loads(line) for step in (1, 2) for line in (tmp_path / str(count) / f"{step}.jsonl").read_text().splitlines()]
+        said = [(line["output"], line["score"], line["episode"]["messages"], line["episode"]["seed"]) for line in lines]
+        found[count] = said, [row["actor/grad_norm"] for row in metrics]
+    assert len(found[1][0]) == 18
+    assert found[1][0] == found[2][0]
+    assert found[1][1] == pytest.approx(found[2][1], rel=1e-4)
 
 
 def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_path):

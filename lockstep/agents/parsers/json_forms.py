@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.agents.environment import Fault, ToolCall
-from lockstep.agents.parsers.parsed import Parsed, read_call, read_json
+from lockstep.agents.parsers.parsed import Parsed, read_call, read_json, refuse
 
 Schemas = Mapping[str, dict[str, Any]]
 
@@ -14,7 +14,7 @@ _HERMES_FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _LLAMA_FORM = '{"name": "...", "parameters": {...}}'
 _TOOL_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(parse_constant=refuse)
 _MISTRAL_FORM = '[TOOL_CALLS][{"name": "...", "arguments": {...}}]'
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\]|(?=\{))")
 

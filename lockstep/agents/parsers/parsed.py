@@ -37,10 +37,11 @@ def read_call(value: Any, form: str, arguments: str = "arguments") -> ToolCall |
 def read_json(text: str, form: str) -> Any:
     """The value that a text spells, or a Fault."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         return Fault(f"a tool call must be {form}; this is no JSON ({error}): {text.strip()[:200]}")
 
 
-def _refuse(name: str) -> None:
+def refuse(name: str) -> None:
+    """For a decoder of JSON: NaN and Infinity are none."""
     raise ValueError(f"{name} is not a JSON number")

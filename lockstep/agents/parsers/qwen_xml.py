@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.agents.environment import Fault, ToolCall
-from lockstep.agents.parsers.parsed import Parsed
+from lockstep.agents.parsers.parsed import Parsed, refuse
 
 _FORM = "<tool_call><function=name><parameter=argument>value</parameter></function></tool_call>"
 _CALL = re.compile(
@@ -57,7 +57,7 @@ def _value(name: str, text: str, schema: Mapping[str, Any]) -> Any:
     if "string" in kinds:
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError):
         if kinds == ["boolean"] and text.lower() in ("true", "false"):
             return text.lower() == "true"
