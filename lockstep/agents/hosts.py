@@ -268,7 +268,15 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
         raise EnvironmentFailed(
             "reset must return the first messages, without a reward and not done: the policy has said nothing yet"
         )
-    return Turn(messages, None if reward is None else float(reward), done, info, faults)
+    # In place: the call's future holds the turn, which may be large until it is cut.
+    turn.messages, turn.reward, turn.done, turn.info, turn.faults = (
+        messages,
+        None if reward is None else float(reward),
+        done,
+        info,
+        faults,
+    )
+    return turn
 
 
 def _checked_message(message: Any) -> Message:

@@ -95,7 +95,9 @@ def test_a_turn_has_pythons_own_numbers_and_text_whatever_the_environment_comput
     """As they are recorded, so that a replay reads the same."""
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     info = {"f": np.float32(0.25), "i": np.int64(3), "one": np.array([2.0]), "several": np.arange(3), 7: {"deep": np.bool_(True)}}
-    turn = checked(Turn([{"role": "user", "content": parts}], np.float32(0.5), np.bool_(False), info))
+    given = Turn([{"role": "user", "content": parts}], np.float32(0.5), np.bool_(False), info)
+    turn = checked(given)
+    assert turn is given  # what is cut from it later is held by nobody
     assert (turn.messages, turn.reward, turn.done) == ([{"role": "user", "content": "a b"}], 0.5, False)
     assert turn.info == {"f": 0.25, "i": 3, "one": 2.0, "several": "array([0, 1, 2])", "7": {"deep": True}}
     assert json.loads(json.dumps([turn.reward, turn.done, turn.info])) == [turn.reward, turn.done, turn.info]
