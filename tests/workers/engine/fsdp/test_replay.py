@@ -90,6 +90,26 @@ def test_log_probs_and_gradient_are_plain_transformers_with_the_same_experts(
         assert 0.5 < rerouted < 1.0  # of the six pairs of experts one is the router's own
 
 
+def test_a_rank_whose_experts_no_token_goes_to_computes_with_the_others(tmp_path: Path) -> None:
+    """Ranks divide the experts, and every token goes to those of the first."""
+    layout = Layout("fsdp2", 2, {"tensor_parallel_size": 2})
+    path, rows = save_tiny_model(tmp_path, "olmoe", **MIXTURES["olmoe"]), rows_with_experts()
+    for row in rows:
+        row["experts"] = torch.tensor([[0, 1, 1, 0]], dtype=torch.int16).repeat(len(row["experts"]), 1)
+    wanted, norm = reference(path, rows, torch.float64)
+
+    def update() -> tuple[Tensor, float]:
+        engine = layout.engine(path)
+        mine = data_of(share(rows, 0, engine.rank, engine.world_size))
+        columns = engine.forward(mine, Budget(1000), TEMPERATURE).ragged("log_probs").values
+        engine.forward_backward(mine, minus_log_probs, Budget(1000), TEMPERATURE)
+        return columns, engine.optim_step().grad_norm
+
+    ranks = layout.run(update)
+    torch.testing.assert_close(torch.cat([columns for columns, _ in ranks]), wanted.float(), atol=COLUMN_ATOL, rtol=0)
+    assert all(found == pytest.approx(norm, rel=NUMBER_TOL) for _, found in ranks)
+
+
 def test_a_routers_own_choice_replayed_changes_no_bit(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "olmoe", **MIXTURES["olmoe"])
     model, rows = reference_model(path, LM), rows_with_experts()

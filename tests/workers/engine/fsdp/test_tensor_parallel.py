@@ -76,6 +76,10 @@ def test_a_rank_holds_its_experts_and_a_checkpoint_has_all_of_them(tmp_path: Pat
     properties.assert_a_checkpoint_continues([tp2(), Layout("fsdp2", 1), tp2(), Layout("fsdp2", 2)], tmp_path, path)
 
 
+def test_divided_experts_in_bf16_compute_near_fp32(tmp_path: Path) -> None:
+    properties.assert_bf16_is_near_fp32(tp2(), save_tiny_model(tmp_path, "qwen3_moe", **MIXTURES["qwen3_moe"]))
+
+
 def test_experts_that_cannot_be_divided_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     for family, changes, reason in (
         ("mixtral", MIXTURES["mixtral"] | {"num_local_experts": 3}, "cannot split the model's 3 experts evenly"),
