@@ -35,7 +35,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
-    # Of OLMoE, whose norms of queries and keys see all heads: every rank has all of them between the projections.
+    # Where what follows sees all columns, as OLMoE's norms of queries and keys and what cuts a fused projection: every rank has all.
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "moe_tp_experts": lambda: _DivideExperts(),
