@@ -118,7 +118,7 @@ ARROWS: dict[str, set[str]] = {
     "tools/explain": {"tools/asked", "tools/plan", "planner", "trainer/ppo", "data", "config", "utils"},
     "tools/plan": {"tools/asked", "planner", "trainer/ppo", "trainer/setup", "config"},
     "tools/reward_check": {"data/tag", "rewards", "utils"},
-    "tools/verify_resume": {"checkpoint"},
+    "tools/verify_resume": {"checkpoint", "config"},
     # others' names: these may point up
     "compat": {
         "algorithms", "checkpoint", "config", "data", "observability", "protocol", "rewards", "single_controller", "trainer/main_ppo",

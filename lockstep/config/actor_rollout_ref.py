@@ -355,12 +355,12 @@ class ActorRolloutRefConfig:
         actor, asked = self.actor, "actor_rollout_ref.rollout.router_replay=true"
         if actor.strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(f"{asked} needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not {actor.strategy}")
-        for name in ("tensor_parallel_size", "ulysses_sequence_parallel_size"):
-            size = getattr(actor.fsdp_config, name)
-            if size > 1:
-                raise ConfigError(
-                    f"{asked} needs whole rows on each rank: set actor_rollout_ref.actor.fsdp_config.{name}={size} to 1"
-                )
+        size = actor.fsdp_config.ulysses_sequence_parallel_size
+        if size > 1:
+            raise ConfigError(
+                f"{asked} needs whole rows on each rank: set actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={size} "
+                "to 1"
+            )
 
     @property
     def reference_engine(self) -> EngineChoice:

@@ -81,7 +81,7 @@ class FSDPConfig:
     fsdp_size: int = -1
     """Ranks that share one copy of the model; copies are kept equal by averaging gradients. -1: all ranks share one."""
     tensor_parallel_size: int = 1
-    """Ranks that share every layer (fsdp2): attention heads, MLP columns and the vocabulary are divided among them."""
+    """Ranks that share every layer (fsdp2): attention heads, MLP columns, experts and the vocabulary are divided among them."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that divide the tokens of one micro-batch; attention exchanges heads for tokens (Ulysses). Divides the attention heads."""
     param_offload: bool | str = "auto"
@@ -254,9 +254,9 @@ class OptimConfig:
 def _check_balanced(asked: str, choice: EngineChoice, key: str) -> None:
     if choice.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(f"{asked} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; set it to 0")
-    for name in ("tensor_parallel_size", "ulysses_sequence_parallel_size"):
-        size = getattr(choice.fsdp_config, name)
-        if size > 1:
-            raise ConfigError(
-                f"{asked} needs whole rows on each rank: set {key}.fsdp_config.{name}={size} to 1, or the coefficient to 0"
-            )
+    size = choice.fsdp_config.ulysses_sequence_parallel_size
+    if size > 1:
+        raise ConfigError(
+            f"{asked} needs whole rows on each rank: set {key}.fsdp_config.ulysses_sequence_parallel_size={size} to 1, or the "
+            "coefficient to 0"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,16 @@ class NewTokens:
         return torch.einsum("hn,nhd->hd", score.softmax(-1), values)
 
 
+def spoil(pages: tuple[Tensor, Tensor], table: Tensor, lengths: Sequence[int]) -> None:
+    """What the rows of `table` do not see of their pages after so many tokens becomes NaN: a page is not cleared when it is used again,
+    and 0 x NaN is no zero."""
+    for each in pages:
+        for row, length in zip(table.long(), lengths, strict=True):
+            kept = each[row].flatten(0, 1)
+            kept[length:] = torch.nan
+            each[row] = kept.view(len(row), *each.shape[1:])
+
+
 def make_new_tokens(
     device: torch.device,
     kind: torch.dtype,
@@ -86,6 +97,8 @@ def make_new_tokens(
     context = torch.tensor(contexts, dtype=torch.int32, device=device)
     positions = context.long()
     slots = table.gather(1, (positions // page)[:, None])[:, 0].long() * page + positions % page
+    pages = random(rows * width + 1, page, kv_heads, dim), random(rows * width + 1, page, kv_heads, dim)
+    spoil(pages, table, contexts)
     angle = torch.rand(max(contexts) + 1, dim // 2, generator=made).to(device)
     columns = (heads + 2 * kv_heads) * dim
     return NewTokens(
@@ -94,7 +107,7 @@ def make_new_tokens(
         random(rows, columns) if not parts else random(parts, rows, columns, dtype=torch.float32),
         random(columns) if parts else None,
         (random(dim), random(dim)) if norm else None,
-        (random(rows * width + 1, page, kv_heads, dim), random(rows * width + 1, page, kv_heads, dim)),
+        pages,
         angle.cos().to(kind),
         angle.sin().to(kind),
         positions,

@@ -1,4 +1,4 @@
-"""`lockstep verify-resume [recipe] key=value ...`: does a killed run of THIS configuration end as one that was never hit?
+"""`lockstep verify-resume [command] key=value ...`: does a killed run of THIS configuration end as one that was never hit?
 
 A short run is done once to its end, and once with `kill -9` at random moments, each followed by the same command again. Then every file
 of the last checkpoints and every metric are compared. Nothing of the user's own run is touched: both are in a folder of their own.
@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.errors import LockstepError, ResourceError
+from lockstep.config.presets import ALGORITHMS
+from lockstep.errors import ConfigError, LockstepError, ResourceError
 
 RECIPES = {
     "ppo": "lockstep.trainer.main_ppo",
@@ -26,7 +27,8 @@ RECIPES = {
     "distill": "lockstep.trainer.main_distill",
     "dpo": "lockstep.trainer.main_dpo",
     "reward-model": "lockstep.trainer.main_reward_model",
-}
+} | {name: f"lockstep.cli {name}" for name in ALGORITHMS}
+"""Training command -> the module that is run, and what it is told first."""
 
 
 class Moment(NamedTuple):
@@ -39,9 +41,9 @@ class Moment(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Verify as the command line says; returns 0 where nothing differs."""
-    options, recipe, keys = _read(sys.argv[1:] if arguments is None else arguments)
     with tempfile.TemporaryDirectory() as temporary:
         try:
+            options, recipe, keys = _read(sys.argv[1:] if arguments is None else arguments)
             return verify(
                 recipe, keys, options.folder or Path(temporary), options.steps, options.kills, random.Random(options.seed)
             )
@@ -55,7 +57,7 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
     from lockstep.tools.verify_resume.compare import differences  # brings torch
 
     run_dir, whole, again = folder / "run", folder / "whole", folder / "again"
-    command = [sys.executable, "-m", RECIPES[recipe], *keys, *_short(run_dir, steps)]
+    command = [sys.executable, "-m", *RECIPES[recipe].split(), *keys, *_short(run_dir, steps)]
     print(f"a run of {steps} steps to its end ...", flush=True)
     start_s, steps_s = _run(command, run_dir)
     run_dir.rename(whole)  # paths in the configuration stay the same for both
@@ -89,7 +91,7 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
 
 
 def _read(arguments: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]:
-    usage = f"lockstep verify-resume [options] [{' | '.join(RECIPES)}] [--config FILE] [key=value ...]"
+    usage = "lockstep verify-resume [options] [ppo | grpo | ... | sft | dpo | ...] [--config FILE] [key=value ...]"
     parser = argparse.ArgumentParser(
         usage=usage, description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
@@ -98,8 +100,13 @@ def _read(arguments: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--folder", type=Path, help="where both runs are kept; without it they are deleted")
     options, words = parser.parse_known_args(arguments)
-    recipe = words.pop(0) if words and words[0] in RECIPES else "ppo"
-    return options, recipe, words
+    if not words or "=" in words[0] or words[0].startswith("-"):
+        return options, "ppo", words
+    spelled = {name.replace("_", "-"): name for name in RECIPES}
+    recipe = spelled.get(words[0].replace("_", "-"))
+    if recipe is None:
+        raise ConfigError(f"'{words[0]}' is neither key=value nor a training command: {', '.join(RECIPES)}")
+    return options, recipe, words[1:]
 
 
 def _short(run_dir: Path, steps: int) -> list[str]:

@@ -74,6 +74,17 @@ def test_the_command_line():
     options, recipe, keys = verify_resume._read(["--kills", "2", "sft", "--config", "my.yaml", "data.train_files=a"])
     assert (options.kills, recipe, keys) == (2, "sft", ["--config", "my.yaml", "data.train_files=a"])
     assert verify_resume._read(["trainer.seed=1", "--steps=3"])[1:] == ("ppo", ["trainer.seed=1"])
+    assert verify_resume._read(["dr-grpo", "trainer.seed=1"])[1:] == ("dr_grpo", ["trainer.seed=1"])
+
+
+def test_an_algorithm_is_run_as_its_own_command_and_another_word_is_refused_at_once(tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(verify_resume, "_run", lambda command, run_dir: seen.append(command) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        verify_resume.main(["--folder", str(tmp_path), "grpo", "trainer.seed=1"])
+    assert seen[0][1:5] == ["-m", "lockstep.cli", "grpo", "trainer.seed=1"]
+    assert verify_resume.main(["gropo", "trainer.seed=1"]) == 1
+    assert "error: 'gropo' is neither key=value nor a training command: ppo, sft" in capsys.readouterr().err
 
 
 def write_run(run_dir: Path, weight: float = 1.0, reward: float = 0.5) -> Path:

@@ -4,10 +4,19 @@ from typing import Any
 
 from lockstep.config.engine import EngineChoice
 from lockstep.errors import ConfigError
+from lockstep.models.routers import FAMILIES
 from lockstep.workers.engine.sequence import check_sequence_ranks
 
-SPLIT_KINDS = {"colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce"}
+SPLIT_KINDS = {
+    "colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce", "colwise_gather_output", "rowwise_split_input",
+    "moe_tp_experts",
+}  # fmt: skip
 """What may be said of a layer in a family's plan (transformers' base_model_tp_plan)."""
+
+
+def is_of_experts(pattern: str) -> bool:
+    """Whether an entry of a plan is for the columns of experts, which are not split: the experts are divided."""
+    return ".experts." in pattern
 
 
 def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: str, key: str) -> None:
@@ -38,16 +47,21 @@ def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: st
 
 def _check_model(config: Any, size: int, key: str) -> None:
     plan = getattr(config, "base_model_tp_plan", None) or {}
-    unknown = sorted(set(plan.values()) - SPLIT_KINDS)
+    unknown = sorted({kind for pattern, kind in plan.items() if not is_of_experts(pattern)} - SPLIT_KINDS)
     if not plan or unknown:
         why = f"its plan has {', '.join(unknown)}" if unknown else "transformers has no plan for it"
         raise ConfigError(f"{key}={size} does not know how to split {config.model_type} ({why}); set {key}=1")
+    is_mixture = "moe_tp_experts" in plan.values()
+    if is_mixture and config.model_type not in FAMILIES:
+        raise ConfigError(f"{key}={size} divides experts of {', '.join(FAMILIES)}, not of {config.model_type}; set {key}=1")
     heads = config.num_attention_heads
     counts = {
         "attention heads": heads,
         "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
         "MLP columns": config.intermediate_size,
     }
+    if is_mixture:
+        counts["experts"] = config.num_experts  # by attribute_map of Mixtral too
     for what, count in counts.items():
         if count % size:
             raise ConfigError(f"{key}={size} cannot split the model's {count} {what} evenly; choose a divisor of {count}")

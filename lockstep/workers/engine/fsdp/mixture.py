@@ -22,7 +22,7 @@ from lockstep.workers.engine.spec import EngineSpec
 
 class MixtureEngine(FSDPEngine):
     """See FSDPEngine. Updates also say what the routers chose, and their gradient has the load-balance loss of
-    model.router_aux_loss_coef in it. Where tokens or layers are divided among ranks, neither is there.
+    model.router_aux_loss_coef in it. Where ranks divide the tokens of a micro-batch, neither is there.
 
     The routers of a language model that learns choose what the column `experts` says, where rows have it; a reference, with adapters off
     too, and a critic choose for themselves.
@@ -33,7 +33,7 @@ class MixtureEngine(FSDPEngine):
 
     def __init__(self, module: PreTrainedModel, spec: EngineSpec, **options: Any) -> None:
         super().__init__(module, spec, **options)
-        if spec.optim is not None and self.model_group is None:
+        if spec.optim is not None and self.token_ranks == 1:
             self._num_routers, self._replays = len(routers(module)), spec.head is Head.LANGUAGE_MODEL
             self._routing = Routing(routers(module), spec.model.router_aux_loss_coef, self.gradient_ranks)
 
@@ -41,7 +41,8 @@ class MixtureEngine(FSDPEngine):
         if self._routing is None:
             return super().forward_backward(data, *args, **options)
         self._routing.begin(int((data.ragged("responses").lengths > 0).sum()), self.device)
-        return super().forward_backward(data, *args, **options) | self._routing.end()
+        metrics, chosen = super().forward_backward(data, *args, **options), self._routing.end()
+        return metrics | chosen if self.reports else metrics
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:

@@ -87,6 +87,7 @@ def build_model(plain: PreTrainedModel, device: torch.device) -> PreTrainedModel
         from veomni.models.auto import build_foundation_model
     hf_config = copy.deepcopy(plain.config)
     hf_config.architectures = [type(plain).__name__]
+    hf_config._experts_implementation = "eager"  # VeOmni has its own choice, below; transformers refuses others in its classes
     fused = device.type == "cuda" and find_spec("liger_kernel") is not None and hf_config.hidden_act == "silu"
     choice: dict[str, Any] = {f.name: "eager" for f in dataclasses.fields(OpsImplementationConfig)}
     choice |= {"attn_implementation": "sdpa", "qat_implementation": "none"}

@@ -7,7 +7,7 @@ from lockstep.config.engine import EngineChoice, VeOmniConfig
 from lockstep.errors import ConfigError
 from lockstep.workers.engine.sequence import check_sequence_ranks
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 INSTALL = "pip install --no-deps veomni==0.1.12 && pip install einops"
 """Without its own dependencies, which pin other versions of packages that are there already."""
 

@@ -38,10 +38,20 @@ def test_a_layout_that_cannot_be_is_refused_by_its_key(strategy: str, keys: dict
         check_engine(engine_choice(strategy, **keys), tiny_config(), world, "cpu", "critic")
 
 
-@pytest.mark.parametrize(("family", "words"), [("gpt2", "transformers has no plan"), ("deepseek_v3", "its plan has")])
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("gpt2", "transformers has no plan"), ("deepseek_v3", "divides experts of .* not of deepseek_v3")],
+)
 def test_a_family_that_cannot_be_split_is_refused(family: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_engine(engine_choice(tensor_parallel_size=2), tiny_config(family), 2, "cpu", "critic")
+
+
+def test_a_way_to_split_that_is_not_known_is_named() -> None:
+    config = tiny_config()
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "layers.*.mlp.up_proj": "packed_colwise"}
+    with pytest.raises(ConfigError, match=r"does not know how to split llama \(its plan has packed_colwise\)"):
+        check_engine(engine_choice(tensor_parallel_size=2), config, 2, "cpu", "critic")
 
 
 def test_an_embedding_in_the_plan_is_split_as_it_is_anyway() -> None:

@@ -65,6 +65,7 @@ def reference(path: str, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, float]
         ("qwen2_moe", Layout("fsdp2", 1), None),
         ("qwen3_moe", Layout("fsdp2", 2), "full"),
         ("olmoe", Layout("fsdp", 2), None),
+        ("mixtral", Layout("fsdp2", 2, {"tensor_parallel_size": 2}), None),
     ],
 )
 def test_log_probs_and_gradient_are_plain_transformers_with_the_same_experts(
@@ -85,8 +86,28 @@ def test_log_probs_and_gradient_are_plain_transformers_with_the_same_experts(
         ranks = layout.run(update, budget)
         torch.testing.assert_close(torch.cat([c for c, _, _ in ranks]), wanted.float(), atol=COLUMN_ATOL, rtol=0)
         assert all(found == pytest.approx(norm, rel=NUMBER_TOL) for _, _, found in ranks)
-        rerouted = values(merge_metrics([metrics for _, metrics, _ in ranks]))["moe/rerouted"]
+        rerouted = values(merge_metrics([metrics for _, metrics, _ in ranks if metrics]))["moe/rerouted"]
         assert 0.5 < rerouted < 1.0  # of the six pairs of experts one is the router's own
+
+
+def test_a_rank_whose_experts_no_token_goes_to_computes_with_the_others(tmp_path: Path) -> None:
+    """Ranks divide the experts, and every token goes to those of the first."""
+    layout = Layout("fsdp2", 2, {"tensor_parallel_size": 2})
+    path, rows = save_tiny_model(tmp_path, "olmoe", **MIXTURES["olmoe"]), rows_with_experts()
+    for row in rows:
+        row["experts"] = torch.tensor([[0, 1, 1, 0]], dtype=torch.int16).repeat(len(row["experts"]), 1)
+    wanted, norm = reference(path, rows, torch.float64)
+
+    def update() -> tuple[Tensor, float]:
+        engine = layout.engine(path)
+        mine = data_of(share(rows, 0, engine.rank, engine.world_size))
+        columns = engine.forward(mine, Budget(1000), TEMPERATURE).ragged("log_probs").values
+        engine.forward_backward(mine, minus_log_probs, Budget(1000), TEMPERATURE)
+        return columns, engine.optim_step().grad_norm
+
+    ranks = layout.run(update)
+    torch.testing.assert_close(torch.cat([columns for columns, _ in ranks]), wanted.float(), atol=COLUMN_ATOL, rtol=0)
+    assert all(found == pytest.approx(norm, rel=NUMBER_TOL) for _, found in ranks)
 
 
 def test_a_routers_own_choice_replayed_changes_no_bit(tmp_path: Path) -> None:

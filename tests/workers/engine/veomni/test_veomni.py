@@ -17,6 +17,7 @@ from helpers.distill import assert_a_student_learns_as_in_plain_pytorch
 from helpers.distributed import run_distributed
 from helpers.engine_properties import LM, TIED, VALUE, Layout
 from helpers.engines import engine_choice, make_tiny_engine
+from helpers.mixtures import MIXTURES
 from helpers.pairs import assert_pairs_learn_as_in_plain_pytorch
 from helpers.scores import assert_scores_learn_as_in_plain_pytorch
 from helpers.sft import assert_sft_equals_plain_pytorch
@@ -49,6 +50,9 @@ CASES = {
     "sp2 value": (veomni(2, 2), "qwen2", VALUE, {}, {}),
     "dp2 sp2": (veomni(4, 2), "llama", LM, {}, {}),
     "dp2 sp2, two copies": (veomni(4, 2, fsdp_size=2), "llama", VALUE, {}, {}),
+    "mixture, one rank": (veomni(1), "qwen3_moe", LM, {"recompute": "full"}, MIXTURES["qwen3_moe"]),
+    "mixture, dp2 value": (veomni(2), "qwen3_moe", VALUE, {}, MIXTURES["qwen3_moe"]),
+    "mixture, sp2": (veomni(2, 2), "qwen3_moe", LM, {}, MIXTURES["qwen3_moe"] | TIED),
 }
 
 
@@ -85,6 +89,11 @@ def test_a_value_head_that_the_folder_lacks_is_drawn_from_the_seed(tmp_path: Pat
 def test_a_checkpoint_continues_in_other_layouts_and_in_another_engine(tmp_path: Path, head: Head) -> None:
     path = save_tiny_model(tmp_path / "model", value_head=head is VALUE, tie_word_embeddings=head is LM)
     properties.assert_a_checkpoint_continues([veomni(2), veomni(1), veomni(2, 2), Layout("fsdp2")], tmp_path, path, head)
+
+
+def test_a_checkpoint_of_a_mixture_continues_in_another_engine(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "qwen3_moe", **MIXTURES["qwen3_moe"])
+    properties.assert_a_checkpoint_continues([veomni(2), Layout("fsdp2"), veomni(1)], tmp_path, path)
 
 
 @pytest.mark.parametrize("head", [LM, VALUE])
@@ -137,7 +146,7 @@ def test_ranks_that_were_taken_down_and_set_up_again_get_a_layout_of_their_own(t
             4,
             r"fsdp_size=1 .* multiple of a\.veomni\.ulysses_parallel_size=2",
         ),
-        ({}, "mistral", 1, r"llama, qwen2, qwen3, and the model is a mistral; set strategy=fsdp2"),
+        ({}, "mistral", 1, r"llama, qwen2, qwen3, qwen3_moe, and the model is a mistral; set strategy=fsdp2"),
     ],
 )
 def test_what_cannot_be_is_refused(section: dict[str, Any], family: str, world: int, words: str) -> None:

@@ -43,6 +43,8 @@ class Case:
             temperature=rng.choice([0.0, 1.0, 1.0]),
             top_k=rng.choice([-1, -1, 5]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.5]),
+            presence_penalty=rng.choice([0.0, 0.0, 2.0]),
+            frequency_penalty=rng.choice([0.0, 0.0, 1.5]),
             stop_token_ids=tuple(rng.sample(range(-1, VOCABULARY + 1), rng.choice([0, 2]))),
             seed=seed,
         )

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start: triton reads it when it is imported", allow_module_level=True)
 
+from helpers.new_tokens import spoil
+
 from lockstep.workers.rollout.counted import request_keys, uniforms
 from lockstep.workers.rollout.native.gpu.attention import paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention
@@ -27,6 +29,7 @@ def test_paged_attention_equals_plain_torch(splits):
     k, v = torch.randn(2, 7, 16, 2, 24)
     table = torch.tensor([[3, 1, 5], [2, 6, 4]], dtype=torch.int32)
     context = torch.tensor([35, 16], dtype=torch.int32)
+    spoil((k, v), table, [36, 17])
     out = paged_attention(query, k, v, table, context, scale=0.2, window=20, splits=splits)
     for row in range(2):
         n = int(context[row]) + 1
@@ -44,6 +47,7 @@ def test_blocks_of_tokens_see_what_each_of_them_sees_alone(splits, window):
     k, v = torch.randn(2, 9, 16, 2, 24)
     table = torch.tensor([[3, 1, 5], [2, 6, 4], [7, 8, 0]], dtype=torch.int32)
     context = torch.tensor([30, 31, 32, 33, 0, 1, 2, 2, 15, 16, 17, 17], dtype=torch.int32)
+    spoil((k, v), table, [34, 3, 18])
     out = block_attention(query, k, v, table, context, scale=0.2, window=window, splits=splits)
     alone = paged_attention(query, k, v, table.repeat_interleave(4, 0), context, scale=0.2, window=window, splits=1)
     torch.testing.assert_close(out, alone, atol=1e-6, rtol=1e-5)
