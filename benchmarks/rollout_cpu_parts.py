@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.one_by_one import OneByOne
 from benchmarks.rollout_cpu import Load, mixed
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
@@ -25,28 +26,9 @@ from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.native.cpu import fused, passes
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, draw, rms_norm, store
+from lockstep.workers.rollout.native.cpu.kernels import Library, draw
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.registry import make_rollout
-
-
-class OneByOne:
-    """WholePass as calls of single functions, with a clock."""
-
-    def __init__(self, library: Library, layers: list[Any], pages: list[Pages], sizes: tuple[int, int, int], eps: float) -> None:
-        self.library, self.layers, self.pages, self.sizes, self.eps = library, layers, pages, sizes, eps
-
-    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor, wanted: Tensor) -> Tensor:
-        (heads, kv_heads, dim), lib = self.sizes, self.library
-        for layer, pages in zip(self.layers, self.pages, strict=True):
-            qkv = layer.qkv(rms_norm(lib, hidden, layer.input_norm, self.eps)).view(len(hidden), -1, dim)
-            stride = (qkv.stride(0), len(hidden), heads + kv_heads, heads, dim, self.eps)
-            lib.call("rotate", qkv, *angles, batch.positions, *layer.norms, *stride)
-            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-            store(lib, key, value, batch.slots, pages)
-            layer.out.add_to(hidden, attend(lib, query, pages, batch.page_table, blocks, layer.variant).flatten(1))
-            layer.down.add_to(hidden, layer.gate_up(rms_norm(lib, hidden, layer.mlp_norm, self.eps)))
-        return hidden[wanted]
 
 
 class Clock:
