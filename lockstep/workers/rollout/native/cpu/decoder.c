@@ -1,5 +1,5 @@
-// All layers of a pass, and its logits: the functions of this folder one after another, by one team of threads. Between them is no way back to Python,
-// which takes longer than what it calls where a pass has few tokens, and no thread is started or put to sleep.
+// All layers of a pass, and its logits: the functions of this folder one after another, by one team of threads. Between them is no way back
+// to Python, which takes longer than what it calls where a pass has few tokens, and no thread is started or put to sleep.
 #include "linear.h"
 #include "team.h"
 
