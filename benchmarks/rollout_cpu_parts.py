@@ -2,9 +2,9 @@
 
     python -m benchmarks.rollout_cpu_parts --model smollm2-135m --requests 32
 
-First single decode steps; then a generation whose layers are called function by function from Python, which costs some time; the last line
-is of one that runs as it always does. Processor time, of one thread unless told otherwise: it says something on a busy
-machine too.
+First what Python takes, and single decode steps; then a generation whose layers are called function by function from Python, which costs
+some time; the last line is of one that runs as it always does. Processor time, of one thread unless told otherwise: it says something on a
+busy machine too.
 """
 
 from __future__ import annotations
@@ -74,6 +74,27 @@ def generate(engine: Any, load: Load) -> float:
     return time.process_time() - start
 
 
+def show_python(engine: Any, load: Load) -> None:
+    """What one generation spends outside the C functions, a pass."""
+    call, step, inside, passed = Library.call, passes.PassBackend.step, 0.0, 0
+
+    def timed(library: Library, name: str, *arguments: Any) -> None:
+        nonlocal inside
+        start = time.process_time()
+        call(library, name, *arguments)
+        inside += time.process_time() - start
+
+    def counted(backend: passes.PassBackend, *arguments: Any) -> tuple[Tensor, Tensor]:
+        nonlocal passed
+        passed += 1
+        return step(backend, *arguments)
+
+    Library.call, passes.PassBackend.step = timed, counted  # type: ignore[method-assign]
+    whole = generate(engine, load)
+    Library.call, passes.PassBackend.step = call, step  # type: ignore[method-assign]
+    print(f"outside the C functions {(whole - inside) / passed * 1e3:.2f} ms a pass, {passed} passes")
+
+
 @torch.no_grad()
 def show_steps(backend: Any, context: int = 150) -> None:
     """Milliseconds of a decode step, the best of some, by the number of rows; each has `context` tokens behind it."""
@@ -108,6 +129,7 @@ def main() -> None:
     assert isinstance(engine.backend, fused.FusedBackend), "this model does not run on the C functions here"
     load, tokens = mixed(arguments.requests), sum(mixed(arguments.requests)[1])
     whole = min(generate(engine, load) for _ in range(2))
+    show_python(engine, load)
     show_steps(engine.backend)
     clock = Clock()
     clock.start()
