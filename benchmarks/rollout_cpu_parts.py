@@ -2,9 +2,9 @@
 
     python -m benchmarks.rollout_cpu_parts --model smollm2-135m --requests 32
 
-First single decode steps; then a generation whose layers are called function by function from Python, which costs some time; the last line
-is of one that runs as it always does. Processor time, of one thread unless told otherwise: it says something on a busy
-machine too.
+First what Python takes, and single decode steps; then a generation whose layers are called function by function from Python, which costs
+some time; the last line is of one that runs as it always does. Processor time, of one thread unless told otherwise: it says something on a
+busy machine too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.one_by_one import OneByOne
 from benchmarks.rollout_cpu import Load, mixed
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
@@ -25,28 +26,9 @@ from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.native.cpu import fused, passes
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, draw, rms_norm, store
+from lockstep.workers.rollout.native.cpu.kernels import Library, draw
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.registry import make_rollout
-
-
-class OneByOne:
-    """WholePass as calls of single functions, with a clock."""
-
-    def __init__(self, library: Library, layers: list[Any], pages: list[Pages], sizes: tuple[int, int, int], eps: float) -> None:
-        self.library, self.layers, self.pages, self.sizes, self.eps = library, layers, pages, sizes, eps
-
-    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor, wanted: Tensor) -> Tensor:
-        (heads, kv_heads, dim), lib = self.sizes, self.library
-        for layer, pages in zip(self.layers, self.pages, strict=True):
-            qkv = layer.qkv(rms_norm(lib, hidden, layer.input_norm, self.eps)).view(len(hidden), -1, dim)
-            stride = (qkv.stride(0), len(hidden), heads + kv_heads, heads, dim, self.eps)
-            lib.call("rotate", qkv, *angles, batch.positions, *layer.norms, *stride)
-            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-            store(lib, key, value, batch.slots, pages)
-            layer.out.add_to(hidden, attend(lib, query, pages, batch.page_table, blocks, layer.variant).flatten(1))
-            layer.down.add_to(hidden, layer.gate_up(rms_norm(lib, hidden, layer.mlp_norm, self.eps)))
-        return hidden[wanted]
 
 
 class Clock:
@@ -92,6 +74,27 @@ def generate(engine: Any, load: Load) -> float:
     return time.process_time() - start
 
 
+def show_python(engine: Any, load: Load) -> None:
+    """What one generation spends outside the C functions, a pass."""
+    call, step, inside, passed = Library.call, passes.PassBackend.step, 0.0, 0
+
+    def timed(library: Library, name: str, *arguments: Any) -> None:
+        nonlocal inside
+        start = time.process_time()
+        call(library, name, *arguments)
+        inside += time.process_time() - start
+
+    def counted(backend: passes.PassBackend, *arguments: Any) -> tuple[Tensor, Tensor]:
+        nonlocal passed
+        passed += 1
+        return step(backend, *arguments)
+
+    Library.call, passes.PassBackend.step = timed, counted  # type: ignore[method-assign]
+    whole = generate(engine, load)
+    Library.call, passes.PassBackend.step = call, step  # type: ignore[method-assign]
+    print(f"outside the C functions {(whole - inside) / passed * 1e3:.2f} ms a pass, {passed} passes")
+
+
 @torch.no_grad()
 def show_steps(backend: Any, context: int = 150) -> None:
     """Milliseconds of a decode step, the best of some, by the number of rows; each has `context` tokens behind it."""
@@ -126,6 +129,7 @@ def main() -> None:
     assert isinstance(engine.backend, fused.FusedBackend), "this model does not run on the C functions here"
     load, tokens = mixed(arguments.requests), sum(mixed(arguments.requests)[1])
     whole = min(generate(engine, load) for _ in range(2))
+    show_python(engine, load)
     show_steps(engine.backend)
     clock = Clock()
     clock.start()

@@ -14,8 +14,10 @@ from lockstep.errors import ConfigError
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.native.cpu import fused, paged
 from lockstep.workers.rollout.native.cpu.passes import PassBackend
 from lockstep.workers.rollout.native.engine import NativeRollout
+from lockstep.workers.rollout.native.pages import KVCache
 
 
 def is_a_valid_end(completion: Completion, max_tokens: int, stop: set[int]) -> bool:
@@ -160,6 +162,32 @@ def test_every_part_of_the_key_and_the_seed_change_the_tokens(tmp_path: Path) ->
     assert first == again
     assert all(ids != first for ids in others)
     assert ids_of(rollout.generate([Request(prompt, keys[0])], sampling(stop_token_ids=(), seed=4)))[0] != first
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch_invariant": True}])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
+def test_what_is_in_pages_that_nobody_has_written_does_not_matter(
+    tmp_path: Path, model_type: str, compiled: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C functions, the module with their attention, and PyTorch alone; with a window and soft-capped scores."""
+    if not compiled:
+        monkeypatch.setattr(fused, "library", lambda: None)
+        monkeypatch.setattr(paged, "library", lambda: None)
+    path = save_tiny_model(tmp_path, model_type, **FAMILIES[model_type])
+    done = []
+    for content in (0.0, torch.nan):
+        made = KVCache.__init__
+
+        def make(cache: KVCache, *arguments: Any, made: Any = made, content: float = content) -> None:
+            made(cache, *arguments)
+            cache.pool.fill_(content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "__init__", make)
+            done.append(make_rollout(path, **changes).generate(make_requests(9), sampling(stop_token_ids=(), max_tokens=40)))
+    assert all(c.finish_reason == "length" for c in done[0])
+    assert same_bits(*done)
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 // same places are fetched from memory, and while values are read, the keys that come next: pages lie anywhere, so nothing else would.
 // The sums of one token and head go over dimensions and keys in their order, whatever else is in the block or the batch: it has the same
 // bits anywhere.
+#include "team.h"
 #include "vectors.h"
 
 #define PAGE 16
@@ -68,6 +69,16 @@ INLINE void places(const int32_t *pages, int64_t page, int64_t head, int64_t sta
     for (int i = 0; i < KEYS / PAGE; i++) at[i] = pages[(start + i * PAGE <= last ? start + i * PAGE : last) / PAGE] * page + head;
 }
 
+// The first key of the first stretch that a token at `position` sees.
+INLINE int64_t first_stretch(int64_t position, int64_t window) {
+    return window && position >= window ? (position - window + 1) / KEYS * KEYS : 0;
+}
+
+// How many stretches a block has: that is what it costs, in decoding to be read from memory, in a prompt to be computed.
+INLINE int64_t stretches(const int32_t *block, int64_t window) {
+    return (block[2] + block[1] - 1 - first_stretch(block[2], window)) / KEYS + 1;
+}
+
 // One block and one key head: queries [tokens * groups, dim], scaled; out alike. The first token is at `position` of its sequence. `after`
 // are the places of what is computed after this block.
 INLINE void attend(const int half, const float *queries, const void *k, const void *v, const int32_t *pages, int64_t page, int64_t head,
@@ -80,8 +91,8 @@ INLINE void attend(const int half, const float *queries, const void *k, const vo
         largest[r] = sinks ? sinks[r % groups] : -INFINITY;
         total[r] = sinks ? 1.0f : 0.0f;
     }
-    const int64_t last = position + tokens - 1, oldest = window && position >= window ? position - window + 1 : 0;
-    for (int64_t start = oldest / KEYS * KEYS; start <= last; start += KEYS) {
+    const int64_t last = position + tokens - 1;
+    for (int64_t start = first_stretch(position, window); start <= last; start += KEYS) {
         int64_t key_at[KEYS / LANES], value_at[KEYS / PAGE], next_at[KEYS / PAGE];
         places(pages, page, head, start, last, value_at);
         if (start + KEYS <= last)
@@ -127,6 +138,9 @@ INLINE void attend(const int half, const float *queries, const void *k, const vo
             if (correction != 1.0f)
                 for (int d = 0; d < dim; d++) out[r * dim + d] *= correction;
         }
+        if (tokens == 1)  // what `mix` does not fetch of the keys that come next, because this stretch is not full
+            for (int t = end; t < KEYS; t++)
+                for (int d = 0; d < dim; d += LANES) fetch(k, next_at[t / PAGE] + t % PAGE * dim + d, half);
         for (int r = 0; r < rows; r += ROWS) {
             const int here = rows - r < ROWS ? rows - r : ROWS;
             int d = 0;
@@ -155,15 +169,20 @@ void attention_share(const float *q, const void *k, const void *v, const int32_t
                      const float *sinks, int64_t q_stride, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t width,
                      int64_t window, int64_t half, float scale, float softcap, int64_t to_half) {
     const int64_t groups = heads / kv_heads, page = kv_heads * dim * PAGE;
-    // The heads of a block lie side by side in its pages, and follow one another; few blocks are cut for the threads to have all of them.
-#pragma omp for collapse(2) schedule(dynamic, count < 16 ? 1 : kv_heads) nowait
+    int64_t total = 0, begun = 0, end;
+    for (int64_t b = 0; b < count; b++) total += stretches(blocks + 4 * b, window) * kv_heads;
+    // Every thread has blocks and heads that follow one another, with as many stretches as the others': it knows what it needs next.
+    const int64_t begin = own_part(total, &end);
     for (int64_t b = 0; b < count; b++) {
-        for (int64_t head = 0; head < kv_heads; head++) {
-            const int32_t *block = blocks + 4 * b, tokens = block[1];
+        const int32_t *block = blocks + 4 * b, tokens = block[1];
+        const int64_t own = stretches(block, window);
+        for (int64_t head = 0; head < kv_heads; head++, begun += own) {
+            if (begun < begin) continue;
+            if (begun >= end) return;
             const int64_t following = head + 1 < kv_heads ? head + 1 : 0;
-            const int32_t *next = following || b + 1 == count ? block : block + 4;
+            const int32_t *next = following || b + 1 == count || begun + own >= end ? block : block + 4;
             int64_t after[KEYS / PAGE];
-            places(table + next[3] * width, page, following * dim * PAGE, 0, next[2] + next[1] - 1, after);
+            places(table + next[3] * width, page, following * dim * PAGE, first_stretch(next[2], window), next[2] + next[1] - 1, after);
             float queries[tokens * groups * dim], result[tokens * groups * dim];
             for (int t = 0; t < tokens; t++)
                 for (int64_t d = 0; d < groups * dim; d++)

@@ -1,5 +1,5 @@
-// All layers of a pass: the functions of this folder one after another, by one team of threads. Between them is no way back to Python,
-// which takes longer than what it calls where a pass has few tokens, and no thread is started or put to sleep.
+// All layers of a pass, and its logits: the functions of this folder one after another, by one team of threads. Between them is no way back
+// to Python, which takes longer than what it calls where a pass has few tokens, and no thread is started or put to sleep.
 #include "linear.h"
 #include "team.h"
 
@@ -27,44 +27,50 @@ static void gather(void *x, const int64_t *wanted, int64_t count, int64_t bytes)
 
 // hidden: [tokens, size], float32, in place; scratch: [tokens, size + (heads + 2 kv_heads) dim + heads dim + inner]. half: of the pages.
 // Of the last layer only the keys and values of every token are needed; its result is computed for the tokens `wanted` [num_wanted],
-// ascending, and is in the first rows of hidden. `last_blocks` are theirs, if they are not all. The others are as in the functions above.
-void decoder_layers(float *hidden, const layer *layers, const float *cos, const float *sin, const int64_t *positions,
-                    const int64_t *slots, const int32_t *table, const int32_t *blocks, const int64_t *wanted, const int32_t *last_blocks,
-                    float *scratch, int64_t count, int64_t tokens, int64_t num_blocks, int64_t num_wanted, int64_t width, int64_t size,
-                    int64_t inner, int64_t heads, int64_t kv_heads, int64_t dim, int64_t half_pages, float scale, float eps,
-                    int64_t threads) {
+// ascending, and is in the first rows of hidden. `last_blocks` are theirs, if they are not all. logits: [num_wanted, columns of `head`], of
+// these rows normalised by `norm`. The others are as in the functions above.
+void decoder_layers(float *hidden, const layer *layers, const float *norm, const product *head, float *logits, const float *cos,
+                    const float *sin, const int64_t *positions, const int64_t *slots, const int32_t *table, const int32_t *blocks,
+                    const int64_t *wanted, const int32_t *last_blocks, float *scratch, int64_t count, int64_t tokens,
+                    int64_t num_blocks, int64_t num_wanted, int64_t width, int64_t size, int64_t inner, int64_t heads, int64_t kv_heads,
+                    int64_t dim, int64_t half_pages, float scale, float eps, int64_t threads) {
     const int64_t all = (heads + 2 * kv_heads) * dim, seen_size = heads * dim;
     float *x = scratch, *qkv = x + tokens * size, *seen = qkv + tokens * all, *gated = seen + tokens * seen_size;
     const float *keys = qkv + seen_size, *values = keys + kv_heads * dim;
     meeting all_here = {0, 0};
 #pragma omp parallel num_threads(threads)
-    for (const layer *l = layers; l < layers + count; l++) {
-        const int cut = l + 1 == layers + count && num_wanted < tokens;
-        const int64_t rows = cut ? num_wanted : tokens;
-        const product *next = l + 1 < layers + count ? &l[1].qkv : 0;
-        // What a product takes is written as its panels want it.
-        rms_norm_share(hidden, l->input_norm, x, tokens, size, eps, l->qkv.kind == PAIRS);
-        meet(&all_here);
-        linear_share(x, &l->qkv, qkv, size, all, tokens, 0, &l->out);
-        meet(&all_here);
-        rotate_share(qkv, cos, sin, positions, l->q_norm, l->k_norm, all, tokens, heads + kv_heads, heads, dim, eps);
-        store_share(keys, values, slots, l->keys, l->values, all, tokens, kv_heads, dim, half_pages);  // of the tokens that it rotated
-        meet(&all_here);
-        attention_share(qkv, l->keys, l->values, table, cut ? last_blocks : blocks, seen, 0, all, cut ? num_wanted : num_blocks, heads,
-                        kv_heads, dim, width, l->window, half_pages, scale, 0.0f, l->out.kind == PAIRS);
-        meet(&all_here);
-        if (cut) {
-            if (team_number() == 0)
-                gather(hidden, wanted, rows, size * 4), gather(seen, wanted, rows, seen_size * (l->out.kind == PAIRS ? 2 : 4));
+    {
+        for (const layer *l = layers; l < layers + count; l++) {
+            const int cut = l + 1 == layers + count && num_wanted < tokens;
+            const int64_t rows = cut ? num_wanted : tokens;
+            const product *next = l + 1 < layers + count ? &l[1].qkv : head;
+            // What a product takes is written as its panels want it.
+            rms_norm_share(hidden, l->input_norm, x, tokens, size, eps, l->qkv.kind == PAIRS);
+            meet(&all_here);
+            linear_share(x, &l->qkv, qkv, size, all, tokens, 0, &l->out);
+            meet(&all_here);
+            rotate_share(qkv, cos, sin, positions, l->q_norm, l->k_norm, all, tokens, heads + kv_heads, heads, dim, eps);
+            store_share(keys, values, slots, l->keys, l->values, all, tokens, kv_heads, dim, half_pages);  // of the tokens that it rotated
+            meet(&all_here);
+            attention_share(qkv, l->keys, l->values, table, cut ? last_blocks : blocks, seen, 0, all, cut ? num_wanted : num_blocks, heads,
+                            kv_heads, dim, width, l->window, half_pages, scale, 0.0f, l->out.kind == PAIRS);
+            meet(&all_here);
+            if (cut) {
+                if (team_number() == 0)
+                    gather(hidden, wanted, rows, size * 4), gather(seen, wanted, rows, seen_size * (l->out.kind == PAIRS ? 2 : 4));
+                meet(&all_here);
+            }
+            linear_share(seen, &l->out, hidden, seen_size, size, rows, 0, &l->gate_up);
+            meet(&all_here);
+            rms_norm_share(hidden, l->mlp_norm, x, rows, size, eps, l->gate_up.kind == PAIRS);
+            meet(&all_here);
+            linear_share(x, &l->gate_up, gated, size, inner, rows, l->down.kind == PAIRS, &l->down);
+            meet(&all_here);
+            linear_share(gated, &l->down, hidden, inner, size, rows, 0, next);
             meet(&all_here);
         }
-        linear_share(seen, &l->out, hidden, seen_size, size, rows, 0, &l->gate_up);
+        rms_norm_share(hidden, norm, x, num_wanted, size, eps, head->kind == PAIRS);
         meet(&all_here);
-        rms_norm_share(hidden, l->mlp_norm, x, rows, size, eps, l->gate_up.kind == PAIRS);
-        meet(&all_here);
-        linear_share(x, &l->gate_up, gated, size, inner, rows, l->down.kind == PAIRS, &l->down);
-        meet(&all_here);
-        linear_share(gated, &l->down, hidden, inner, size, rows, 0, next);
-        meet(&all_here);
+        linear_share(x, head, logits, size, head->columns, num_wanted, 0, &layers->qkv);
     }
 }

@@ -8,18 +8,19 @@ Every function computes a token by itself, in one order, so tokens and log-probs
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from operator import add
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import Variant, sliding_window
-from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.cpu.compiled import library
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, rms_norm
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, uniforms
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear, PackedMemory
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
@@ -95,6 +96,12 @@ class FusedBackend(PassBackend):
         self._memory = PackedMemory(library)
         """Of the packed weights: kept as long as the pages are."""
 
+    def open(self, num_pages: int) -> None:
+        super().open(num_pages)
+        assert self._cache is not None
+        pool = self._cache.pool
+        self._library.call("large_pages", pool, pool.numel() * pool.element_size())
+
     def close(self) -> None:
         super().close()
         self._memory = PackedMemory(self._library)
@@ -105,31 +112,26 @@ class FusedBackend(PassBackend):
         self._memory.reuse()
         pack = partial(PackedLinear, self._library, memory=self._memory, rounds=True)
         self._layers = [_Layer(pack, self.module, layer) for layer in model.layers]
-        self._norm = _float(model.norm)
-        self._head = pack([self.module.lm_head])
+        self._last = _float(model.norm), pack([self.module.lm_head])
         self._angles = (torch.empty(0), torch.empty(0))
-        self._logits = torch.empty(0, 0)  # of the last pass: asking the system for fresh memory in each takes a twentieth of it
         try:
             yield
         finally:
             self._layers, self._whole = [], None
-            del self._head, self._norm, self._angles, self._logits
+            del self._last, self._angles
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
         assert self._cache is not None, "the backend is closed"
         assert self._layers, "the weights are packed inside `ready` only"
         lib, dim, kv_heads = self._library, self.shape.head_dim, self.shape.num_kv_heads
-        angles = self._angles_up_to(int(batch.positions.max()))
-        blocks = attention_blocks(batch.query_lens, batch.context_lens.tolist(), self._heads // kv_heads)
-        model: Any = self.module.model
-        hidden = model.embed_tokens(batch.input_ids).float()
+        contexts, model = batch.context_lens.tolist(), cast(Any, self.module.model)
+        angles = self._angles_up_to(max(map(add, contexts, batch.query_lens)) - 1)
+        blocks = attention_blocks(batch.query_lens, contexts, self._heads // kv_heads)
+        hidden = F.embedding(batch.input_ids, model.embed_tokens.weight).float()
         if self._whole is None or self._whole[0] is not self._cache:
             pages = [Pages(*self._cache.layer(number)) for number in range(len(self._layers))]
-            self._whole = self._cache, WholePass(lib, self._layers, pages, (self._heads, kv_heads, dim), self._eps)
-        found = self._whole[1](hidden, angles, batch, blocks, logits_at)
-        if len(self._logits) < len(found):
-            self._logits = torch.empty(len(found), self._head.columns)
-        return self._head(rms_norm(lib, found, self._norm, self._eps), self._logits[: len(found)])
+            self._whole = self._cache, WholePass(lib, self._layers, self._last, pages, (self._heads, kv_heads, dim), self._eps)
+        return self._whole[1](hidden, angles, batch, blocks, logits_at)
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, D / 2] of at least the positions up to `position`; both halves of a head turn alike."""
@@ -144,4 +146,4 @@ class FusedBackend(PassBackend):
     def draw_alike(self, logits: Tensor, draws: Sequence[Sample], params: SamplingParams) -> tuple[Tensor, Tensor]:
         if params.truncates or params.penalises:
             return super().draw_alike(logits, draws, params)
-        return draw(self._library, logits, uniforms(*numbers_of(draws)), params.temperature)
+        return draw(self._library, logits, uniforms(self._library, *numbers_of(draws)), params.temperature)

@@ -6,6 +6,7 @@ float32 or bfloat16.
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +71,12 @@ def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], gro
 
     `groups` query heads share a key head.
     """
-    size, start, blocks = max(1, _BLOCK_ROWS // groups), 0, []
+    size, start, blocks = max(1, _BLOCK_ROWS // groups), 0, array("i")
     for row, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        blocks += [(start + i, min(size, count - i), context + i, row) for i in range(0, count, size)]
+        for i in range(0, count, size):
+            blocks.extend((start + i, min(size, count - i), context + i, row))
         start += count
-    return torch.tensor(blocks, dtype=torch.int32)
+    return torch.frombuffer(blocks, dtype=torch.int32).view(-1, 4)
 
 
 def single_blocks(query_lens: Sequence[int], positions: Tensor, wanted: Tensor) -> Tensor:
@@ -105,11 +107,11 @@ def store(library: Library, keys: Tensor, values: Tensor, slots: Tensor, pages: 
     library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), *keys.shape, pages.half)
 
 
-def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension of x [N, size]."""
-    _check(torch.float32, x, weight)
-    out = torch.empty_like(x)
-    library.call("rms_norm", x, weight, out, *x.shape, eps)
+def uniforms(library: Library, keys: Tensor, positions: Tensor) -> Tensor:
+    """`counted.uniforms` of keys and positions [rows] int64, in one call rather than a dozen."""
+    _check(torch.int64, keys, positions)
+    out = torch.empty(len(keys))
+    library.call("uniforms", keys, positions, out, len(keys))
     return out
 
 

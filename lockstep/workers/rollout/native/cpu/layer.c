@@ -57,6 +57,18 @@ void rotate(float *x, const float *cos, const float *sin, const int64_t *positio
     rotate_share(x, cos, sin, positions, q_norm, k_norm, stride, tokens, heads, query_heads, dim, eps);
 }
 
+// The finaliser of SplitMix64.
+INLINE uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+// out: [rows], the random numbers of counted.py for the tokens at `positions` of the requests `keys`.
+void uniforms(const uint64_t *keys, const uint64_t *positions, float *out, int64_t rows, int64_t threads) {
+    for (int64_t i = 0; i < rows; i++) out[i] = (mixed(mixed(keys[i] + 0x9E3779B97F4A7C15u) ^ positions[i]) >> 40) / (float)(1 << 24);
+}
+
 #define CHUNK 256
 
 // One token a row from logits [rows, size]: where the running sum of probabilities passes `uniform`, or the likeliest (greedy); and its

@@ -84,16 +84,21 @@ INLINE void tile(const int rows, const uint32_t *x, int64_t x_stride, const char
 // What becomes of the sums y [rows, PANEL] of a tile. out: float32 or (to_half) bfloat16.
 static void finish(float *y, int rows, const float *bias, void *out, int64_t at, int64_t out_stride, int columns, int mode, int to_half) {
     for (int r = 0; r < rows; r++, y += PANEL, at += out_stride) {
-        if (bias)
-            for (int c = 0; c < PANEL; c++) y[c] += bias[c];
+        lanes low = load(y), high = load(y + LANES);
+        if (bias) low += load(bias), high += load(bias + LANES);
+        store(y, low), store(y + LANES, high);
         if (mode == GATED)
             for (int c = 0; c < LANES; c++) y[c] = silu(y[c]) * y[LANES + c];
-        else if (mode == ADD)
-            for (int c = 0; c < columns; c++) y[c] += ((const float *)out)[at + c];
-        if (to_half)
-            for (int c = 0; c < columns; c++) put(out, at + c, y[c], 1);
-        else
-            memcpy((float *)out + at, y, columns * sizeof(float));
+        if (columns == PANEL && !to_half) {  // as nearly all, but for those with a gate
+            if (mode == ADD) low += load((float *)out + at), high += load((float *)out + at + LANES);
+            store((float *)out + at, low), store((float *)out + at + LANES, high);
+        } else if (columns == LANES && mode == GATED && !to_half) {
+            store((float *)out + at, load(y));
+        } else {
+            if (mode == ADD)
+                for (int c = 0; c < columns; c++) y[c] += ((const float *)out)[at + c];
+            for (int c = 0; c < columns; c++) put(out, at + c, y[c], to_half);
+        }
     }
 }
 

@@ -14,7 +14,7 @@ from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
 
 STORE, ADD, GATED = range(3)
-_WHOLE, _WIDENED, _PAIRS = range(3)
+WHOLE, WIDENED, PAIRS = range(3)
 _BLOCK = 1 << 26
 """Bytes asked for at once. What is not used of them takes no memory."""
 _LINE = 64
@@ -70,15 +70,15 @@ class PackedLinear:
         dtype, depth = weights[0].dtype, weights[0].shape[1]
         assert all(weight.dtype == dtype and weight.shape[1] == depth for weight in weights)
         assert dtype in (torch.float32, torch.bfloat16)
-        self._library, self._gated = library, gated
+        self.gated = gated
         half = dtype == torch.bfloat16
         in_pairs = rounds and half and library.has_pairs and depth % 2 == 0
         is_half = half or all(_fits_bfloat16(library, weight) for weight in weights)
-        self.kind = _PAIRS if in_pairs else _WIDENED if is_half else _WHOLE
+        self.kind = PAIRS if in_pairs else WIDENED if is_half else WHOLE
         self.columns = len(weights[0]) if gated else sum(map(len, weights))
         # The addresses of the columns' weights, in the panels' order; 0 where a panel has more columns than there are.
         rows = _halves([_addresses(weight)[:, None] for weight in weights], library.panel // 2, gated).contiguous()
-        kept = torch.float32 if self.kind == _WHOLE else torch.bfloat16
+        kept = torch.float32 if self.kind == WHOLE else torch.bfloat16
         self._panels = (memory or PackedMemory(library)).take((len(rows), depth, library.panel), kept)
         library.call("pack", rows, self._panels, len(rows), depth, int(half), self.kind)
         self._bias = None
@@ -92,30 +92,6 @@ class PackedLinear:
         there."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
         return [self._panels.data_ptr(), bias, self._panels.shape[1], self.columns, self.kind, mode]
-
-    @property
-    def half(self) -> bool:
-        """Whether the weights are bfloat16."""
-        return self.kind != _WHOLE
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [N, inputs] float32 -> [N, columns], in `out` where it is given."""
-        return self._into(x, torch.empty(len(x), self.columns) if out is None else out, GATED if self._gated else STORE)
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out [N, columns] += this layer of x [N, inputs]."""
-        assert not self._gated
-        self._into(x, out, ADD)
-
-    def _into(self, x: Tensor, out: Tensor, mode: int) -> Tensor:
-        assert x.dtype == out.dtype == torch.float32
-        assert x.stride(1) == out.stride(1) == 1
-        if self.kind == _PAIRS:
-            x = x.bfloat16().contiguous()
-        rows, depth = x.shape
-        sizes = (x.stride(0), out.stride(0), rows, depth, self.columns, self.kind, mode, 0)
-        self._library.call("linear", x, self._panels, self._bias, out, *sizes)
-        return out
 
 
 def _weight(layer: nn.Linear, whole: bool) -> Tensor:

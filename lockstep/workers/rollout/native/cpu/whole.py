@@ -1,4 +1,4 @@
-"""All layers of a pass in one call of the C functions (decoder.c): with few tokens the way through Python takes longer than some layers."""
+"""All layers of a pass, and its logits, in one call of decoder.c: with few tokens the way through Python takes longer than some layers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -25,16 +25,21 @@ class Layer(Protocol):
     variant: Variant
 
 
+Last = tuple[Tensor, PackedLinear]
+"""What comes after the layers: a norm's weight, and the head."""
+
+
 class WholePass:
-    """`layers` over `pages`, one for each; both must stay while it is used.
+    """`layers` over `pages`, one for each, then `last`; all of them must stay while it is used.
 
     `sizes`: query heads, key heads and their size.
     """
 
     def __init__(
-        self, library: Library, layers: Sequence[Layer], pages: Sequence[Pages], sizes: tuple[int, int, int], eps: float
+        self, library: Library, layers: Sequence[Layer], last: Last, pages: Sequence[Pages], sizes: tuple[int, int, int], eps: float
     ) -> None:
         self._library, self._sizes, self._eps, self._half = library, sizes, eps, pages[0].half
+        self._norm, self._head, self._columns = last[0], torch.tensor(last[1].row(STORE)), last[1].columns
         rows, inner = [], 0
         for layer, own in zip(layers, pages, strict=True):
             products = [*layer.qkv.row(STORE), *layer.out.row(ADD), *layer.gate_up.row(GATED), *layer.down.row(ADD)]
@@ -42,14 +47,15 @@ class WholePass:
             memory = [own.keys.data_ptr(), own.values.data_ptr()]
             rows.append([*norms, *products, *memory, layer.variant.sliding_window or 0])
             inner = layer.gate_up.columns
-        self._scratch = torch.empty(0)
+        # Of the last pass: asking the system for fresh memory in each takes a twentieth of it.
+        self._scratch, self._logits = torch.empty(0), torch.empty(0, 0)
         self._table, self._inner = torch.tensor(rows, dtype=torch.int64), inner
         (scaling,), dim = {layer.variant.scaling for layer in layers}, sizes[2]
         self._scaling = float(dim**-0.5 if scaling is None else scaling)
 
     def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor, wanted: Tensor) -> Tensor:
-        """What the layers make of hidden [N, size] float32, the embedded tokens, for the tokens `wanted` [W] int64, ascending: [W, size].
-        hidden is overwritten."""
+        """The logits [W, vocabulary] after the tokens `wanted` [W] int64, ascending, of hidden [N, size] float32, the embedded tokens,
+        which is overwritten. The logits are there until the next call."""
         heads, kv_heads, dim = self._sizes
         tokens, size = hidden.shape
         table = batch.page_table
@@ -60,9 +66,11 @@ class WholePass:
         needed = tokens * (size + (2 * heads + 2 * kv_heads) * dim + self._inner)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(needed)
+        if len(self._logits) < len(wanted):
+            self._logits = torch.empty(len(wanted), self._columns)
         shape = (len(self._table), tokens, len(blocks), len(wanted), table.shape[1], size, self._inner, heads, kv_heads, dim)
         self._library.call(
-            "decoder_layers", hidden, self._table, *angles, batch.positions, batch.slots, table, blocks, wanted, last_blocks,
-            self._scratch, *shape, self._half, self._scaling, self._eps,
+            "decoder_layers", hidden, self._table, self._norm, self._head, self._logits, *angles, batch.positions, batch.slots, table,
+            blocks, wanted, last_blocks, self._scratch, *shape, self._half, self._scaling, self._eps,
         )  # fmt: skip
-        return hidden[: len(wanted)]
+        return self._logits[: len(wanted)]

@@ -1,10 +1,11 @@
 import pytest
 import torch
-from helpers.cpu_kernels import rotate
 
+from benchmarks.one_by_one import rms_norm, rotate
 from lockstep.models.cached_attention import Variant
 from lockstep.models.masked_attention import masked_attention
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, attention_blocks, draw, rms_norm, store
+from lockstep.workers.rollout import counted
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, attention_blocks, draw, store, uniforms
 from lockstep.workers.rollout.sampling import sample
 
 KV_HEADS = 2
@@ -81,6 +82,13 @@ def test_norm_and_rotation_are_those_of_the_formulas_in_float64(compiled: Librar
         out = qkv.clone()
         rotate(compiled, out[:, :7], 5, (angle.cos(), angle.sin()), positions, norms, 1e-5)
         torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_the_random_numbers_are_those_of_counted(compiled: Library) -> None:
+    keys = counted.request_keys(3, [(step, 7, sample) for step in range(20) for sample in range(50)])
+    positions = torch.arange(1000) * 37
+    assert (keys < 0).any()
+    assert torch.equal(uniforms(compiled, keys, positions), counted.uniforms(keys, positions))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -10,9 +10,10 @@ from helpers.rollouts import make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 from torch import nn
 
+from benchmarks.one_by_one import multiply
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.workers.rollout.native.cpu.kernels import Library
-from lockstep.workers.rollout.native.cpu.linears import PackedLinear, PackedMemory
+from lockstep.workers.rollout.native.cpu.linears import WHOLE, WIDENED, PackedLinear, PackedMemory
 from lockstep.workers.rollout.native.cpu.prepacked import prepacked
 
 MIB = 1 << 20
@@ -80,10 +81,10 @@ def test_packed_layers_compute_what_pytorch_computes_in_float64(compiled: Librar
     base = torch.randn(210, 100)
     for rows in (*range(1, 14), 25, 97, 210):
         x = everything[:rows]
-        torch.testing.assert_close(both(x).double(), torch.cat([one, other], 1)[:rows], atol=2e-5, rtol=0)
-        torch.testing.assert_close(gated(x).double(), (F.silu(one) * other)[:rows], atol=2e-5, rtol=0)
+        torch.testing.assert_close(multiply(compiled, both, x).double(), torch.cat([one, other], 1)[:rows], atol=2e-5, rtol=0)
+        torch.testing.assert_close(multiply(compiled, gated, x).double(), (F.silu(one) * other)[:rows], atol=2e-5, rtol=0)
         out = base[:rows].clone()
-        both.add_to(out, x)
+        multiply(compiled, both, x, out)
         torch.testing.assert_close(out.double(), (base + torch.cat([one, other], 1))[:rows], atol=2e-5, rtol=0)
 
 
@@ -92,12 +93,12 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_and_the_threads_are(com
     torch.manual_seed(0)
     layer = PackedLinear(compiled, [nn.Linear(300, 200)])
     x = torch.randn(230, 300)
-    expected = layer(x)
+    expected = multiply(compiled, layer, x)
     for rows in (1, 2, 7, 12, 13, 40, 96, 97):
-        assert torch.equal(layer(x[5 : 5 + rows]), expected[5 : 5 + rows])
+        assert torch.equal(multiply(compiled, layer, x[5 : 5 + rows]), expected[5 : 5 + rows])
     torch.set_num_threads(2)
     try:
-        assert torch.equal(layer(x), expected)
+        assert torch.equal(multiply(compiled, layer, x), expected)
     finally:
         torch.set_num_threads(1)
 
@@ -108,7 +109,10 @@ def test_long_sums_round_no_more_than_pytorchs(compiled: Library) -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(1536, 576, bias=False), torch.randn(32, 1536)
     exact = F.linear(x.double(), layer.weight.double())
-    ours, theirs = (float((found - exact).square().mean().sqrt()) for found in (PackedLinear(compiled, [layer])(x), layer(x)))
+    ours, theirs = (
+        float((found - exact).square().mean().sqrt())
+        for found in (multiply(compiled, PackedLinear(compiled, [layer]), x), layer(x))
+    )
     assert ours < 1.3 * theirs
 
 
@@ -120,9 +124,9 @@ def test_float32_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_s
     layer.weight.data = layer.weight.data.bfloat16().float()
     x = torch.randn(rows, 77)
     exact, whole = PackedLinear(compiled, [layer]), PackedLinear(compiled, [layer, other])
-    assert exact.half
-    assert not whole.half
-    assert torch.equal(exact(x), whole(x)[:, :50])
+    assert exact.kind == WIDENED
+    assert whole.kind == WHOLE
+    assert torch.equal(multiply(compiled, exact, x), multiply(compiled, whole, x)[:, :50])
 
 
 @pytest.mark.parametrize("depth", [78, 300])
@@ -137,18 +141,18 @@ def test_products_of_bfloat16_round_what_enters_them_and_nothing_else(compiled: 
     both, gated = (PackedLinear(compiled, [first, second], gated, rounds=True) for gated in (False, True))
     everything = torch.randn(100, depth)
     one, other = (F.linear(everything.bfloat16().double(), x.weight.double(), x.bias.double()) for x in (first, second))
-    whole = both(everything)
+    whole = multiply(compiled, both, everything)
     for rows in (*range(1, 14), 97, 100):
         x = everything[:rows]
-        torch.testing.assert_close(both(x).double(), torch.cat([one, other], 1)[:rows], atol=2e-5, rtol=0)
-        torch.testing.assert_close(gated(x).double(), (F.silu(one) * other)[:rows], atol=2e-5, rtol=0)
-        assert torch.equal(both(x), whole[:rows])
+        torch.testing.assert_close(multiply(compiled, both, x).double(), torch.cat([one, other], 1)[:rows], atol=2e-5, rtol=0)
+        torch.testing.assert_close(multiply(compiled, gated, x).double(), (F.silu(one) * other)[:rows], atol=2e-5, rtol=0)
+        assert torch.equal(multiply(compiled, both, x), whole[:rows])
     out = torch.ones(100, 100)
-    both.add_to(out, everything)
+    multiply(compiled, both, everything, out)
     torch.testing.assert_close(out, 1 + whole)
     odd = nn.Linear(depth - 1, 50, dtype=torch.bfloat16)
     exact = F.linear(everything[:, 1:].double(), odd.weight.double(), odd.bias.double())
-    found = PackedLinear(compiled, [odd], rounds=True)(everything[:, 1:])
+    found = multiply(compiled, PackedLinear(compiled, [odd], rounds=True), everything[:, 1:])
     torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=0)
 
 
@@ -176,12 +180,12 @@ def test_adapters_are_packed_with_their_weights_in_float32(compiled: Library, dt
 
     want = [plain(layer) for layer in layers]
     whole = F.silu(want[0]) * want[1] if gated else torch.cat(want, 1)
-    got = packed(x)
+    got = multiply(compiled, packed, x)
     torch.testing.assert_close(got.double(), whole, atol=1e-4, rtol=1e-4)
-    assert torch.equal(packed(x[4:6]), got[4:6])
+    assert torch.equal(multiply(compiled, packed, x[4:6]), got[4:6])
     if not gated:
         out = torch.ones_like(got)
-        packed.add_to(out, x)
+        multiply(compiled, packed, x, out)
         torch.testing.assert_close(out.double(), 1 + whole, atol=1e-4, rtol=1e-4)
 
 
@@ -209,7 +213,7 @@ def test_the_memory_of_packed_weights_is_used_again_and_given_back_with_the_page
     places = []
     for _ in range(2):
         with rollout.backend.ready():
-            places.append(rollout.backend._head.row(0)[0])
+            places.append(rollout.backend._last[1].row(0)[0])
     assert places[0] == places[1]
     rollout.generate(make_requests(2), sampling(stop_token_ids=()))
     block = weakref.ref(rollout.backend._memory._blocks[0])

@@ -1,39 +1,14 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_kernels import rotate
 from helpers.families import FAMILIES
 from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
-from torch import Tensor
 
+from benchmarks.one_by_one import OneByOne
 from lockstep.workers.rollout.native.cpu import fused
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, rms_norm, store
-from lockstep.workers.rollout.native.cpu.paged import StepBatch
-
-
-class OneAfterAnother:
-    """WholePass in Python: the functions called one by one."""
-
-    calls = 0
-
-    def __init__(self, library: Library, layers: list[Any], pages: list[Pages], sizes: tuple[int, int, int], eps: float) -> None:
-        self.library, self.layers, self.pages, self.sizes, self.eps = library, layers, pages, sizes, eps
-
-    def __call__(self, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: StepBatch, blocks: Tensor, wanted: Tensor) -> Tensor:
-        (heads, kv_heads, dim), lib = self.sizes, self.library
-        OneAfterAnother.calls += 1
-        for layer, pages in zip(self.layers, self.pages, strict=True):
-            qkv = layer.qkv(rms_norm(lib, hidden, layer.input_norm, self.eps)).view(len(hidden), -1, dim)
-            rotate(lib, qkv[:, : heads + kv_heads], heads, angles, batch.positions, layer.norms, self.eps)
-            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-            store(lib, key, value, batch.slots, pages)
-            seen = attend(lib, query, pages, batch.page_table, blocks, layer.variant)
-            layer.out.add_to(hidden, seen.flatten(1))
-            layer.down.add_to(hidden, layer.gate_up(rms_norm(lib, hidden, layer.mlp_norm, self.eps)))
-        return hidden[wanted]
+from lockstep.workers.rollout.native.cpu.kernels import Library
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,9 +28,9 @@ def test_all_layers_in_one_call_have_the_bits_of_one_after_another(
         return [ids_of(done), [c.log_probs.tolist() for c in done]]
 
     whole = generate()
-    monkeypatch.setattr(fused, "WholePass", OneAfterAnother)
+    monkeypatch.setattr(fused, "WholePass", OneByOne)
     assert generate() == whole
-    assert OneAfterAnother.calls
+    assert OneByOne.calls
 
 
 @pytest.mark.parametrize("threads", [2, 3])
