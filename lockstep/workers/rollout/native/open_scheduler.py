@@ -2,7 +2,7 @@
 
 - A sample that may be continued (`keep`) leaves a turn: its pages, whole and begun, which a prompt that starts with its tokens begins with
   (`resume`). A turn is one more prompt that keeps pages while nobody runs it.
-- Every sample leaves its whole pages to the prefix cache, where there is one, when its prompt is computed and again when it is over.
+- Every sample leaves its whole pages to the prefix cache, where there is one, when its first token is known and again when it is over.
 - When pages are short, the cache gives up first, then prompts and turns, the oldest first, then those that run.
 """
 
@@ -59,10 +59,10 @@ class OpenScheduler(Scheduler):
             self.cache.clear()
         self.is_stale = False
 
-    def append(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
-        if self.cache is not None and not sample.tokens:
+    def confirm(self, sample: Sample) -> None:
+        """See Scheduler. Before this nobody may start with its pages: a number that is not finite spreads to tokens before it."""
+        if self.cache is not None and sample.pages:
             sample.prompt.known = self.cache.insert(sample.prompt.ids, sample.pages, sample.prompt.known)
-        super().append(sample, tokens, log_probs)
 
     def finish(self, sample: Sample) -> None:
         """See Scheduler. The pages stay until `settle`: the GPU's host takes a sample out before it knows the last tokens."""
@@ -76,7 +76,8 @@ class OpenScheduler(Scheduler):
             return
         (pages, cached), sample.left = sample.left, None
         self.num_unsettled -= 1
-        cached = min(cached, len(sample) - 1)
+        # Of a sample that was aborted before its first token nobody knows whether its numbers are finite.
+        cached = min(cached, len(sample) - 1) if sample.tokens else 0
         if reason != "error":
             known, ids, whole = sample.prompt.known, sample.prompt.ids + sample.tokens, cached // self.pool.page_size
             if self.cache is not None and not self.cache.ends_with(known, whole):
@@ -84,7 +85,7 @@ class OpenScheduler(Scheduler):
             if sample.keep:
                 turn = self._turns[sample.index] = Prompt(ids, known=known)
                 self._keep(turn, pages[: self.pool.pages_for(cached)], cached)
-        elif self.cache is not None:  # a number that is not finite spreads to tokens before it that are computed with it
+        elif self.cache is not None:
             self.cache.forget(pages)
         self.pool.release(pages)
 

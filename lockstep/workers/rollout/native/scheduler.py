@@ -209,6 +209,10 @@ class Scheduler:
         sample.log_probs += log_probs
         sample.num_cached, sample.is_decoding = len(sample.prompt.ids) + len(sample.tokens) - 1, True
 
+    def confirm(self, sample: Sample) -> None:
+        """The first token of a sample is known, and its log-prob is finite: so is all that was computed of its prompt."""
+        return
+
     def finish(self, sample: Sample) -> None:
         """Take a sample out, running or waiting."""
         if sample.pages:

@@ -119,7 +119,9 @@ def _attend_block(
             seen = seen & (place[None, :] >= (end - window)[:, None])
         k = tl.load(keys + base, mask=kv_mask, other=0.0)
         v = tl.load(values + base, mask=kv_mask, other=0.0)
-        score = tl.where(seen, _scores(q, k, scale, EXACT), float("-inf"))
+        # A value that is not finite is one only for the tokens that see it: for the others it would be 0 times it.
+        score = tl.where(seen, _scores(q, k, scale, EXACT) + tl.sum((v - v).to(tl.float32), 1)[None, :], float("-inf"))
+        v = tl.where(v - v == 0.0, v, 0.0)
         peak, total, acc = _add_tile(score, v, peak, total, acc, EXACT)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     if SPLITS > 1:

@@ -26,6 +26,7 @@ from lockstep.models.linear_parts import added
 from lockstep.models.routers import routers
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_splits, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
+from lockstep.workers.rollout.native.gpu.early import begin, early
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
 from lockstep.workers.rollout.native.gpu.new_token import MOST_PAIRS, NewToken, cuts
@@ -198,7 +199,7 @@ class FusedDecoder:
         parts = 0 if update is None else update.shape[0] if update.dim() == 3 else 1
         _add_norm_kernel[(len(hidden),)](
             hidden, hidden if update is None else update, weight, out, self._eps, hidden.numel(), out.stride(0),
-            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=8 if len(hidden) <= MOST_ROWS else 4,
+            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=8 if len(hidden) <= MOST_ROWS else 4, **early(hidden),
         )  # fmt: skip
         return out
 
@@ -278,10 +279,14 @@ def _gated(x: Tensor, mlp: Any, few: bool) -> Tensor:
 
 
 @triton.jit
-def _add_norm_kernel(H, U, W, OUT, eps, stride_part, stride_out, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _add_norm_kernel(
+    H, U, W, OUT, eps, stride_part, stride_out, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < N
+    w = tl.load(W + i, mask=inside, other=0.0).to(tl.float32)
+    begin(EARLY, LETS_NEXT=True)
     h = tl.load(H + row * N + i, mask=inside, other=0.0)
     if PARTS > 0:
         update = tl.load(U + row * N + i, mask=inside, other=0.0).to(tl.float32)
@@ -290,7 +295,6 @@ def _add_norm_kernel(H, U, W, OUT, eps, stride_part, stride_out, N: tl.constexpr
         h += update
         tl.store(H + row * N + i, h, mask=inside)
     scale = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
-    w = tl.load(W + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(OUT + row * stride_out + i, (h * scale * w).to(OUT.dtype.element_ty), mask=inside)
 
 

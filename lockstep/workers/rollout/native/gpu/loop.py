@@ -402,6 +402,8 @@ class GenerationLoop:
                 seat.read = end
                 left = len(sample.tokens) >= sample.limits.max_tokens  # it left the scheduler when its last token was promised
                 reason = sample.find_end(start, end, done != NOT_FINITE)
+                if not start and reason != "error":
+                    self._scheduler.confirm(sample)
                 if reason is None:
                     if sample.streams:
                         yield sample, None

@@ -3,15 +3,18 @@
 """Attention of one new token for each of few rows, from the product of its projections to what the output projection reads, in one kernel.
 
 One program computes one row, one KV head (its query heads together) and one split of the context. It adds up the parts of the product
-and the bias, norms (Qwen3) and rotates its queries and the new key. The last split, which has the fewest tokens, stores key and value and
-starts from them instead of reading them back. The split that ends last of a row and KV head adds up what all of them have left, in the
-order of the splits, so that it does not matter which one that is.
+and the bias, norms (Qwen3) and rotates its queries and the new key. The split that the new token falls into stores its key and value, and
+has them at hand instead of reading them back. The split that ends last of a row and KV head adds up what all of them have left, in the
+order of the splits, so that it does not matter which one that is. While the product ends, a program asks for its first keys and values
+(early.py).
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lockstep.workers.rollout.native.gpu.early import begin, early, fetch
 
 MOST_PAIRS = 256
 """Rows times KV heads at most. With more, contexts need not be cut, and shared prefixes are read together (attention.py)."""
@@ -74,6 +77,7 @@ class NewToken:
             TILE=max(16, min(page_size, 16384 // (padded * out.element_size()))), SPLITS=splits,
             PARTS=qkv.shape[0] if qkv.dim() == 3 else 0, BIAS=bias is not None, NORM=norms is not None, WINDOW=window is not None,
             PRECISION="ieee" if out.dtype == torch.float32 else "tf32", num_warps=4, num_stages=5,
+            **early(qkv),
         )  # fmt: skip
         return out
 
@@ -111,7 +115,7 @@ def _attend_new(
     stride_table, stride_part,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     H2: tl.constexpr = D // 2
@@ -126,8 +130,10 @@ def _attend_new(
         first = tl.maximum(end + 1 - window, 0)
     low = first // TILE * TILE
     high = end
+    is_last = split == 0
     if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(end - low, TILE), SPLITS) * TILE
+        share = tl.cdiv(tl.cdiv(end + 1 - low, TILE), SPLITS) * TILE
+        is_last = (end - low) // share == split
         low = low + split * share
         high = tl.minimum(low + share, end)
 
@@ -140,6 +146,16 @@ def _attend_new(
     position = tl.load(POSITION + row)
     cos = tl.load(COS + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(SIN + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+    slot = tl.load(SLOT + row)
+    if EARLY:
+        # The first tile of keys and values, in lines of 128 bytes; no kernel of this step writes them.
+        LINE: tl.constexpr = 1024 // TYPE.primitive_bitwidth
+        token = tl.maximum(tl.minimum(low + t, high - 1), 0)
+        at = (tl.load(TABLE + row * stride_table + token // PAGE).to(tl.int64) * PAGE + token % PAGE) * (KV_HEADS * D) + kv_head * D
+        line = tl.minimum(tl.arange(0, max(1, DP // LINE)) * LINE, D - 1)
+        fetch(KP + at[:, None] + line[None, :])
+        fetch(VP + at[:, None] + line[None, :])
+    begin(EARLY, LETS_NEXT=True)
     QKV += row * ((HEADS + 2 * KV_HEADS) * D)
     q_place = head[:, None] * D + d[None, :]
     q_mask = (g < GROUP)[:, None] & in_half
@@ -153,15 +169,15 @@ def _attend_new(
     new_v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
     q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
     new_k1, new_k2 = _norm_and_rotate(new_k1, new_k2, K_NORM, cos, sin, d, eps, D, NORM)
-    is_last = split == SPLITS - 1
-    target = tl.load(SLOT + row) * (KV_HEADS * D) + kv_head * D
+    target = slot * (KV_HEADS * D) + kv_head * D
     tl.store(KP + target + d[None, :], new_k1, mask=in_half & is_last)
     tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half & is_last)
     tl.store(VP + target + whole, new_v, mask=(whole < D) & is_last)
     new_score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32) + q2.to(tl.float32) * new_k2.to(tl.float32), 1) * scale * LOG2_E
+    # The new token is among those that the peak is of, so that weights are rounded as in training; its own is added below.
     peak = tl.where(is_last, new_score, float("-inf"))
-    total = tl.where(is_last, 1.0, tl.zeros([ROWS], tl.float32))
-    acc = tl.where(is_last, new_v.to(tl.float32)[None, :], tl.zeros([ROWS, DP], tl.float32))
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
     k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
     v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
     for start in range(low, high, TILE):
@@ -185,6 +201,9 @@ def _attend_new(
         v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
         acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         peak = new_peak
+    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
+    total += new_weight
+    acc += new_weight.to(TYPE).to(tl.float32)[:, None] * new_v.to(tl.float32)[None, :]
     i = row * HEADS + head
     mask = (g < GROUP)[:, None] & (whole < D)[None, :]
     if SPLITS > 1:

@@ -84,6 +84,7 @@ class DecodeRunner:
             note_tokens(self._rows, first, len(logits))
         draw(logits, self._rows, first, keep)
 
+    @torch.no_grad()  # it runs while models are loaded, outside of a generation
     def warm_up(self, kinds: Sequence[StepKind]) -> None:
         """Compile these steps, on rows that are all padding."""
         for kind in kinds:

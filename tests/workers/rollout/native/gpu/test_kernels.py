@@ -53,6 +53,23 @@ def test_blocks_of_tokens_see_what_each_of_them_sees_alone(splits, window):
     torch.testing.assert_close(out, alone, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize(("window", "place"), [(None, 32), (20, 12), (20, 33)])
+def test_a_token_that_is_not_finite_harms_only_those_of_its_block_that_see_it(window, place, of_keys):
+    torch.manual_seed(0)
+    query = torch.randn(4, 6, 24)
+    k, v = torch.randn(2, 9, 16, 2, 24)
+    table, context = torch.tensor([[3, 1, 5]], dtype=torch.int32), torch.tensor([30, 31, 32, 33], dtype=torch.int32)
+    (k if of_keys else v)[table[0, place // 16], place % 16, :, 7] = torch.inf if of_keys else torch.nan
+    out = block_attention(query, k, v, table, context, scale=0.2, window=window, splits=1)
+    sees = (context >= place) & (place > context - (window or 99))
+    assert 0 < sees.sum() < 4
+    alone = paged_attention(query, k, v, table.repeat_interleave(4, 0), context, scale=0.2, window=window, splits=1)
+    torch.testing.assert_close(out[~sees], alone[~sees], atol=1e-6, rtol=1e-5)
+    if not of_keys:
+        assert out[sees].isnan().any(2).all()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_sampler_draws_the_cpus_tokens(temperature):
     torch.manual_seed(1)

@@ -1,0 +1,67 @@
+"""What samples leave to others, and when. test_open_stream.py compares whole streams with what each request gets alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lockstep.workers.rollout.base import Stopping
+from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
+from lockstep.workers.rollout.native.pages import PagePool
+from lockstep.workers.rollout.native.prefix_cache import PrefixCache
+from lockstep.workers.rollout.native.scheduler import PENDING, Prompt, Sample
+
+SIZE = 4
+START = list(range(2 * SIZE))
+
+
+def scheduler() -> OpenScheduler:
+    pool = PagePool(20, SIZE)
+    return OpenScheduler(pool, 8, 100, cache=PrefixCache(pool))
+
+
+def add(made: OpenScheduler, index: int, keep: bool = False) -> Sample:
+    """A sample that starts like all others, and runs: its prompt is in the pass that is planned here."""
+    sample = Sample(index, Prompt([*START, 50 + index]), Stopping(5, frozenset(), (), None), key=index, keep=keep)
+    made.add([sample])
+    made.plan()
+    return sample
+
+
+def reuses(made: OpenScheduler, index: int) -> bool:
+    """Whether one that comes now begins with pages of those before it."""
+    return add(made, index).num_cached == len(START)
+
+
+def test_nobody_starts_with_a_prompt_of_which_no_token_is_known_to_be_finite() -> None:
+    """As on a GPU, where tokens are known later: a number that is not finite spreads to tokens before it that are computed with it."""
+    made = scheduler()
+    first = add(made, 0)
+    made.append(first, [PENDING], [0.0])
+    assert not reuses(made, 1)
+    made.confirm(first)
+    assert reuses(made, 2)
+
+
+def test_an_error_takes_back_what_its_sample_left() -> None:
+    made = scheduler()
+    first = add(made, 0)
+    made.append(first, [7], [-1.0])
+    made.confirm(first)
+    made.append(first, [7], [math.nan])
+    made.finish(first)
+    made.settle(first, "error")
+    assert not reuses(made, 1)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_one_that_is_aborted_leaves_its_pages_once_it_has_drawn(drawn: bool) -> None:
+    made = scheduler()
+    first = add(made, 0, keep=True)
+    if drawn:
+        made.append(first, [7], [-1.0])
+    made.finish(first)
+    made.settle(first, "abort")
+    assert made.ids_before(0) == [*START, 50, *([7] if drawn else [])]
+    assert reuses(made, 1) == drawn
