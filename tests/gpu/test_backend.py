@@ -174,7 +174,7 @@ def test_samples_of_a_prompt_read_its_pages_together_in_large_batches():
     backend = make_backend(big_tiny("qwen2"), num_pages=3000)
     prompts = random_prompts()
     many, _ = generate(backend, prompts, [40] * 60, max_num_seqs=300)
-    assert any(shared for _, _, shared, _ in backend._seated.runner._graphs)
+    assert any(shared for _, _, shared, _, _ in backend._seated.runner._graphs)
     few, _ = generate(backend, prompts, [40])
     assert [s.tokens for s in many] == [few[i // 60].tokens for i in range(300)]
 
@@ -273,7 +273,8 @@ def test_graphs_that_are_captured_ahead_give_the_same_tokens():
     runner.warm_up(kinds[1:3])
     found = []
     for _ in range(3):
-        runner.prepare(kinds)
+        with torch.no_grad():  # as in a generation
+            runner.prepare(kinds)
         found.append(list(runner._graphs))
     assert found == [kinds[:1], kinds[:2], kinds[:3]]  # the largest batch is always compiled
     again, _ = generate(backend, random_prompts(), [30])

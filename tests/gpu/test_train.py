@@ -65,7 +65,8 @@ def test_adapters_learn_as_they_sample_resume_and_start_from_pefts_folder(embedd
     lora = "actor_rollout_ref.model.lora_rank=8"
     whole, adapted = grpo("whole", 4), grpo("adapted", 4, lora)
     print("sampler against trainer in bfloat16:", [row[GAP] for row in whole], [row[GAP] for row in adapted])
-    bound = 3 * max(row[GAP] for row in whole)  # the two are not one policy after their first update
+    # The two are not one policy after their first update; where every token is sure, all that is left are last bits of float32.
+    bound = max(1e-5, *(3 * row[GAP] for row in whole))
     assert all(row[GAP] <= bound for row in adapted)
     assert adapted[-1]["actor/reward_kl_penalty"] > 1e-3, "the adapters have learned nothing, so their gap says nothing"
     rows = {row["step"]: row for row in grpo("resumed", 2, lora) + grpo("resumed", 4, lora)}
