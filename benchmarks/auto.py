@@ -5,8 +5,9 @@
 
 Each shape generates the load (gsm8k_like: 8 samples a prompt) with the numbers that the plan chooses for it and with several by hand, in
 turn, after a warm-up: the median of some rounds counts. The cache is given back after each generation, as in training, so that graphs are
-captured anew each time; Python's garbage is collected before it, not in it. --gsm8k: SmolLM2-135M on questions of GSM8K (DIR has
-train.jsonl), 8 samples each, up to 320 tokens or the end token, and on the load above. First, greedily and in float32 on a tiny model:
+captured anew each time; Python's garbage is collected before it, not in it. --gsm8k: each shape also on questions of GSM8K (DIR has
+train.jsonl), 8 samples each, with responses as long as GSM8K's own answers; and SmolLM2-135M itself on these questions, up to 320 tokens
+or the end token, and on the load above. First, greedily and in float32 on a tiny model:
 whatever the numbers, and with or without a warm-up, the tokens are the same (random weights spread the probability so evenly that drawn
 tokens depend on the last bit of a sum). One table, and benchmarks/results/auto_*.json.
 """
@@ -66,12 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for shape in options.shapes:
             prompts = min(options.prompts, 128) if shape == "7b" else options.prompts
             model = _module(shape, options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
-            rows += _measure(shape, model, gsm8k_like(prompts), LONGEST, options)
+            loads = {shape: gsm8k_like(prompts)} if options.gsm8k_like else {}
+            if options.gsm8k:
+                loads[f"{shape} GSM8K"] = _gsm8k(options.gsm8k, prompts)
+            for name, load in loads.items():
+                rows += _measure(name, model, load, max(LONGEST, _longest(load)), options)
             del model
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-        if options.gsm8k:
-            rows += _measure_gsm8k(options)
+        if options.gsm8k and options.smollm2:
+            rows += _measure_smollm2(options)
     print("\n" + _table(rows))
     told = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
     about = _about(argparse.Namespace(**told))
@@ -84,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["135m", "0.5b", "1.5b", "7b"])
     parser.add_argument("--prompts", type=int, default=256, help="8 samples each; 7b has 128 at most")
     parser.add_argument("--hand", nargs="+", choices=BY_HAND, default=list(BY_HAND), help="the lines beside auto's")
-    parser.add_argument("--gsm8k", type=Path, help="the folder of GSM8K's train.jsonl: SmolLM2 on its questions too")
+    parser.add_argument("--gsm8k", type=Path, help="the folder of GSM8K's train.jsonl: on its questions too")
+    parser.add_argument("--gsm8k-like", action=argparse.BooleanOptionalAction, default=True, help="the shapes on gsm8k_like")
+    parser.add_argument("--smollm2", action=argparse.BooleanOptionalAction, default=True, help="with --gsm8k: SmolLM2 itself")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="compare the tokens first")
     parser.add_argument("--rounds", type=int, default=5, help="generations of each line")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
@@ -129,18 +136,29 @@ def _warm_up(engine: Any, load: Load) -> None:
         warm_generation(engine, dataclasses.replace(_sampling(load, {}), max_tokens=2), 8)
 
 
-def _measure_gsm8k(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _gsm8k(folder: Path, num_prompts: int) -> Load:
+    """Questions of GSM8K, 8 samples each, with responses as long as its answers."""
     tokenizer = hf_tokenizer(SMOLLM2)
-    with (options.gsm8k / "train.jsonl").open() as file:
-        questions = [json.loads(line)["question"] for line in itertools.islice(file, options.prompts)]
-    asked = [ask(question, INSTRUCTION) for question in questions]
+    with (folder / "train.jsonl").open() as file:
+        tasks = [json.loads(line) for line in itertools.islice(file, num_prompts)]
+    asked = [ask(task["question"], INSTRUCTION) for task in tasks]
     texts = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for messages in asked]
-    prompts = [ids for text in texts for ids in [tokenizer(text, add_special_tokens=False)["input_ids"]] * 8]
-    load = Load(prompts, [RESPONSE] * len(prompts))
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    lengths = [len(tokenizer(task["answer"])["input_ids"]) for task in tasks]
+    return Load([ids for ids in prompts for _ in range(8)], [length for length in lengths for _ in range(8)])
+
+
+def _longest(load: Load) -> int:
+    return max(len(ids) + length for ids, length in zip(load.prompts, load.lengths, strict=True))
+
+
+def _measure_smollm2(options: argparse.Namespace) -> list[dict[str, Any]]:
+    questions = _gsm8k(options.gsm8k, options.prompts)
+    load = Load(questions.prompts, [RESPONSE] * len(questions.prompts))
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(model_folder(SMOLLM2), dtype=dtype).to(options.device).eval()
-    longest = max(map(len, prompts)) + RESPONSE
-    rows = _measure("gsm8k", model, load, longest, options, (tokenizer.eos_token_id,))
+    stop = (hf_tokenizer(SMOLLM2).eos_token_id,)
+    rows = _measure("smollm2 GSM8K", model, load, _longest(load), options, stop)
     return rows + _measure("smollm2", model, gsm8k_like(options.prompts), LONGEST, options)
 
 
@@ -200,11 +218,13 @@ def _chosen(model: PreTrainedModel, rows: int, longest: int) -> RolloutNumbers:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'shape':8}{'numbers':16}{'seats':>6}{'pass':>7}{'share':>7}{'warm-up s':>10}{'s':>8}{'tokens/s':>10}{'of best':>9}"]
+    lines = [
+        f"{'shape':14}{'numbers':16}{'seats':>6}{'pass':>7}{'share':>7}{'warm-up s':>10}{'s':>8}{'tokens/s':>10}{'of best':>9}"
+    ]
     for row in rows:
         best = max(other["tokens_per_s"] for other in rows if other["shape"] == row["shape"])
         lines.append(
-            f"{row['shape']:8}{row['line']:16}{row['max_num_seqs']:>6}{row['max_num_batched_tokens']:>7}{row['gpu_memory_utilization']:>7}"
+            f"{row['shape']:14}{row['line']:16}{row['max_num_seqs']:>6}{row['max_num_batched_tokens']:>7}{row['gpu_memory_utilization']:>7}"
             f"{row['warm_up_s']:>10}{row['seconds']:>8}{row['tokens_per_s']:>10}{row['tokens_per_s'] / best:>9.1%}"
         )
     return "\n".join(lines)

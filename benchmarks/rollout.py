@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=32_768)
     parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="measured runs after the first; 0 measures the first")
     parser.add_argument("--trainer-check", type=int, default=0, metavar="N")
     parser.add_argument(
         "--generic-layers", action="store_true", help="the native engine's way for all families, also where it has fused layers"
@@ -224,7 +224,7 @@ def _measure(generate: Generate, load: Load, repeats: int) -> tuple[dict[str, An
         "tokens": load.num_tokens,
         "first_run_s": round(seconds[0], 3),
         "runs_s": [round(s, 3) for s in seconds[1:]],
-        "tokens_per_s": round(load.num_tokens / min(seconds[1:])),
+        "tokens_per_s": round(load.num_tokens / min(seconds[1:] or seconds)),
     }
     return row, completions
 
