@@ -6,11 +6,12 @@
 - When pages are short, the cache gives up first, then prompts and turns, the oldest first, then those that run.
 """
 
+import math
 from typing import Any
 
 from lockstep.workers.rollout.native.pages import PagePool
 from lockstep.workers.rollout.native.prefix_cache import PrefixCache
-from lockstep.workers.rollout.native.scheduler import Prompt, Sample, Scheduler
+from lockstep.workers.rollout.native.scheduler import PENDING, Prompt, Sample, Scheduler
 
 
 class OpenScheduler(Scheduler):
@@ -58,6 +59,11 @@ class OpenScheduler(Scheduler):
         if self.cache is not None:
             self.cache.clear()
         self.is_stale = False
+
+    def append(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
+        if not sample.tokens and tokens[0] != PENDING and math.isfinite(log_probs[0]):
+            self.confirm(sample)
+        super().append(sample, tokens, log_probs)
 
     def confirm(self, sample: Sample) -> None:
         """See Scheduler. Before this nobody may start with its pages: a number that is not finite spreads to tokens before it."""

@@ -211,7 +211,6 @@ class Scheduler:
 
     def confirm(self, sample: Sample) -> None:
         """The first token of a sample is known, and its log-prob is finite: so is all that was computed of its prompt."""
-        return
 
     def finish(self, sample: Sample) -> None:
         """Take a sample out, running or waiting."""

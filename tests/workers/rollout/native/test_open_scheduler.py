@@ -44,11 +44,17 @@ def test_nobody_starts_with_a_prompt_of_which_no_token_is_known_to_be_finite() -
     assert reuses(made, 2)
 
 
+def test_nobody_starts_with_a_prompt_that_is_not_finite() -> None:
+    made = scheduler()
+    made.append(add(made, 0), [7], [math.nan])
+    assert not reuses(made, 1)
+
+
 def test_an_error_takes_back_what_its_sample_left() -> None:
     made = scheduler()
     first = add(made, 0)
     made.append(first, [7], [-1.0])
-    made.confirm(first)
+    assert reuses(made, 2)
     made.append(first, [7], [math.nan])
     made.finish(first)
     made.settle(first, "error")

@@ -172,10 +172,7 @@ def _take_in(scheduler: Scheduler, planned: Pass, tokens: Tensor, log_probs: Ten
         for each in draws:
             token, log_prob = next(drawn)
             scheduler.append(each, [token], [log_prob])
-            is_finite = math.isfinite(log_prob)
-            if is_finite and len(each.tokens) == 1:
-                scheduler.confirm(each)
-            reason = each.find_end(len(each.tokens) - 1, len(each.tokens), is_finite)
+            reason = each.find_end(len(each.tokens) - 1, len(each.tokens), math.isfinite(log_prob))
             if reason is not None:
                 scheduler.finish(each)
             if reason is not None or each.streams:
