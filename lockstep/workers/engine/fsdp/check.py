@@ -51,8 +51,8 @@ def _check_model(config: Any, size: int, key: str) -> None:
     if not plan or unknown:
         why = f"its plan has {', '.join(unknown)}" if unknown else "transformers has no plan for it"
         raise ConfigError(f"{key}={size} does not know how to split {config.model_type} ({why}); set {key}=1")
-    is_mixture = "moe_tp_experts" in plan.values()
-    if is_mixture and config.model_type not in FAMILIES:
+    is_mixture = config.model_type in FAMILIES
+    if not is_mixture and ("moe_tp_experts" in plan.values() or any(map(is_of_experts, plan))):
         raise ConfigError(f"{key}={size} divides experts of {', '.join(FAMILIES)}, not of {config.model_type}; set {key}=1")
     heads = config.num_attention_heads
     counts = {

@@ -38,7 +38,6 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # Where what follows sees all columns, as OLMoE's norms of queries and keys and what cuts a fused projection: every rank has all.
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "moe_tp_experts": lambda: _DivideExperts(),
 }
 
 
@@ -105,10 +104,11 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     names = {module: name for name, module in model.named_modules()}
     plan: dict[str, ParallelStyle] = {}
     for pattern, kind in (model.config.base_model_tp_plan or {}).items():
-        if not is_of_experts(pattern):
+        if kind in _STYLES and not is_of_experts(pattern):
             # Only layers that are there: in a mixture some have experts, and others an MLP.
             found = re.compile(rf"{model.base_model_prefix}\.{pattern}".replace(".*.", r"\.\d+\."))
             plan |= {name: _STYLES[kind]() for name in names.values() if found.fullmatch(name)}
+    plan |= {name: _DivideExperts() for name in names.values() if name.endswith(".mlp.experts")}  # not every version's plan has them
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     plan[names[embedding]] = _STYLES["embedding_rowwise"]()
     if type(output) is nn.Linear:
