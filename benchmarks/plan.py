@@ -97,7 +97,8 @@ def _steps(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
             "data": {"train_files": "rows", "train_batch_size": asked["prompts"], "max_prompt_length": asked["prompt"],
                      "max_response_length": asked["response"]},
             "actor_rollout_ref": {
-                "model": {"path": str(models / asked["shape"]), "recompute": asked.get("recompute", "auto")},
+                "model": {"path": str(models / asked["shape"]), "recompute": asked.get("recompute", "auto"),
+                          "lora_rank": asked.get("lora", 0), "lora_alpha": max(1, asked.get("lora", 0))},
                 "actor": {"ppo_max_token_len_per_gpu": asked["max_tokens"]},
                 "rollout": {"n": asked["n"], "max_num_seqs": 1024},
             },
@@ -138,7 +139,7 @@ def _updates(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
         n = 1 if recipe == "sft" else 2 if recipe == "dpo" else asked.get("n", 2)  # those that share a prompt
         budget = asked["max_tokens"] if asked["max_tokens"] != "auto" else _MOST_TOKENS
         rows = Rows(counts[lengths.index(response)] / n, n, asked["prompt"], response, budget)
-        seconds = update_s(shape, rows, H200, Ranks(1, 1, 1), "none", 1, shape.parameters)
+        seconds = update_s(shape, rows, H200, Ranks(1, 1, 1), run.get("recompute", "none"), 1, shape.parameters)
         yield Case(name, f"update of {what}", "s", seconds, run["update_s"])
     if "sft" not in result["updates"]:
         return
