@@ -108,7 +108,9 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             # Only layers that are there: in a mixture some have experts, and others an MLP.
             found = re.compile(rf"{model.base_model_prefix}\.{pattern}".replace(".*.", r"\.\d+\."))
             plan |= {name: _STYLES[kind]() for name in names.values() if found.fullmatch(name)}
-    plan |= {name: _DivideExperts() for name in names.values() if name.endswith(".mlp.experts")}  # not every version's plan has them
+    plan |= {
+        name: _DivideExperts() for name in names.values() if name.endswith(".mlp.experts")
+    }  # not every version's plan has them
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     plan[names[embedding]] = _STYLES["embedding_rowwise"]()
     if type(output) is nn.Linear:
