@@ -25,7 +25,9 @@ from lockstep.workers.rollout.sampling import keep_likely
 __all__ = ["FakeDecoder", "fake_gpu", "loop", "make_gpu", "rows", "short_prefill"]
 
 
-_TRITON = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda")
+_TRITON = (
+    "triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda", "triton.tools", "triton.tools.tensor_descriptor",
+)  # fmt: skip
 
 
 class _NoKernel:
@@ -41,13 +43,14 @@ def _stub_triton() -> Iterator[None]:
     if find_spec("triton") is not None:
         yield
         return
-    triton, language, extra, cuda = (ModuleType(name) for name in _TRITON)
+    triton, language, extra, cuda, tools, descriptors = (ModuleType(name) for name in _TRITON)
     triton.jit = lambda function=None, **options: _NoKernel() if function else lambda function: _NoKernel()  # type: ignore[attr-defined]
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
     triton.language, language.constexpr = language, int  # type: ignore[attr-defined]
     cuda.gdc_wait = cuda.gdc_launch_dependents = _NoKernel()  # type: ignore[attr-defined]
-    sys.modules |= dict(zip(_TRITON, (triton, language, extra, cuda), strict=True))
+    descriptors.TensorDescriptor = _NoKernel()  # type: ignore[attr-defined]
+    sys.modules |= dict(zip(_TRITON, (triton, language, extra, cuda, tools, descriptors), strict=True))
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from lockstep.models.routers import routers
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_splits, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.early import begin, early
-from lockstep.workers.rollout.native.gpu.few_rows import MOST_ROWS, gated_product, partial_products
+from lockstep.workers.rollout.native.gpu.few_rows import MOST_GATED_ROWS, gated_product, partial_products, takes
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
 from lockstep.workers.rollout.native.gpu.new_token import MOST_PAIRS, NewToken, cuts
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
@@ -159,21 +159,20 @@ class FusedDecoder:
     def _layers(self, tokens: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """[N, hidden] after the last norm."""
         embedded = F.embedding(tokens, self._model.embed_tokens.weight)
-        few = len(tokens) <= MOST_ROWS and embedded.is_cuda and embedded.dtype != torch.float32
         hidden = embedded.float()
         update = None
         for number, layer in enumerate(self._model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             groups = _groups(layer)
             x = self._add_norm(hidden, update, layer.input_layernorm.weight, room_for(groups[0]))
-            qkv, bias = _project(x, groups[0], few)
-            update = _add_linear(hidden, attend(number, attention, qkv, bias), attention.o_proj, few)
+            qkv, bias = _project(x, groups[0])
+            update = _add_linear(hidden, attend(number, attention, qkv, bias), attention.o_proj)
             x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight, sum(map(room_for, groups[1:])))
             update = None
             if is_mixture(mlp):
                 self._add_experts(hidden, x, mlp, slots)
             else:
-                update = _add_linear(hidden, _gated(x, mlp, few), mlp.down_proj, few)
+                update = _add_linear(hidden, _gated(x, mlp), mlp.down_proj)
         return self._add_norm(hidden, update, self._model.norm.weight)
 
     def _add_experts(self, hidden: Tensor, x: Tensor, mlp: Any, slots: Tensor) -> None:
@@ -199,7 +198,7 @@ class FusedDecoder:
         parts = 0 if update is None else update.shape[0] if update.dim() == 3 else 1
         _add_norm_kernel[(len(hidden),)](
             hidden, hidden if update is None else update, weight, out, self._eps, hidden.numel(), out.stride(0),
-            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=8 if len(hidden) <= MOST_ROWS else 4, **early(hidden),
+            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=8 if len(hidden) <= 128 else 4, **early(hidden),
         )  # fmt: skip
         return out
 
@@ -241,21 +240,21 @@ def _weight_of(x: Tensor, linears: Sequence[Any]) -> Tensor | None:
     return _joined([linear.weight for linear in linears])
 
 
-def _project(x: Tensor, linears: Sequence[Any], few: bool) -> tuple[Tensor, Tensor | None]:
+def _project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     """The linear maps of one input, side by side, in one product where their weights lie together; with few rows in parts, and the bias
     that is still to be added. x has `room_for` what its product needs."""
     weight = _weight_of(x, linears)
     if weight is None:
         return torch.cat([linear(x) for linear in linears], dim=-1), None
     bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
-    return (partial_products(x, weight), bias) if few else (F.linear(x, weight, bias), None)
+    return (partial_products(x, weight), bias) if takes(x, weight) else (F.linear(x, weight, bias), None)
 
 
-def _add_linear(hidden: Tensor, x: Tensor, linear: Any, few: bool) -> Tensor | None:
+def _add_linear(hidden: Tensor, x: Tensor, linear: Any) -> Tensor | None:
     """Add the linear map of x to `hidden`; or return it, in parts that add up to it with few rows, for the next kernel to add."""
     if linear.bias is not None:
         return linear(x)
-    update = partial_products(x, linear.weight) if few else None
+    update = partial_products(x, linear.weight) if takes(x, linear.weight) else None
     if update is None:
         added(hidden, x, linear.weight, out=hidden)
     if isinstance(linear, AdaptedLinear):
@@ -264,14 +263,17 @@ def _add_linear(hidden: Tensor, x: Tensor, linear: Any, few: bool) -> Tensor | N
     return update
 
 
-def _gated(x: Tensor, mlp: Any, few: bool) -> Tensor:
+def _gated(x: Tensor, mlp: Any) -> Tensor:
     """silu(gate(x)) * up(x)."""
     linears = [mlp.gate_proj, mlp.up_proj]
-    if few and mlp.gate_proj.bias is None:
-        weight = _weight_of(x, linears)
-        if weight is not None:
-            return gated_product(x, weight)
-    gate_up, _ = _project(x, linears, few=False)
+    weight = _weight_of(x, linears)
+    bias = None if mlp.gate_proj.bias is None else _joined([linear.bias for linear in linears])
+    if weight is None:
+        gate_up = torch.cat([linear(x) for linear in linears], dim=-1)
+    elif bias is None and takes(x, weight, MOST_GATED_ROWS):
+        return gated_product(x, weight)
+    else:
+        gate_up = F.linear(x, weight, bias)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     _gate_kernel[(rows, triton.cdiv(size, 2048))](gate_up, out, N=size, BLOCK=2048, num_warps=4)

@@ -21,6 +21,8 @@ MOST_PAIRS = 256
 _PROGRAMS = 200
 """More than one for each multiprocessor of an H100 or H200; with twice as many the splits take longer to join than they save."""
 _MOST_SPLITS = 16
+_DEEP_PROGRAMS = 264
+"""Two for each multiprocessor. So many keep five tiles in flight each; more run at a time, and in all faster, with four."""
 
 
 def cuts(rows: int, kv_heads: int) -> int:
@@ -68,6 +70,7 @@ class NewToken:
             part = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=qkv.device)
             sums = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=qkv.device)
         padded = max(16, triton.next_power_of_2(dim))
+        stages = 5 if rows * kv_heads * splits <= _DEEP_PROGRAMS else 4
         q_norm, k_norm = norms or (out, out)
         _attend_new[(rows, kv_heads, splits)](
             qkv, out if bias is None else bias, self._cos, self._sin, positions, slots, k_pages, v_pages, page_table, context_lens,
@@ -76,7 +79,7 @@ class NewToken:
             HALF=max(16, triton.next_power_of_2(dim // 2)), PAGE=page_size,
             TILE=max(16, min(page_size, 16384 // (padded * out.element_size()))), SPLITS=splits,
             PARTS=qkv.shape[0] if qkv.dim() == 3 else 0, BIAS=bias is not None, NORM=norms is not None, WINDOW=window is not None,
-            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", num_warps=4, num_stages=5,
+            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", num_warps=4, num_stages=stages,
             **early(qkv),
         )  # fmt: skip
         return out
