@@ -2,6 +2,7 @@
 
     python -m benchmarks.rollout --engine native --shape 1.5b --load fixed gsm8k_like long_tail
     python -m benchmarks.rollout --engine native hf --shape tiny --device cpu --load fixed --prompts 2
+    python -m benchmarks.rollout --shape 0.5b --load long_rows --kv-cache-dtype fp8 --max-num-seqs 32 --repeats 0
     python -m benchmarks.rollout --load fixed --filter "" top_p=0.95 top_k=50,min_p=0.05 repetition_penalty=1.1
 
 Random weights of a real shape (--shape), or a model folder (--model). Response lengths are forced: nothing stops, each request has its own
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", nargs="+", choices=("native", "hf", "vllm"), default=["native"])
     parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="1.5b")
     parser.add_argument("--model", help="a Hugging Face folder, a .gguf file or smollm2-135m, instead of random weights")
-    parser.add_argument("--load", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--load", nargs="+", choices=LOADS, default=["fixed", "gsm8k_like", "long_tail"])
     parser.add_argument("--prompts", type=int, help="prompts of a load, instead of its own number")
     parser.add_argument("--n", type=int, help="samples of a prompt, instead of the load's own number")
     parser.add_argument("--response", type=int, help="tokens of a response of the fixed load, instead of 512")
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=32_768)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="type of keys and values")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
     parser.add_argument("--repeats", type=int, default=2, help="measured runs after the first; 0 measures the first")
     parser.add_argument("--trainer-check", type=int, default=0, metavar="N")
@@ -153,6 +155,7 @@ def _lockstep(
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.memory,
         batch_invariant=options.batch_invariant,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     if options.generic_layers:
         from lockstep.workers.rollout.native.gpu import backend
@@ -208,6 +211,7 @@ def _vllm(model: PreTrainedModel, options: argparse.Namespace) -> RolloutEngine:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.memory,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     return process_rollout(config.name)(ModelConfig(path=folder), config, 0, model.device, model.dtype)
 
@@ -274,7 +278,7 @@ def _line(row: dict[str, Any] | None) -> str:
     told = f"mean {check['mean']:.4f}, max {check['max']:.3f}" if check else "-"
     return (
         f"{row['engine']:8}{row['load']:12}{row['requests']:9}{row['tokens']:9}{row['first_run_s']:13.2f}"
-        f"{min(row['runs_s']):12.3f}{row['tokens_per_s']:10}  {told}  {row['filter']}"
+        f"{min(row['runs_s'], default=row['first_run_s']):12.3f}{row['tokens_per_s']:10}  {told}  {row['filter']}"
         + (f"rank {row['lora']}" if row["lora"] else "")
     )
 

@@ -89,7 +89,12 @@ def fixed(num_prompts: int = 128, n: int = 8, prompt: int = 256, response: int =
     return Load(prompts, [response] * len(prompts))
 
 
-LOADS: dict[str, Callable[..., Load]] = {"fixed": fixed, "gsm8k_like": gsm8k_like, "long_tail": long_tail}
+def long_rows(num_prompts: int = 32, n: int = 1, seed: int = 3, vocabulary: int = 256) -> Load:
+    """Few rows that fill a context of 32,768 tokens: prompts of 384 tokens, responses of 32,384."""
+    return fixed(num_prompts, n, prompt=384, response=32_384, seed=seed, vocabulary=vocabulary)
+
+
+LOADS: dict[str, Callable[..., Load]] = {"fixed": fixed, "gsm8k_like": gsm8k_like, "long_tail": long_tail, "long_rows": long_rows}
 
 
 def _lognormal(

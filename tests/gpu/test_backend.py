@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from helpers.new_tokens import rounded
 from helpers.tiny import tiny_model
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -26,7 +29,7 @@ def big_tiny(family: str, **changes):
 
 def make_backend(model, num_pages=200, **options):
     kv_heads = 4 if model.config.model_type == "gpt_neox" else 2
-    shape = CacheShape(2, kv_heads, 64, GPUBackend.page_size, model.dtype)
+    shape = CacheShape(2, kv_heads, 64, GPUBackend.page_size, model.dtype, options.pop("float8", False))
     backend = GPUBackend(model, shape, 0.5, **{"own_weights": True, "batch_invariant": False} | options)
     backend.open(num_pages)
     return backend
@@ -280,3 +283,57 @@ def test_graphs_that_are_captured_ahead_give_the_same_tokens():
     again, _ = generate(backend, random_prompts(), [30])
     assert [s.tokens for s in again] == [s.tokens for s in want]
     assert list(runner._graphs) == kinds[:3]
+
+
+class RoundedAttention:
+    """Inside, transformers' attention of the model sees keys and values as float8 pages have them."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __enter__(self):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        def attend(module, query, key, value, *args, **kwargs):
+            key, value = ((codes.double() * scale).to(query.dtype) for codes, scale in map(rounded, (key, value)))
+            return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+        AttentionInterface.register("float8_test", attend)
+        AttentionMaskInterface.register("float8_test", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        self._model.set_attn_implementation("float8_test")
+        return self._model
+
+    def __exit__(self, *error):
+        self._model.set_attn_implementation("sdpa")
+
+
+def gap(model, samples):
+    """Mean |log-prob of the sampler - of the model|."""
+    found = []
+    for sample in samples:
+        ids = torch.tensor([sample.prompt.ids + sample.tokens], device="cuda")
+        with torch.no_grad():
+            log_probs = model(input_ids=ids).logits[0, len(sample.prompt.ids) - 1 : -1].float().log_softmax(-1)
+        want = log_probs.gather(1, ids[0, len(sample.prompt.ids) :, None])[:, 0]
+        found.append((torch.tensor(sample.log_probs, device="cuda") - want).abs())
+    return float(torch.cat(found).mean())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("num_pages", [200, 14])
+def test_float8_keys_and_values_are_those_of_transformers_rounded(family, num_pages):
+    """With preemptions where pages are few. In float32, in which hardly a number falls on the other side of a rounding: where transformers
+    rounds keys and values too, less than a tenth of what they take away is left. What bfloat16 and float8 differ by is printed."""
+    told = []
+    for dtype, float8 in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+        model, reference = big_tiny(family).to(dtype), big_tiny(family).to(dtype).float()
+        backend = make_backend(model, num_pages=num_pages, float8=float8)
+        samples, scheduler = generate(backend, random_prompts(), [1, 9, 130], temperature=1.0)
+        backend.close()
+        assert (scheduler.num_preemptions > 0) == (num_pages < 20)
+        plain = gap(reference, samples)
+        with RoundedAttention(reference):
+            rounded_too = gap(reference, samples)
+        told.append(f"{dtype}, float8 {float8}: {plain:.5f}, with both rounded {rounded_too:.5f}")
+    print(f"{family}, {num_pages} pages, mean |sampler - float32 log-prob|: " + "; ".join(told))
+    assert rounded_too < 0.1 * plain

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from helpers.new_tokens import make_new_tokens
+from helpers.new_tokens import make_new_tokens, plain_pages
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from lockstep.workers.rollout.native.gpu import new_token
 from lockstep.workers.rollout.native.gpu.new_token import NewToken
 
 CONTEXTS = (0, 1, 63, 64, 65, 700, 1500, 127)
@@ -35,3 +36,29 @@ def test_one_kernel_rotates_stores_attends_and_joins(kind, tolerance, heads, kv_
     for pages, new in zip(case.pages, (keys, values), strict=True):
         stored = pages.flatten(0, 1)[case.slots].double()
         assert (stored - new).norm() < tolerance * new.norm()
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 5e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (14, 2, 64), (9, 3, 64), (20, 2, 32)])
+@pytest.mark.parametrize(("splits", "window", "tile"), [(1, None, 64), (8, 100, 64), (2, None, 128), (16, 100, 128)])
+def test_float8_pages_are_read_as_what_they_stand_for(monkeypatch, kind, tolerance, heads, kv_heads, dim, splits, window, tile):
+    """In float32 what is left is the 11 bits of weights and queries. In bfloat16 a new key may be rounded to the number beside."""
+    monkeypatch.setitem(new_token._FLOAT8, "TILE", tile)
+    case = make_new_tokens(
+        torch.device("cuda"), kind, parts=3, norm=dim == 128, dim=dim, heads=heads, kv_heads=kv_heads, page=64, contexts=CONTEXTS,
+        float8=True,
+    )  # fmt: skip
+    attention = NewToken(heads, case.cos, case.sin, case.eps)
+
+    def attend():
+        return attention(
+            case.qkv, case.bias, case.norms, *case.pages, case.positions, case.slots, case.table, case.context, scale=dim**-0.5,
+            window=window, splits=splits, scales=case.scales,
+        )  # fmt: skip
+
+    outs = [attend() for _ in range(20)]
+    want, keys, values = case.expected(scale=dim**-0.5, window=window)
+    assert all(torch.equal(out, outs[0]) for out in outs), "which split ends last must not matter"
+    assert ((outs[0].double() - want).norm(dim=1) < tolerance * want.norm(dim=1)).all()
+    for pages, new in zip(plain_pages(case.pages, case.scales), (keys, values), strict=True):
+        assert (pages.flatten(0, 1)[case.slots] - new).norm() < tolerance * new.norm()

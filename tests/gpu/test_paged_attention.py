@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.new_tokens import float8_pages, plain_pages
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -17,6 +18,7 @@ from lockstep.workers.rollout.native.gpu.attention import (
     paged_attention,
     store_kv,
 )
+from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 
 PAGE = 64
 
@@ -137,3 +139,22 @@ def test_shared_prefixes_change_nothing(heads, kv_heads, dim, softcap, dtype, bo
     shared = SharedPrefixes(first, size, tokens)
     out = paged_attention(query, k, v, table, context, scale=dim**-0.5, softcap=softcap, shared=shared, splits=1)
     assert worst_error(out, query, k, v, table, context, scale=dim**-0.5, window=None, softcap=softcap) < bound
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (14, 2, 64), (4, 4, 32), (40, 2, 256)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float32, 2e-6)])
+def test_float8_pages_are_read_as_what_they_stand_for(heads, kv_heads, dim, dtype, bound):
+    """One by one in one part and in four, with a window, and in blocks of tokens."""
+    query, k, v, table, context = scene(9, heads, kv_heads, dim, dtype, longest=500)
+    codes, scales = float8_pages((k, v))
+    keys, values = plain_pages(codes, scales)
+    for splits, window in ((1, None), (4, None), (4, 100)):
+        out = paged_attention(query, *codes, table, context, scale=dim**-0.5, splits=splits, window=window, scales=scales)
+        assert worst_error(out, query, keys, values, table, context, scale=dim**-0.5, window=window, softcap=None) < bound
+    tokens = block_size(heads, kv_heads)
+    places = context.repeat_interleave(tokens) + torch.arange(tokens, device="cuda").repeat(9)
+    places.clamp_(max=499)
+    query = torch.randn(9 * tokens, heads, dim, device="cuda").to(dtype)
+    out = block_attention(query, *codes, table, places.int(), scale=dim**-0.5, scales=scales)
+    own = table.repeat_interleave(tokens, 0)
+    assert worst_error(out, query, keys, values, own, places, scale=dim**-0.5, window=None, softcap=None) < bound

@@ -11,6 +11,29 @@ from torch import Tensor
 PAGE = 16
 
 
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Float8 codes of heads [..., D], and their scales [..., 1]: powers of two that take the largest number into [128, 256)."""
+    scale = torch.exp2(x.abs().amax(-1, keepdim=True).double().log2().floor() - 7)
+    return (x.double() / scale).float().to(torch.float8_e4m3fn), scale
+
+
+def float8_pages(pages: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Pages in float8, KV heads before tokens in memory, and their scales, as KVCache has them. What is NaN has a scale that is."""
+    made, scales = [], []
+    for each in pages:
+        codes, scale = rounded(each.nan_to_num())
+        scale[each.isnan().any(-1)] = torch.nan
+        made.append(codes.transpose(1, 2).contiguous().transpose(1, 2))
+        scales.append(scale.transpose(1, 2))
+    return (made[0], made[1]), torch.cat(scales, -1).bfloat16().contiguous()
+
+
+def plain_pages(pages: tuple[Tensor, Tensor], scales: Tensor) -> tuple[Tensor, Tensor]:
+    """What they stand for, in float64."""
+    keys, values = (codes.float().double() * scales[..., i].transpose(1, 2)[..., None].double() for i, codes in enumerate(pages))
+    return keys, values
+
+
 @dataclass
 class NewTokens:
     """Inputs of `NewToken`."""
@@ -27,11 +50,12 @@ class NewTokens:
     slots: Tensor
     table: Tensor
     context: Tensor
+    scales: Tensor | None = None
     eps: float = 1e-6
 
     def expected(self, scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, heads D]; the new keys and values [rows, kv_heads, D]; rounded to the pages' type where the kernel rounds."""
-        kind = self.pages[0].dtype
+        """[rows, heads D]; the new keys and values [rows, kv_heads, D]; rounded where the kernel rounds, those of float8 pages to them."""
+        kind = self.cos.dtype
         whole = self.qkv.double() if self.qkv.dim() == 2 else self.qkv.double().sum(0)
         whole = whole if self.bias is None else whole + self.bias.double()
         dim = self.pages[0].shape[3]
@@ -39,6 +63,8 @@ class NewTokens:
         if self.norms is not None:
             query, key = (self._normed(x, w).to(kind).double() for x, w in zip((query, key), self.norms, strict=True))
         query, key = (self._rotated(x).to(kind).double() for x in (query, key))
+        if self.scales is not None:
+            key, value = (codes.double() * scale for codes, scale in map(rounded, (key, value)))
         rows = [self._attend(row, query[row], key[row], value[row], scale, window) for row in range(len(whole))]
         return torch.stack(rows).flatten(1), key, value
 
@@ -52,9 +78,10 @@ class NewTokens:
 
     def _attend(self, row: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         length = int(self.context[row])
+        stored = self.pages if self.scales is None else plain_pages(self.pages, self.scales)
         keys, values = (
             torch.cat([pages[self.table[row].long()].flatten(0, 1)[:length].double(), new[None]])
-            for pages, new in zip(self.pages, (key, value), strict=True)
+            for pages, new in zip(stored, (key, value), strict=True)
         )
         group = self.heads // self.kv_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -85,8 +112,9 @@ def make_new_tokens(
     kv_heads: int = 2,
     page: int = PAGE,
     contexts: tuple[int, ...] = (35, 16, 0, 47),
+    float8: bool = False,
 ) -> NewTokens:
-    """Random ones. `parts` 0: a product that is complete; otherwise parts in float32 and a bias."""
+    """Random ones. `parts` 0: a product that is complete; otherwise parts in float32 and a bias. `float8`: pages are."""
     made = torch.Generator().manual_seed(parts + dim)
 
     def random(*shape: int, dtype: torch.dtype = kind) -> Tensor:
@@ -99,6 +127,11 @@ def make_new_tokens(
     slots = table.gather(1, (positions // page)[:, None])[:, 0].long() * page + positions % page
     pages = random(rows * width + 1, page, kv_heads, dim), random(rows * width + 1, page, kv_heads, dim)
     spoil(pages, table, contexts)
+    scales = None
+    if float8:
+        # Tokens whose numbers are large and small.
+        sizes = [torch.exp2(torch.randint(-12, 7, x.shape[:3], generator=made))[..., None].to(x) for x in pages]
+        pages, scales = float8_pages((pages[0] * sizes[0] / 16, pages[1] * sizes[1]))
     angle = torch.rand(max(contexts) + 1, dim // 2, generator=made).to(device)
     columns = (heads + 2 * kv_heads) * dim
     return NewTokens(
@@ -114,4 +147,5 @@ def make_new_tokens(
         slots,
         table,
         context,
+        scales,
     )

@@ -53,7 +53,7 @@ def make_rollout(
     try:
         engine.check()
     except ConfigError as error:
-        if not config.fallback_to_hf or config.router_replay:
+        if not config.fallback_to_hf or config.router_replay or config.keeps_float8:
             raise
         print(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
         module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")

@@ -74,6 +74,7 @@ class VLLMChild:
             generation_config="vllm",  # not the folder's: what is sampled is what the run asks for
             logprobs_mode="raw_logprobs" if config.log_probs_are_raw else "processed_logprobs",
             enforce_eager=config.enforce_eager,
+            kv_cache_dtype=config.kv_cache_dtype,
             enable_prefix_caching=True,
             max_model_len=context,
             max_num_seqs=config.seats,

@@ -60,6 +60,7 @@ class GPUBackend(Backend):
         self._gpu_memory_utilization = gpu_memory_utilization
         # Grouped products on a GPU are of bfloat16.
         self._fused = fused and is_fusable(module, mixtures=shape.dtype == torch.bfloat16)
+        assert self._fused or not shape.float8, "float8 pages are for gpu/fused.py (family.check_float8)"
         self._device = module.device
         self._cache: KVCache | None = None
         self._seated: _Seated | None = None

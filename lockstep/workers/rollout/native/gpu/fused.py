@@ -28,6 +28,7 @@ from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_sp
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.early import begin, early
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_GATED_ROWS, gated_product, partial_products, takes
+from lockstep.workers.rollout.native.gpu.float8 import encode, packed_scales, scale_of
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
 from lockstep.workers.rollout.native.gpu.new_token import MOST_PAIRS, NewToken, cuts
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
@@ -109,13 +110,15 @@ class FusedDecoder:
         """[rows, vocabulary] float32 after one new token for each row, all of them of different sequences. `long`: see `num_splits`."""
         if len(tokens) * self._kv_heads > MOST_PAIRS:
             return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared, long))
-        splits = num_splits(len(tokens), self._kv_heads, long) if long else cuts(len(tokens), self._kv_heads)
+        float8 = self._cache.shape.float8
+        splits = num_splits(len(tokens), self._kv_heads, long) if long and not float8 else cuts(len(tokens), self._kv_heads, float8)
 
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             norms = (attention.q_norm.weight, attention.k_norm.weight) if _has_norms(attention) else None
             return self._new_token(
                 qkv, bias, norms, *self._cache.layer(number), positions, slots, page_table, context_lens,
                 scale=attention.scaling, window=sliding_window(self._module, attention), splits=splits,
+                scales=self._cache.layer_scales(number),
             )  # fmt: skip
 
         return self.logits(self._layers(tokens, slots, attend))
@@ -138,8 +141,9 @@ class FusedDecoder:
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             query, _, _ = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             pages, window = self._cache.layer(number), sliding_window(self._module, attention)
-            kernel = paged_attention if options else block_attention
-            return kernel(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, **options).flatten(1)
+            kernel, scales = paged_attention if options else block_attention, self._cache.layer_scales(number)
+            out = kernel(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, scales=scales, **options)
+            return out.flatten(1)
 
         return self._layers(tokens, slots, attend)
 
@@ -149,7 +153,8 @@ class FusedDecoder:
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             heads = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
-            return packed_prompt_attention(*heads, *self._cache.layer(number), rows, variant).flatten(1)
+            pages, scales = self._cache.layer(number), self._cache.layer_scales(number)
+            return packed_prompt_attention(*heads, *pages, rows, variant, scales).flatten(1)
 
         return self.logits(self._layers(tokens, slots, attend)[rows.wanted])
 
@@ -205,7 +210,7 @@ class FusedDecoder:
     def _rotate_and_store(
         self, qkv: Tensor, bias: Tensor | None, positions: Tensor, slots: Tensor, number: int, attention: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [N, heads, D] with positions in them, the latter two also in their slots.
+        """Query, key and value [N, heads, D] with positions in them, the latter two also in their slots, and rounded as they are there.
 
         `qkv` [N, (heads + 2 kv_heads) D] is changed in place; or it is [parts, N, ...] that add up, with `bias`, to it.
         """
@@ -214,13 +219,15 @@ class FusedDecoder:
         rows, width = qkv.shape[-2:]
         out = qkv if not parts else torch.empty(rows, width, dtype=self._cache.shape.dtype, device=qkv.device)
         keys, values = self._cache.layer(number)
+        scales = self._cache.layer_scales(number)
         norm = _has_norms(attention)
         _rotate_and_store_kernel[(rows,)](
             qkv, qkv if bias is None else bias, out, self._cos, self._sin, positions, slots, keys, values,
+            packed_scales(scales, out),
             attention.q_norm.weight if norm else out, attention.k_norm.weight if norm else out, self._eps, width, rows * width,
             HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=triton.next_power_of_2(heads + kv_heads), D=dim,
             HALF=triton.next_power_of_2(dim // 2), BLOCK_V=triton.next_power_of_2(kv_heads * dim), NORM=norm, PARTS=parts,
-            BIAS=parts > 0 and bias is not None, num_warps=4 if heads > 16 else 2,
+            BIAS=parts > 0 and bias is not None, PAGE=keys.shape[1], FLOAT8=scales is not None, num_warps=4 if heads > 16 else 2,
         )  # fmt: skip
         query, key, value = out.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
         return query, key, value
@@ -312,11 +319,14 @@ def _gate_kernel(GU, OUT, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store_kernel(
-    QKV, B, OUT, COS, SIN, POSITION, SLOT, KP, VP, Q_NORM, K_NORM, eps, width, stride_part,
+    QKV, B, OUT, COS, SIN, POSITION, SLOT, KP, VP, SCALES, Q_NORM, K_NORM, eps, width, stride_part,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_V: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Norm (Qwen3) and rotate q and k; write them to OUT, and k and v to their slot. PARTS 0: QKV is OUT, complete."""
+    """Norm (Qwen3) and rotate q and k; write them to OUT, and k and v to their slot. PARTS 0: QKV is OUT, complete.
+
+    Keys and values of float8 pages are in OUT what the pages have.
+    """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITION + token)
     slot = tl.load(SLOT + token)
@@ -358,12 +368,46 @@ def _rotate_and_store_kernel(
         x2 = x2.to(TYPE).to(tl.float32)
     y1 = (x1 * cos - x2 * sin).to(TYPE)
     y2 = (x2 * cos + x1 * sin).to(TYPE)
+    is_key = inside & (h >= HEADS)[:, None]
+    if FLOAT8:
+        page = slot // PAGE * KV_HEADS
+        own = h - HEADS
+        k1, k2 = y1.to(tl.float32), y2.to(tl.float32)
+        # Of both halves of a key the larger scale.
+        scale1, inverse1 = scale_of(k1, 1)
+        scale2, inverse2 = scale_of(k2, 1)
+        k_scale = tl.where(scale1 > scale2, scale1, scale2) + (scale1 - scale1)
+        inverse = tl.where(scale1 > scale2, inverse1, inverse2) + (scale1 - scale1)
+        code1, code2 = encode(k1 * inverse), encode(k2 * inverse)
+        target = KP + (page + own)[:, None] * (PAGE * D) + slot % PAGE * D + d[None, :]
+        tl.store(target, code1, mask=is_key)
+        tl.store(target + H2, code2, mask=is_key)
+        y1 = tl.where(is_key, (code1.to(tl.float32) * k_scale).to(TYPE), y1)
+        y2 = tl.where(is_key, (code2.to(tl.float32) * k_scale).to(TYPE), y2)
+        # Values as heads.
+        VALUE_HEADS: tl.constexpr = BLOCK_V // D
+        v = tl.reshape(v.to(TYPE).to(tl.float32), [VALUE_HEADS, D])
+        v_scale, v_inverse = scale_of(v, 1)
+        code = encode(v * v_inverse)
+        head = tl.arange(0, VALUE_HEADS)[:, None]
+        whole = tl.arange(0, D)[None, :]
+        tl.store(VP + (page + head) * (PAGE * D) + slot % PAGE * D + whole, code, mask=head < KV_HEADS)
+        out = OUT + token * width + v_start + head * D + whole
+        tl.store(out, (code.to(tl.float32) * v_scale).to(TYPE), mask=head < KV_HEADS)
+        # The halves of the int32 that has both scales: keys and values are in different rows here.
+        halves = SCALES.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        tl.store(
+            halves + ((page + own) * PAGE + slot % PAGE)[:, None] * 2,
+            k_scale.to(tl.bfloat16),
+            mask=(h >= HEADS)[:, None] & (own < KV_HEADS)[:, None],
+        )
+        tl.store(halves + ((page + head) * PAGE + slot % PAGE) * 2 + 1, v_scale.to(tl.bfloat16), mask=head < KV_HEADS)
     tl.store(OUT + place, y1, mask=inside)
     tl.store(OUT + place + H2, y2, mask=inside)
-    is_key = inside & (h >= HEADS)[:, None]
-    target = KP + slot * (KV_HEADS * D) + (h - HEADS)[:, None] * D + d[None, :]
-    tl.store(target, y1, mask=is_key)
-    tl.store(target + H2, y2, mask=is_key)
-    tl.store(VP + slot * (KV_HEADS * D) + i, v.to(TYPE), mask=is_value)
-    if PARTS > 0:
-        tl.store(OUT + token * width + v_start + i, v.to(TYPE), mask=is_value)
+    if not FLOAT8:
+        target = KP + slot * (KV_HEADS * D) + (h - HEADS)[:, None] * D + d[None, :]
+        tl.store(target, y1, mask=is_key)
+        tl.store(target + H2, y2, mask=is_key)
+        tl.store(VP + slot * (KV_HEADS * D) + i, v.to(TYPE), mask=is_value)
+        if PARTS > 0:
+            tl.store(OUT + token * width + v_start + i, v.to(TYPE), mask=is_value)

@@ -135,6 +135,8 @@ class GenerationLoop:
         if planned.copies:
             targets, sources = self._upload(np.array(list(planned.copies.items()), dtype=np.int64).T)
             copy_pages(self._cache.pool, sources, targets)
+            if self._cache.scales is not None:
+                copy_pages(self._cache.scales[:, None], sources, targets)
             if self._cache.experts is not None:
                 self._cache.experts[targets] = self._cache.experts[sources]
         seats = {id(seat.sample): seat for seat in self._seats if seat.goes_on}

@@ -7,6 +7,10 @@ and the bias, norms (Qwen3) and rotates its queries and the new key. The split t
 has them at hand instead of reading them back. The split that ends last of a row and KV head adds up what all of them have left, in the
 order of the splits, so that it does not matter which one that is. While the product ends, a program asks for its first keys and values
 (early.py).
+
+Over float8 pages (float8.py) both products are of float16, which the GPU makes of float8 in one instruction: keys and values lie there as
+pairs of numbers, of which the first and the second ones are multiplied apart. A key's scale is a factor of its score, a value's of its
+weight; the peak is that of weights with their scales, so that these are at most 1. The new token is rounded before it is attended to.
 """
 
 import torch
@@ -15,6 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.early import begin, early, fetch
+from lockstep.workers.rollout.native.gpu.float8 import (
+    encode,
+    key_scale,
+    pack_scales,
+    packed_scales,
+    power_below,
+    scale_of,
+    split_pairs,
+    value_power,
+    value_scale,
+)
 
 MOST_PAIRS = 256
 """Rows times KV heads at most. With more, contexts need not be cut, and shared prefixes are read together (attention.py)."""
@@ -23,12 +38,15 @@ _PROGRAMS = 200
 _MOST_SPLITS = 16
 _DEEP_PROGRAMS = 264
 """Two for each multiprocessor. So many keep five tiles in flight each; more run at a time, and in all faster, with four."""
+_FLOAT8_PROGRAMS = 1000
+_FLOAT8 = {"TILE": 64, "num_warps": 2, "num_stages": 7}
+"""How float8 pages are read: by smaller programs, and more of them."""
 
 
-def cuts(rows: int, kv_heads: int) -> int:
+def cuts(rows: int, kv_heads: int, float8: bool = False) -> int:
     """Into how many splits the contexts of so many rows are cut: 2, 4, 8 or 16, and 1 where there are too many rows."""
-    pairs = rows * kv_heads
-    return 1 if pairs > MOST_PAIRS else min(_MOST_SPLITS, max(2, triton.next_power_of_2(triton.cdiv(_PROGRAMS, pairs))))
+    pairs, programs = rows * kv_heads, _FLOAT8_PROGRAMS if float8 else _PROGRAMS
+    return 1 if pairs > MOST_PAIRS else min(_MOST_SPLITS, max(2, triton.next_power_of_2(triton.cdiv(programs, pairs))))
 
 
 class NewToken:
@@ -54,6 +72,7 @@ class NewToken:
         scale: float,
         window: int | None,
         splits: int,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """[rows, heads D] of `qkv` [rows, (heads + 2 kv_heads) D], or of parts [parts, rows, ...] that add up, with `bias`, to it.
 
@@ -64,23 +83,26 @@ class NewToken:
         rows, width = qkv.shape[-2:]
         heads = self._heads
         assert rows * kv_heads <= MOST_PAIRS, f"{rows} rows of {kv_heads} KV heads are too many"
-        out = torch.empty(rows, heads * dim, dtype=k_pages.dtype, device=qkv.device)
+        out = torch.empty(rows, heads * dim, dtype=self._cos.dtype, device=qkv.device)
         part = sums = out
         if splits > 1:
             part = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=qkv.device)
             sums = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=qkv.device)
         padded = max(16, triton.next_power_of_2(dim))
-        stages = 5 if rows * kv_heads * splits <= _DEEP_PROGRAMS else 4
         q_norm, k_norm = norms or (out, out)
+        stages = 5 if rows * kv_heads * splits <= _DEEP_PROGRAMS else 4
+        reading = {"TILE": max(16, min(page_size, 16384 // (padded * out.element_size()))), "num_warps": 4, "num_stages": stages}
+        if scales is not None:
+            reading = _FLOAT8 | {"TILE": min(_FLOAT8["TILE"], 2 * page_size)}
         _attend_new[(rows, kv_heads, splits)](
-            qkv, out if bias is None else bias, self._cos, self._sin, positions, slots, k_pages, v_pages, page_table, context_lens,
+            qkv, out if bias is None else bias, self._cos, self._sin, positions, slots, k_pages, v_pages, packed_scales(scales, out),
+            page_table, context_lens,
             q_norm, k_norm, out, part, sums, self._arrived, self._eps, scale, window or 0, page_table.stride(0), rows * width,
-            KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim, DP=padded,
-            HALF=max(16, triton.next_power_of_2(dim // 2)), PAGE=page_size,
-            TILE=max(16, min(page_size, 16384 // (padded * out.element_size()))), SPLITS=splits,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, D=dim, DP=padded,
+            ROWS=max(16 if scales is None else 8, triton.next_power_of_2(heads // kv_heads)),
+            HALF=max(16, triton.next_power_of_2(dim // 2)), PAGE=page_size, SPLITS=splits,
             PARTS=qkv.shape[0] if qkv.dim() == 3 else 0, BIAS=bias is not None, NORM=norms is not None, WINDOW=window is not None,
-            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", num_warps=4, num_stages=stages,
-            **early(qkv),
+            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", FLOAT8=scales is not None, ASM=qkv.is_cuda, **reading, **early(qkv),
         )  # fmt: skip
         return out
 
@@ -114,15 +136,18 @@ def _norm_and_rotate(x1, x2, NORM, cos, sin, d, eps, D: tl.constexpr, NORMED: tl
 
 @triton.jit
 def _attend_new(
-    QKV, BIASES, COS, SIN, POSITION, SLOT, KP, VP, TABLE, CONTEXT, Q_NORM, K_NORM, OUT, PART, SUMS, ARRIVED, eps, scale, window,
+    QKV, BIASES, COS, SIN, POSITION, SLOT, KP, VP, SCALES, TABLE, CONTEXT, Q_NORM, K_NORM, OUT, PART, SUMS, ARRIVED, eps, scale, window,
     stride_table, stride_part,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     H2: tl.constexpr = D // 2
     TYPE: tl.constexpr = OUT.dtype.element_ty
+    # From token to token, and from KV head to KV head: see KVCache.
+    TOKEN: tl.constexpr = D if FLOAT8 else KV_HEADS * D
+    HEAD: tl.constexpr = PAGE * D if FLOAT8 else D
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -152,9 +177,10 @@ def _attend_new(
     slot = tl.load(SLOT + row)
     if EARLY:
         # The first tile of keys and values, in lines of 128 bytes; no kernel of this step writes them.
-        LINE: tl.constexpr = 1024 // TYPE.primitive_bitwidth
+        LINE: tl.constexpr = 1024 // KP.dtype.element_ty.primitive_bitwidth
         token = tl.maximum(tl.minimum(low + t, high - 1), 0)
-        at = (tl.load(TABLE + row * stride_table + token // PAGE).to(tl.int64) * PAGE + token % PAGE) * (KV_HEADS * D) + kv_head * D
+        held = tl.load(TABLE + row * stride_table + token // PAGE).to(tl.int64)
+        at = held * (PAGE * KV_HEADS * D) + token % PAGE * TOKEN + kv_head * HEAD
         line = tl.minimum(tl.arange(0, max(1, DP // LINE)) * LINE, D - 1)
         fetch(KP + at[:, None] + line[None, :])
         fetch(VP + at[:, None] + line[None, :])
@@ -173,40 +199,66 @@ def _attend_new(
     q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
     new_k1, new_k2 = _norm_and_rotate(new_k1, new_k2, K_NORM, cos, sin, d, eps, D, NORM)
     target = slot * (KV_HEADS * D) + kv_head * D
-    tl.store(KP + target + d[None, :], new_k1, mask=in_half & is_last)
-    tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half & is_last)
-    tl.store(VP + target + whole, new_v, mask=(whole < D) & is_last)
+    if FLOAT8:
+        target = slot // PAGE * (PAGE * KV_HEADS * D) + slot % PAGE * TOKEN + kv_head * HEAD
+        new_k1, new_k2, new_v = new_k1.to(tl.float32), new_k2.to(tl.float32), new_v.to(tl.float32)
+        k_scale, k_inverse = scale_of(tl.join(new_k1, new_k2).reshape([2 * HALF]), 0)
+        v_scale, v_inverse = scale_of(new_v, 0)
+        code1, code2, code_v = encode(new_k1 * k_inverse), encode(new_k2 * k_inverse), encode(new_v * v_inverse)
+        tl.store(KP + target + d[None, :], code1, mask=in_half & is_last)
+        tl.store(KP + target + H2 + d[None, :], code2, mask=in_half & is_last)
+        tl.store(VP + target + whole, code_v, mask=(whole < D) & is_last)
+        packed = pack_scales(k_scale, v_scale)
+        scale_place = slot // PAGE * (PAGE * KV_HEADS) + kv_head * PAGE + slot % PAGE + tl.arange(0, 1)
+        tl.store(SCALES + scale_place, packed, mask=is_last)
+        new_k1, new_k2 = code1.to(tl.float32) * k_scale, code2.to(tl.float32) * k_scale
+    else:
+        tl.store(KP + target + d[None, :], new_k1, mask=in_half & is_last)
+        tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half & is_last)
+        tl.store(VP + target + whole, new_v, mask=(whole < D) & is_last)
     new_score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32) + q2.to(tl.float32) * new_k2.to(tl.float32), 1) * scale * LOG2_E
     # The new token is among those that the peak is of, so that weights are rounded as in training; its own is added below.
-    peak = tl.where(is_last, new_score, float("-inf"))
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
-    v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
-    for start in range(low, high, TILE):
-        page = tl.load(TABLE + row * stride_table + start // PAGE).to(tl.int64)
-        base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
-        place = start + t
-        seen = place < high
-        if WINDOW:
-            seen = seen & (place >= first)
-        k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
-        k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
-        score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION) * scale
-        score = tl.where(seen[None, :], score * LOG2_E, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(peak - safe)
-        total = total * fade + tl.sum(weight, 1)
-        v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        peak = new_peak
-    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
-    total += new_weight
-    acc += new_weight.to(TYPE).to(tl.float32)[:, None] * new_v.to(tl.float32)[None, :]
+    new_peak = new_score
+    if FLOAT8:
+        new_peak = new_score + value_power(packed)
+    peak = tl.where(is_last, new_peak, float("-inf"))
+    if FLOAT8:
+        peak, total, acc = _attend_float8(
+            q1, q2, KP, VP, SCALES, TABLE + row * stride_table, kv_head, peak, first, low, high, scale * LOG2_E, t, KV_HEADS, ROWS, D,
+            HALF, PAGE, TILE, WINDOW, ASM,
+        )  # fmt: skip
+        new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
+        total += new_weight
+        acc += (new_weight * v_scale).to(tl.float16).to(tl.float32)[:, None] * code_v.to(tl.float32)[None, :]
+    else:
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DP], tl.float32)
+        k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
+        v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
+        for start in range(low, high, TILE):
+            page = tl.load(TABLE + row * stride_table + start // PAGE).to(tl.int64)
+            base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
+            place = start + t
+            seen = place < high
+            if WINDOW:
+                seen = seen & (place >= first)
+            k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+            k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+            score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+            score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION) * scale
+            score = tl.where(seen[None, :], score * LOG2_E, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(score, 1))
+            # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp2(score - safe[:, None])
+            fade = tl.exp2(peak - safe)
+            total = total * fade + tl.sum(weight, 1)
+            v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
+            acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            peak = new_peak
+        new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
+        total += new_weight
+        acc += new_weight.to(TYPE).to(tl.float32)[:, None] * new_v.to(tl.float32)[None, :]
     i = row * HEADS + head
     mask = (g < GROUP)[:, None] & (whole < D)[None, :]
     if SPLITS > 1:
@@ -222,6 +274,68 @@ def _attend_new(
             tl.store(counter, 0)
     else:
         tl.store(OUT + i[:, None] * D + whole[None, :], (acc / total[:, None]).to(TYPE), mask=mask)
+
+
+@triton.jit
+def _attend_float8(
+    q1, q2, KP, VP, SCALES, TABLE, kv_head, peak, first, low, high, scale, t,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Peak, total and weighted values of the tokens from `low` to `high`, beginning with a peak.
+
+    Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and another token's numbers begin, only
+    scales are masked: all numbers are finite.
+    """
+    tl.static_assert(D == 2 * HALF, "the numbers of a head are taken in pairs")
+    PAIRS: tl.constexpr = D // 2
+    values = VP.to(tl.pointer_type(tl.int16), bitcast=True)
+    # Queries as float16, which has room for bfloat16's bits where their largest number is about 1.
+    q = tl.join(q1, q2).permute(0, 2, 1).reshape([ROWS, D]).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 2.0**-60)
+    power, inverse = power_below(largest)
+    q = tl.trans((q * inverse).to(tl.float16))
+    scale = power * scale
+    d = tl.arange(0, D)
+    c = tl.arange(0, PAIRS)
+    in_page = t if TILE <= PAGE else t % PAGE
+    k_offsets = in_page[:, None] * D + d[None, :]
+    v_offsets = in_page[None, :] * PAIRS + c[:, None]
+    totals = tl.zeros([TILE, ROWS], tl.float32)
+    acc_first = tl.zeros([PAIRS, ROWS], tl.float32)
+    acc_second = tl.zeros([PAIRS, ROWS], tl.float32)
+    for start in range(low, high, TILE):
+        place = start + t
+        seen = place < high
+        if WINDOW:
+            seen = seen & (place >= first)
+        if TILE <= PAGE:
+            head = tl.load(TABLE + start // PAGE).to(tl.int64) * KV_HEADS + kv_head
+            packed = tl.load(SCALES + head * PAGE + start % PAGE + t, mask=seen, other=0)
+            k = tl.load(KP + head * (PAGE * D) + start % PAGE * D + k_offsets)
+            v_pairs = tl.load(values + head * (PAGE * PAIRS) + start % PAGE * PAIRS + v_offsets)
+        else:
+            tl.static_assert(TILE == 2 * PAGE)
+            one = tl.load(TABLE + start // PAGE).to(tl.int64)
+            other = tl.load(TABLE + tl.minimum(start // PAGE + 1, (high - 1) // PAGE)).to(tl.int64)
+            head = tl.where(t < PAGE, one, other) * KV_HEADS + kv_head
+            packed = tl.load(SCALES + head * PAGE + in_page, mask=seen, other=0)
+            k = tl.load(KP + (head * (PAGE * D))[:, None] + k_offsets)
+            v_pairs = tl.load(values + (head * (PAGE * PAIRS))[None, :] + v_offsets)
+        score = tl.dot(k.to(tl.float16), q)
+        score = tl.where(seen[:, None], score * (key_scale(packed) * scale)[:, None], float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score + value_power(packed)[:, None], 0))
+        # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[None, :])
+        fade = tl.exp2(peak - safe)[None, :]
+        totals = totals * fade + weight
+        weight = (weight * value_scale(packed)[:, None]).to(tl.float16)
+        v_first, v_second = split_pairs(v_pairs, ASM)
+        acc_first = tl.dot(v_first, weight, acc_first * fade)
+        acc_second = tl.dot(v_second, weight, acc_second * fade)
+        peak = new_peak
+    return peak, tl.sum(totals, 0), tl.join(acc_first, acc_second).permute(1, 0, 2).reshape([ROWS, D])
 
 
 @triton.jit

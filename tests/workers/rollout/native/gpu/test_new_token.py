@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start: triton reads it when it is imported", allow_module_level=True)
 
-from helpers.new_tokens import make_new_tokens
+from helpers.new_tokens import make_new_tokens, plain_pages
 from helpers.tiny import tiny_model
 
+from lockstep.workers.rollout.native.gpu import new_token
 from lockstep.workers.rollout.native.gpu.attention import decode_slots
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.new_token import NewToken, cuts
@@ -36,6 +37,30 @@ def test_one_kernel_rotates_stores_attends_and_joins(splits: int, window: int | 
         for pages, new in zip(case.pages, (keys, values), strict=True):
             stored = pages.flatten(0, 1)[case.slots]
             torch.testing.assert_close(stored.double(), new, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("tile", "window", "parts", "norm", "dim", "heads"),
+    [(16, None, 0, False, 64, 6), (16, 20, 3, True, 32, 14), (32, None, 1, False, 32, 18), (32, 20, 0, False, 64, 6)],
+)
+def test_float8_pages_are_read_as_what_they_stand_for(
+    monkeypatch: pytest.MonkeyPatch, tile: int, splits: int, window: int | None, parts: int, norm: bool, dim: int, heads: int
+) -> None:
+    """Weights and queries have 11 bits: 5e-4 of the result. Tokens differ in size by up to 2^18."""
+    monkeypatch.setitem(new_token._FLOAT8, "TILE", tile)
+    case = make_new_tokens(torch.device("cpu"), torch.float32, parts=parts, norm=norm, dim=dim, heads=heads, float8=True)
+    attention = NewToken(case.heads, case.cos, case.sin, 1e-6)
+    for _ in range(2):
+        out = attention(
+            case.qkv, case.bias, case.norms, *case.pages, case.positions, case.slots, case.table, case.context, scale=0.2, window=window,
+            splits=splits, scales=case.scales,
+        )  # fmt: skip
+        want, keys, values = case.expected(scale=0.2, window=window)
+        assert ((out.double() - want).norm(dim=1) < 5e-4 * want.norm(dim=1)).all()
+        assert case.scales is not None
+        for pages, new in zip(plain_pages(case.pages, case.scales), (keys, values), strict=True):
+            assert torch.equal(pages.flatten(0, 1)[case.slots], new)
 
 
 def test_few_rows_are_cut_into_many_splits() -> None:
