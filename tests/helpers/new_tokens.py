@@ -12,8 +12,9 @@ PAGE = 16
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Float8 codes of heads [..., D], and their scales [..., 1]: powers of two that take the largest number into [128, 256)."""
-    scale = torch.exp2(x.abs().amax(-1, keepdim=True).double().log2().floor() - 7)
+    """Float8 codes of heads [..., D], which are finite, and their scales [..., 1]: powers of two that take the largest number into
+    [128, 256)."""
+    scale = torch.exp2(x.abs().amax(-1, keepdim=True).double().clamp_min(2.0**-33).log2().floor() - 7)
     return (x.double() / scale).float().to(torch.float8_e4m3fn), scale
 
 
