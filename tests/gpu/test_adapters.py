@@ -18,8 +18,9 @@ SOME = {"lora_rank": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("adapters", [ALL, SOME], ids=["all", "some"])
 def test_the_gap_of_sampler_and_trainer_is_that_without_adapters(tmp_path, family, adapters):
-    """That of the same model trained whole, whose trainer and sampler round alike here but for single bits (0.0003 to 0.0006; rounding at
-    other places made it 0.015 to 0.02)."""
+    """That of the same model trained whole, whose trainer and sampler round at the same places and add up in another order (0.0023 to
+    0.0029; rounding at other places made it 0.015 to 0.02). Adapters are more sums: 0.99 to 1.15 times as much in a model as small as this,
+    1.01 times in one of 1.5B weights (docs/generation_gpu.md)."""
     path = save_tiny_model(
         tmp_path / "model", family, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2
     )
@@ -30,4 +31,4 @@ def test_the_gap_of_sampler_and_trainer_is_that_without_adapters(tmp_path, famil
     finally:
         dist.destroy_process_group()
     print(f"gap {family}: plain {plain:.6f}, adapters {beside:.6f}")
-    assert beside <= 1.1 * max(plain, 0.001)
+    assert beside <= 1.3 * plain

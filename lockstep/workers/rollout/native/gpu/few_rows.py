@@ -37,7 +37,7 @@ def takes(x: Tensor, weight: Tensor, most: int = MOST_ROWS) -> bool:
 def partial_products(x: Tensor, weight: Tensor) -> Tensor:
     """[parts, rows, N] float32 that add up to x [rows, K] @ weight [N, K]^T."""
     (rows, inputs), outputs = x.shape, len(weight)
-    step, stages = (128, 4) if 32 < rows <= 64 else (64, 6)
+    step, stages = _pipeline(rows)
     most = _MOST_PARTS if inputs < 4096 else 2 * _MOST_PARTS
     parts = max(1, min(_PROGRAMS // triton.cdiv(outputs, _OUTPUTS), triton.cdiv(inputs, step) // 2, most))
     out = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
@@ -58,6 +58,11 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
         x, weight, out, rows, outputs, K=inputs, BM=_padded(rows), BN=tile, BK=step, num_warps=4, num_stages=stages, **early(x),
     )  # fmt: skip
     return out
+
+
+def _pipeline(rows: int) -> tuple[int, int]:
+    """Inputs of a tile, and tiles that are asked for ahead."""
+    return (128, 4) if 32 < rows <= 64 else (64, 6)
 
 
 def _padded(rows: int) -> int:

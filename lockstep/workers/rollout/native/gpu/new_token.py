@@ -38,7 +38,7 @@ _PROGRAMS = 200
 _MOST_SPLITS = 16
 _DEEP_PROGRAMS = 264
 """Two for each multiprocessor. So many keep five tiles in flight each; more run at a time, and in all faster, with four."""
-_FLOAT8_PROGRAMS = 1000
+_FLOAT8_PROGRAMS = 500
 _FLOAT8 = {"TILE": 64, "num_warps": 2, "num_stages": 7}
 """How float8 pages are read: by smaller programs, and more of them."""
 
@@ -47,6 +47,11 @@ def cuts(rows: int, kv_heads: int, float8: bool = False) -> int:
     """Into how many splits the contexts of so many rows are cut: 2, 4, 8 or 16, and 1 where there are too many rows."""
     pairs, programs = rows * kv_heads, _FLOAT8_PROGRAMS if float8 else _PROGRAMS
     return 1 if pairs > MOST_PAIRS else min(_MOST_SPLITS, max(2, triton.next_power_of_2(triton.cdiv(programs, pairs))))
+
+
+def _stages(programs: int) -> int:
+    """Tiles of keys and values that each of so many programs has in flight."""
+    return 5 if programs <= _DEEP_PROGRAMS else 4
 
 
 class NewToken:
@@ -90,8 +95,8 @@ class NewToken:
             sums = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=qkv.device)
         padded = max(16, triton.next_power_of_2(dim))
         q_norm, k_norm = norms or (out, out)
-        stages = 5 if rows * kv_heads * splits <= _DEEP_PROGRAMS else 4
-        reading = {"TILE": max(16, min(page_size, 16384 // (padded * out.element_size()))), "num_warps": 4, "num_stages": stages}
+        tile = max(16, min(page_size, 16384 // (padded * out.element_size())))
+        reading = {"TILE": tile, "num_warps": 4, "num_stages": _stages(rows * kv_heads * splits)}
         if scales is not None:
             reading = _FLOAT8 | {"TILE": min(_FLOAT8["TILE"], 2 * page_size)}
         _attend_new[(rows, kv_heads, splits)](
