@@ -42,7 +42,8 @@ def test_one_kernel_rotates_stores_attends_and_joins(kind, tolerance, heads, kv_
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (14, 2, 64), (9, 3, 64), (20, 2, 32)])
 @pytest.mark.parametrize(("splits", "window", "tile"), [(1, None, 64), (8, 100, 64), (2, None, 128), (16, 100, 128)])
 def test_float8_pages_are_read_as_what_they_stand_for(monkeypatch, kind, tolerance, heads, kv_heads, dim, splits, window, tile):
-    """In float32 what is left is the 11 bits of weights and queries, times a score in the latter (1.2e-3 was seen). In bfloat16 a new key may be rounded to the number beside."""
+    """In float32 what is left is the 11 bits of weights and queries, times a score in the latter (1.2e-3 was seen). In bfloat16 a new key
+    may be rounded to the number beside."""
     monkeypatch.setitem(new_token._FLOAT8, "TILE", tile)
     case = make_new_tokens(
         torch.device("cuda"), kind, parts=3, norm=dim == 128, dim=dim, heads=heads, kv_heads=kv_heads, page=64, contexts=CONTEXTS,
