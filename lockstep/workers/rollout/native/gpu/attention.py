@@ -110,7 +110,7 @@ def paged_attention(
         *inputs, context_lens, query if sinks is None else sinks, context_lens if shared is None else shared.tokens,
         out, part, part_max, part_sum, *numbers, window or 0,
         ROWS=max(16, triton.next_power_of_2(group)), SPLITS=splits, WINDOW=window is not None, SINKS=sinks is not None,
-        SHARED=shared is not None, num_stages=3, **options,
+        SHARED=shared is not None, num_stages=2 if rows <= 256 else 3, **options,
     )  # fmt: skip
     if splits > 1:
         join_splits(part, part_max, part_sum, out)

@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 
-def pages_at(k_pages: Tensor, v_pages: Tensor, scales: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [N, kv_heads, D] of `slots` [N] int64, as bfloat16."""
+def pages_at(k_pages: Tensor, v_pages: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [N, kv_heads, D] of `slots` [N] int64."""
     page, place = slots // k_pages.shape[1], slots % k_pages.shape[1]
     key_scale, value_scale = scales[page, :, place].unbind(-1)
     pairs = ((k_pages, key_scale), (v_pages, value_scale))
     # A view: indexing of float8 is not everywhere.
     keys, values = (
-        pages.view(torch.uint8)[page, place].view(pages.dtype).to(scales.dtype) * scale[..., None] for pages, scale in pairs
+        pages.view(torch.uint8)[page, place].view(pages.dtype).to(dtype) * scale[..., None].to(dtype) for pages, scale in pairs
     )
     return keys, values
 

@@ -36,8 +36,6 @@ MOST_PAIRS = 256
 _PROGRAMS = 200
 """More than one for each multiprocessor of an H100 or H200; with twice as many the splits take longer to join than they save."""
 _MOST_SPLITS = 16
-_DEEP_PROGRAMS = 264
-"""Two for each multiprocessor. So many keep five tiles in flight each; more run at a time, and in all faster, with four."""
 _FLOAT8_PROGRAMS = 500
 _FLOAT8 = {"TILE": 64, "num_warps": 2, "num_stages": 7}
 """How float8 pages are read: by smaller programs, and more of them."""
@@ -49,9 +47,9 @@ def cuts(rows: int, kv_heads: int, float8: bool = False) -> int:
     return 1 if pairs > MOST_PAIRS else min(_MOST_SPLITS, max(2, triton.next_power_of_2(triton.cdiv(programs, pairs))))
 
 
-def _stages(programs: int) -> int:
-    """Tiles of keys and values that each of so many programs has in flight."""
-    return 5 if programs <= _DEEP_PROGRAMS else 4
+def _stages(rows: int) -> int:
+    """Tiles of keys and values that a program has in flight. With four, two programs fit on a multiprocessor, which many rows need."""
+    return 5 if rows <= 32 else 4
 
 
 class NewToken:
@@ -96,7 +94,7 @@ class NewToken:
         padded = max(16, triton.next_power_of_2(dim))
         q_norm, k_norm = norms or (out, out)
         tile = max(16, min(page_size, 16384 // (padded * out.element_size())))
-        reading = {"TILE": tile, "num_warps": 4, "num_stages": _stages(rows * kv_heads * splits)}
+        reading = {"TILE": tile, "num_warps": 4, "num_stages": _stages(rows)}
         if scales is not None:
             reading = _FLOAT8 | {"TILE": min(_FLOAT8["TILE"], 2 * page_size)}
         _attend_new[(rows, kv_heads, splits)](

@@ -86,7 +86,7 @@ def packed_prompt_attention(
     Flash attention on packed rows where it applies (half precision, no soft-cap, no sinks); else one row at a time.
     """
     if rows.key_slots is not None and scales is not None:
-        key, value = pages_at(k_pages, v_pages, scales, rows.key_slots)
+        key, value = pages_at(k_pages, v_pages, scales, rows.key_slots, query.dtype)
     elif rows.key_slots is not None:
         key, value = (pages.flatten(0, 1)[rows.key_slots] for pages in (k_pages, v_pages))
     if varlen_attn is not None and query.is_cuda and query.dtype in FLASH_TYPES and variant.is_plain:

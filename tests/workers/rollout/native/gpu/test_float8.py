@@ -160,7 +160,7 @@ def test_a_prompt_that_is_cut_reads_back_what_it_has_stored() -> None:
         [TABLE[0].long()[:, None] * 16 + torch.arange(16), TABLE[2].long()[:, None] * 16 + torch.arange(16)]
     ).flatten()
     slots = torch.cat([slots[:34], slots[48 : 48 + 18]])
-    for found, want in zip(pages_at(*codes, scales, slots), plain, strict=True):
+    for found, want in zip(pages_at(*codes, scales, slots, torch.float32), plain, strict=True):
         assert torch.equal(found.float(), want.flatten(0, 1)[slots])
     query, key = torch.randn(12, 6, 32), torch.empty(12, 2, 32)
     rows = PromptRows([4, 8], [30, 10], torch.tensor([3, 11]), slots)
