@@ -101,6 +101,17 @@ def test_a_stop_id_that_the_model_does_not_have_ends_nothing(make_gpu: MakeGPU, 
     assert [c.ids.tolist() for c in found] == expected
 
 
+def test_stop_ids_of_an_earlier_generation_end_nothing(make_gpu: MakeGPU) -> None:
+    """The device's list of them stays between generations."""
+    model = FakeModel(100, 4)
+    gpu = make_gpu(model)
+    requests = [Request(torch.tensor([token]), (0, token, 0)) for token in range(8)]
+    every = sampling(stop_token_ids=tuple(range(VOCABULARY)), max_tokens=6)
+    assert [len(c.ids) for c in generate(gpu, requests, every, seats=8)] == [1] * 8
+    none = sampling(stop_token_ids=(), max_tokens=6)
+    assert [c.ids.tolist() for c in generate(gpu, requests, none, seats=8)] == [alone(model, r, none) for r in requests]
+
+
 def test_sizes_that_are_compiled_beforehand_are_those_that_rows_get() -> None:
     from helpers.fake_gpu import runner
 
