@@ -9,7 +9,7 @@ DIR has GSM8K's train.jsonl and test.jsonl. The programs are a user's commands: 
 each gets an equal share of the memory. A run whose folder is complete is not made again; a folder of another command is an error.
 Validation is one or more samples at temperature 1 for each test question, with the 95 % interval that the run tells; over several seeds,
 the t interval of how much it grew until the last step at which all of them were validated. Rewards are those of the rows that are trained
-on: dapo's, of the groups that it keeps, are not comparable with the others'.
+on: dapo's, of the groups that it keeps and less its penalty for length, are not comparable with the others'.
 --tiny is a random model with SmolLM2's tokenizer, for a look at the script itself (dapo ends with an error then: no group of its responses
 differs). One table, and benchmarks/results/learn_*.json, written anew whenever a run has told something.
 """
