@@ -110,3 +110,40 @@ def test_a_turn_has_no_more_tokens_than_were_computed_when_its_end_is_known_late
     prompt = Prompt([*START, 50, 7, 8])
     made.resume(prompt, 0)
     assert prompt.num_kept == len(START) + 1
+
+
+def left_by_a_turn(made: OpenScheduler) -> Prompt:
+    """A prompt that goes on after a sample that was kept: START, 50 and 7, of which all but the last token is in the cache."""
+    first = add(made, 0, keep=True)
+    made.append(first, [7], [-1.0])
+    made.finish(first)
+    made.settle(first, "length")
+    return Prompt([*START, 50, 7, 8])
+
+
+def test_who_goes_on_first_gets_the_begun_page_of_a_turn_and_another_computes_it_again() -> None:
+    made = scheduler()
+    prompts = [left_by_a_turn(made), Prompt([*START, 50, 7, 9])]
+    for prompt in prompts:
+        made.resume(prompt, 0)
+    assert [prompt.num_kept for prompt in prompts] == [len(START) + 1, len(START)]
+    made.add(Sample(1 + i, prompt, Stopping(5, frozenset(), (), None), key=i) for i, prompt in enumerate(prompts))
+    found = made.plan()
+    assert [(row.sample.num_cached, row.count) for row in found.rows] == [(len(START) + 1, 2), (len(START), 3)]
+    assert not found.copies
+
+
+def test_when_the_weights_have_changed_nothing_that_is_kept_is_begun_with() -> None:
+    """Neither a turn, nor what a prompt that waits has of it, nor the prefix cache; and what runs is computed anew with its tokens."""
+    made = scheduler()
+    waits = left_by_a_turn(made)
+    runs = add(made, 3)
+    made.append(runs, [7], [-1.0])
+    made.resume(waits, 0)
+    made.add([Sample(1, waits, Stopping(5, frozenset(), (), None), key=1)])
+    made.forget()
+    later = Prompt([*START, 50, 7, 9])
+    made.resume(later, 0)
+    assert (waits.num_kept, later.num_kept) == (0, 0)
+    assert [(row.sample.index, row.sample.num_cached, row.count) for row in made.plan().rows] == [(3, 0, 10), (1, 0, 11)]
+    assert not reuses(made, 2)
