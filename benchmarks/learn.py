@@ -6,8 +6,10 @@
 
 DIR has GSM8K's train.jsonl and test.jsonl. The programs are a user's commands: `lockstep preprocess`, `lockstep sft`, then `lockstep grpo`
 (`ppo` for gae, `rloo`, `dapo`) from the fine-tuned model, for each seed: one after the other, or all of them at once on one device, where
-each gets an equal share of the memory. A run whose folder is complete is not made again. Validation is one or more samples
-at temperature 1 for each test question, with the 95 % interval that the run tells; over several seeds, the t interval of their means.
+each gets an equal share of the memory. A run whose folder is complete is not made again; a folder of another command is an error.
+Validation is one or more samples at temperature 1 for each test question, with the 95 % interval that the run tells; over several seeds,
+the t interval of how much it grew until the last step at which all of them were validated. Rewards are those of the rows that are trained
+on: dapo's, of the groups that it keeps and less its penalty for length, are not comparable with the others'.
 --tiny is a random model with SmolLM2's tokenizer, for a look at the script itself (dapo ends with an error then: no group of its responses
 differs). One table, and benchmarks/results/learn_*.json, written anew whenever a run has told something.
 """
@@ -59,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file.write_text(json.dumps(about | result, indent=1) + "\n")
         return found
 
-    jobs = {run: _words(options, data, model, run) for run in runs if len(_steps(_folder(options, run))) < options.steps}
+    jobs = {run: _words(options, data, model, run) for run in runs}
+    for run, words in jobs.items():
+        _claim(_folder(options, run), words)
+    jobs = {run: words for run, words in jobs.items() if len(_steps(_folder(options, run))) < options.steps}
     for part in [jobs] if options.at_once else [{run: words} for run, words in jobs.items()]:
         _run_all(options, part, started + options.seconds, save)
     print("\n" + _table(save()))
@@ -116,6 +121,16 @@ def _run_all(options: argparse.Namespace, jobs: dict[Run, list[str]], deadline: 
             process.join()
 
 
+def _claim(folder: Path, words: list[str]) -> None:
+    """The folder is that of this command, now and later. Raises SystemExit where it is that of another, whose numbers are not ours."""
+    file = folder / "command.json"
+    if file.is_file() and (other := json.loads(file.read_text())) != words:
+        changed = " ".join(word for word in other if word not in words)
+        raise SystemExit(f"{folder} has a run of another command ({changed}): choose another --out, or delete it")
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(words) + "\n")
+
+
 def _data(options: argparse.Namespace) -> Path:
     data: Path = options.out / "data"
     if not (data / "test.parquet").is_file():
@@ -129,15 +144,16 @@ def _fine_tuned(options: argparse.Namespace, data: Path) -> tuple[Path, dict[str
     if not options.sft_epochs:
         return _tiny_model(options.out) if options.tiny else Path(options.model), {}
     folder: Path = options.out / ("sft_tiny" if options.tiny else "sft")
+    rows = options.sft_rows if options.sft_rows > 0 else options.rows
+    words = [
+        "sft", f"model.path={_tiny_model(options.out) if options.tiny else options.model}",
+        f"data.train_files={data / 'train.parquet'}", "data.max_length=1024", f"data.train_max_samples={rows}",
+        f"data.train_batch_size={min(64, rows) if rows > 0 else 64}", f"trainer.total_epochs={options.sft_epochs}",
+        "optim.lr=1e-4", f"trainer.device={options.device}", f"trainer.default_local_dir={folder}",
+    ]  # fmt: skip
+    _claim(folder, words)
     found = sorted(folder.glob("global_step_*/actor"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     if not found:
-        rows = options.sft_rows if options.sft_rows > 0 else options.rows
-        words = [
-            "sft", f"model.path={_tiny_model(options.out) if options.tiny else options.model}",
-            f"data.train_files={data / 'train.parquet'}", "data.max_length=1024", f"data.train_max_samples={rows}",
-            f"data.train_batch_size={min(64, rows) if rows > 0 else 64}", f"trainer.total_epochs={options.sft_epochs}",
-            "optim.lr=1e-4", f"trainer.device={options.device}", f"trainer.default_local_dir={folder}",
-        ]  # fmt: skip
         forked.finish(words, folder)
         found = sorted(folder.glob("global_step_*/actor"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     steps = _steps(folder)
@@ -216,13 +232,16 @@ def _shown(rewards: Sequence[float]) -> int:
 
 
 def _rise(rewards: Sequence[float]) -> dict[str, Any] | None:
-    """By how much the mean reward of the last steps is above that of the first, with Welch's 95 % interval over steps."""
+    """By how much the mean reward of the last steps is above that of the first, with Welch's 95 % interval over steps. None where there are
+    too few of them, or they are all equal: then nothing says how far a mean is from the true one."""
     count = _shown(rewards)
     if count < 3:
         return None
     first, last = np.array(rewards[:count]), np.array(rewards[-count:])
     rise, parts = float(last.mean() - first.mean()), np.array([part.var(ddof=1) / count for part in (first, last)])
-    freedom = parts.sum() ** 2 / max(1e-30, (parts**2 / (count - 1)).sum())
+    if not parts.any():
+        return None
+    freedom = parts.sum() ** 2 / (parts**2 / (count - 1)).sum()
     half = t_95(max(1, int(freedom))) * float(np.sqrt(parts.sum()))
     return {"steps": count, "from": round(float(first.mean()), 5), "by": round(rise, 5),
             "interval": [round(rise - half, 5), round(rise + half, 5)]}  # fmt: skip
@@ -241,17 +260,23 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def _over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Algorithm -> by how much the accuracy in validation grew, in the mean over seeds, with the t interval where there are several."""
-    found = {}
+    """Algorithm -> by how much the accuracy in validation grew, in the mean over seeds, with the t interval where several differ.
+
+    From before the first step to the last one at which all of its seeds were validated; seeds that were validated once say nothing.
+    """
+    found: dict[str, Any] = {}
     for algorithm in dict.fromkeys(run["algorithm"] for run in runs):
-        grown = np.array([_growth(run) for run in runs if run["algorithm"] == algorithm])
-        interval = [round(float(x), 5) for x in t_interval(grown)] if len(grown) > 1 else None
-        found[algorithm] = {"seeds": len(grown), "growth": round(float(grown.mean()), 5), "interval": interval}
+        told = [{v["step"]: v["accuracy"] for v in run["validation"]} for run in runs if run["algorithm"] == algorithm]
+        told = [accuracies for accuracies in told if len(accuracies) > 1]
+        common = set(told[0]).intersection(*told) if told else set()
+        if len(common) < 2:
+            found[algorithm] = {"seeds": 0, "steps": 0, "growth": None, "interval": None}
+            continue
+        grown = np.array([accuracies[max(common)] - accuracies[min(common)] for accuracies in told])
+        interval = [round(float(x), 5) for x in t_interval(grown)] if len(grown) > 1 and grown.std() else None
+        growth = round(float(grown.mean()), 5)
+        found[algorithm] = {"seeds": len(grown), "steps": max(common), "growth": growth, "interval": interval}
     return found
-
-
-def _growth(run: dict[str, Any]) -> float:
-    return run["validation"][-1]["accuracy"] - run["validation"][0]["accuracy"] if run["validation"] else float("nan")
 
 
 def _line(run: dict[str, Any]) -> str:
@@ -270,8 +295,13 @@ def _table(runs: Sequence[dict[str, Any]]) -> str:
     head = f"{'':6}{'seed':>5}{'steps':>7}{'reward':>9}{'at end':>9}  {'rise (95 %)':18}{'validation, before -> after (95 %)':46}"
     lines = [f"{head}{'first s':>8}{'step s':>8}{'all s':>9}", *map(_line, runs)]
     for algorithm, found in _over_seeds(runs).items():
-        interval = " [{:.3f}, {:.3f}]".format(*found["interval"]) if found["interval"] else ""
-        lines.append(f"{algorithm}: accuracy grew by {found['growth']:.3f}{interval} over {found['seeds']} seed(s)")
+        if found["growth"] is None:
+            lines.append(f"{algorithm}: not validated twice")
+            continue
+        interval = " [{:.3f}, {:.3f}]".format(*found["interval"]) if found["interval"] else " (no interval: no seeds that differ)"
+        lines.append(
+            f"{algorithm}: accuracy grew by {found['growth']:.3f}{interval} in {found['steps']} steps, {found['seeds']} seed(s)"
+        )
     return "\n".join(lines)
 
 

@@ -42,6 +42,51 @@ def test_too_few_steps_have_no_rise(tmp_path: Path) -> None:
     assert learn._result(tmp_path, ("grpo", 1))["rise"] is None
 
 
+def test_steps_that_are_all_equal_have_no_rise(tmp_path: Path) -> None:
+    """A reward that is 0 throughout: an interval of no width would be a claim."""
+    write_metrics(tmp_path, [0.0] * 9)
+    assert learn._result(tmp_path, ("grpo", 1))["rise"] is None
+
+
+def grown(seed: int, *accuracies: tuple[int, float], algorithm: str = "grpo") -> dict[str, Any]:
+    validation = [{"step": step, "accuracy": accuracy, "interval": [0.0, 1.0]} for step, accuracy in accuracies]
+    return {"algorithm": algorithm, "seed": seed, "rewards": [0.1], "rise": None, "validation": validation} | dict.fromkeys(
+        ("first_step_s", "step_s", "seconds"), 1.0
+    )
+
+
+def test_seeds_grow_from_the_first_to_the_last_step_that_all_of_them_have() -> None:
+    """One has come further, one was validated before the first step only: it has not grown by 0."""
+    runs = [grown(0, (0, 0.10), (10, 0.14), (20, 0.30)), grown(1, (0, 0.12), (10, 0.14)), grown(2, (0, 0.11))]
+    found = learn._over_seeds(runs)["grpo"]
+    assert (found["seeds"], found["steps"], found["growth"]) == (2, 10, pytest.approx(0.03))
+    # By hand: the mean of 0.04 and 0.02, whose standard error is 0.01, and 1 degree of freedom.
+    assert found["interval"] == pytest.approx([0.03 - 0.12706, 0.03 + 0.12706], abs=1e-4)
+    assert "grew by 0.030 [-0.097, 0.157] in 10 steps, 2 seed(s)" in learn._table(runs)
+
+
+def test_seeds_that_grow_alike_have_no_interval() -> None:
+    found = learn._over_seeds([grown(seed, (0, 0.0), (5, 0.0)) for seed in range(3)])["grpo"]
+    assert (found["seeds"], found["growth"], found["interval"]) == (3, 0.0, None)
+
+
+def test_an_algorithm_that_was_validated_once_has_no_growth() -> None:
+    runs = [grown(0, (0, 0.1), algorithm="dapo"), grown(0, algorithm="rloo"), grown(0, (0, 0.1), (9, 0.2))]
+    found = learn._over_seeds(runs)
+    assert (found["dapo"]["growth"], found["rloo"]["growth"]) == (None, None)
+    json.loads(json.dumps(found, allow_nan=False))
+    assert "dapo: not validated twice" in learn._table(runs)
+    assert "grew by 0.100 (no interval: no seeds that differ) in 9 steps" in learn._table(runs)
+
+
+def test_a_folder_of_another_command_is_an_error(tmp_path: Path) -> None:
+    """Its numbers would stand beside this command's arguments."""
+    learn._claim(tmp_path / "grpo_0", ["grpo", "optim.lr=1e-5"])
+    learn._claim(tmp_path / "grpo_0", ["grpo", "optim.lr=1e-5"])
+    with pytest.raises(SystemExit, match=r"a run of another command \(optim.lr=1e-5\): choose another --out"):
+        learn._claim(tmp_path / "grpo_0", ["grpo", "optim.lr=2e-5"])
+
+
 def test_runs_at_once_end_with_the_time_and_are_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     shares: list[float | None] = []

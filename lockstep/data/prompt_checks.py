@@ -44,8 +44,8 @@ def read_column(files: RowFiles, column: str, rows: np.ndarray) -> Iterator[tupl
 
 def find_overlong(
     files: RowFiles, column: str, rows: np.ndarray, encoder: PromptEncoder, limit: int, measure_bytes: float
-) -> list[Length]:
-    """The rows whose prompt has more than `limit` tokens. Raises DataError for prompts that cannot be used.
+) -> tuple[list[Length], bool]:
+    """The rows whose prompt has more than `limit` tokens, and whether these are all. Raises DataError for prompts that cannot be used.
 
     Every prompt goes through the template. Only those that may be too long by their size are tokenised: the largest,
     `measure_bytes` of them together.
@@ -72,7 +72,7 @@ def find_overlong(
             f"data: {len(suspects)} prompts may be longer than data.max_prompt_length={limit} tokens; the largest "
             f"{num_measured} are not, the others are measured when they are read (data.filter_overlong_prompts measures all)"
         )
-    return overlong
+    return overlong, num_measured >= len(suspects)
 
 
 def _objects(values: Values, rows: list[int]) -> list[Any]:

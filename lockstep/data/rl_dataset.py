@@ -84,8 +84,13 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self._rows = choose_rows(len(self._files), max_samples, config.shuffle, config.seed)
         self.num_filtered = 0
         measured = math.inf if config.filter_overlong_prompts else _CHECK_BYTES if self._truncation == "error" else 0
-        overlong = find_overlong(self._files, self._prompt_key, self._rows, self._encoder, self._max_prompt_length, measured)
-        (self._filter if config.filter_overlong_prompts else self._refuse)(overlong)
+        overlong, are_all = find_overlong(
+            self._files, self._prompt_key, self._rows, self._encoder, self._max_prompt_length, measured
+        )
+        if config.filter_overlong_prompts:
+            self._filter(overlong)
+        else:
+            self._refuse(overlong, are_all)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,7 +110,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         prompts = [row[self._prompt_key] for row in rows]
         ids = self._encoder.encode(prompts, indices)
         if self._truncation == "error":
-            self._refuse([(index, len(row_ids)) for index, row_ids in zip(indices, ids) if len(row_ids) > self._max_prompt_length])
+            lengths = [(index, len(row_ids)) for index, row_ids in zip(indices, ids, strict=True)]
+            self._refuse([(index, length) for index, length in lengths if length > self._max_prompt_length], are_all=False)
         else:
             ids = [truncate(row_ids, self._max_prompt_length, self._truncation) for row_ids in ids]
         return [
@@ -135,12 +141,12 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                 "and data.filter_overlong_prompts leaves them out: raise the limit"
             )
 
-    def _refuse(self, overlong: list[Length]) -> None:
-        """Raise when there are any."""
+    def _refuse(self, overlong: list[Length], are_all: bool) -> None:
+        """Raise when there are any; without `are_all` there may be more."""
         if overlong:
             shown = ", ".join(f"row {index} ({length} tokens)" for index, length in overlong[:5])
             raise DataError(
-                f"{len(overlong)} prompt{'s are' if len(overlong) > 1 else ' is'} longer than "
+                f"{'' if are_all else 'at least '}{len(overlong)} prompt{'s are' if len(overlong) > 1 else ' is'} longer than "
                 f"data.max_prompt_length={self._max_prompt_length} tokens: {shown}{', ...' if len(overlong) > 5 else ''}; "
                 "set data.truncation to left, right or middle, or data.filter_overlong_prompts to true"
             )

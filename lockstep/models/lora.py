@@ -50,6 +50,8 @@ class Lora:
         if config.lora_adapter_path is not None:
             options = read_adapter(config.lora_adapter_path, "model.lora_adapter_path")
         asked = f"model.target_modules={options['target_modules']}"
+        if config.lora_adapter_path is None and not isinstance(config.target_modules, str):
+            _check_names(model, config.target_modules, asked)
         options["exclude_modules"] = options.get("exclude_modules") or heads or None
         if options["target_modules"] == "all-linear":
             options["target_modules"] = linear_layers(model)
@@ -57,7 +59,9 @@ class Lora:
         try:
             inject_adapter_in_model(self._config, model)
         except ValueError as error:
-            raise ConfigError(f"{asked} does not fit the model: {error}") from error
+            raise ConfigError(
+                f"{asked} does not fit the model: {error} Name a list such as [q_proj,v_proj], or all-linear"
+            ) from error
         self._layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if isinstance(layer, LoraLayer)}
         output = model.get_output_embeddings()
         for name, layer in self._layers.items():
@@ -149,6 +153,16 @@ class Lora:
                     f"and {shapes.get(name, 'none')} here; set model.path to the model that the adapter was trained beside"
                 )
         return {wanted[name]: files.read(name, 0, shape[0]) for name, shape in files.shapes.items()}
+
+
+def _check_names(model: PreTrainedModel, names: Iterable[str], asked: str) -> None:
+    """Raise ConfigError for a name that no module has: peft leaves it out without a word while another is found."""
+    modules, output = dict(model.named_modules()), model.get_output_embeddings()
+    for name in names:
+        if not any(path == name or path.endswith(f".{name}") for path in modules):
+            linear = [path for path, module in modules.items() if isinstance(module, nn.Linear) and module is not output]
+            known = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linear))
+            raise ConfigError(f"{asked} names {name}, which no layer of the model is called; its linear layers are {known}")
 
 
 def linear_layers(model: PreTrainedModel) -> str | list[str]:

@@ -210,10 +210,17 @@ def test_overlong_prompts_fail_at_construction_with_their_number_the_first_rows_
     rows = [{"prompt": words(*range(10 if n % 2 else 1))} for n in range(14)]
     path = write(tmp_path / "p.parquet", rows)
     listed = ", ".join(rf"row {n} \(12 tokens\)" for n in (1, 3, 5, 7, 9))
-    with pytest.raises(DataError, match=rf"7 prompts .*=8 tokens: {listed}, \.\.\.; .*data.truncation.*filter_overlong_prompts"):
+    with pytest.raises(DataError, match=rf"^7 prompts .*=8 tokens: {listed}, \.\.\.; .*data.truncation.*filter_overlong_prompts"):
         RLHFDataset(path, tokenizer, data_config())
     with pytest.raises(DataError, match=r"1 prompt is longer .*row 1 \(12 tokens\);"):
         RLHFDataset(path, tokenizer, data_config(shuffle=False), max_samples=3)
+
+
+def test_where_not_all_prompts_were_measured_the_error_does_not_say_that_it_has_counted_them(tokenizer, tmp_path, monkeypatch):
+    path = write(tmp_path / "p.parquet", [{"prompt": words(*range(10))}] * 5)
+    monkeypatch.setattr(rl_dataset, "_CHECK_BYTES", 1)
+    with pytest.raises(DataError, match=r"^at least 1 prompt is longer .*row 0 \(12 tokens\);"):
+        RLHFDataset(path, tokenizer, data_config())
 
 
 def test_a_prompt_that_was_not_measured_at_start_fails_when_it_is_read(tokenizer, tmp_path, monkeypatch, capsys):

@@ -43,7 +43,6 @@ class _PlainPass:
 
     rows: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
     copies: dict[_Page, _Page] = field(default_factory=dict)
-    num_steps: int = 1
 
 
 class PlainScheduler:
@@ -86,10 +85,8 @@ class PlainScheduler:
                 left = len(sample.prompt.ids) + sample.max_tokens - 1 - sample.cached
                 if sample in self.running and self._grow(sample, made, min(real.lookahead, left)):
                     made.rows.append((sample.index, sample.cached, 1, []))
-            decoding = len(made.rows)
             if real.mixed:
-                self._prefill(made, budget - decoding)
-            made.num_steps = real.lookahead if len(made.rows) == decoding else 1
+                self._prefill(made, budget - len(made.rows))
         return made
 
     def _prefill(self, made: _PlainPass, budget: int) -> None:
@@ -229,7 +226,6 @@ class CheckedScheduler(Scheduler):
         expected, found = self.plain.plan(), super().plan()
         rows = [(r.sample.index, r.sample.num_cached, r.count, [f.index for f in r.followers]) for r in found.rows]
         assert rows == expected.rows
-        assert found.num_steps == expected.num_steps
         self._check_state(expected.copies, found.copies)
         self.model.begin_pass(found.copies)
         return found

@@ -124,8 +124,6 @@ class Pass:
     rows: list[PassRow] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
     """Page -> page it is a copy of. All copies are made at once, before the pass."""
-    num_steps: int = 1
-    """Most tokens that are drawn for each row: more than one only where every row decodes and has pages for them."""
 
 
 class Scheduler:
@@ -190,10 +188,8 @@ class Scheduler:
                 # Those without pages were preempted just now, for one that was admitted before them.
                 if sample.pages and sample.is_decoding and (self._has_pages(sample) or self._extend(sample, made)):
                     made.rows.append(PassRow(sample, 1))
-            num_decoding = len(made.rows)
             if self.mixed:
-                self._prefill(made, budget - num_decoding)
-            made.num_steps = self.lookahead if len(made.rows) == num_decoding else 1
+                self._prefill(made, budget - len(made.rows))
         assert made.rows or self.is_idle or self.num_unsettled, (
             "nothing can run: a sample that does not fit into the pool was let in"
         )

@@ -26,11 +26,11 @@ from helpers.conformance import (
 from helpers.distributed import run_distributed
 from helpers.engine_properties import Layout, assert_metrics_equal
 from helpers.engines import make_tiny_engine
-from helpers.tiny import save_tiny_model
+from helpers.tiny import save_tiny_model, tiny_model
 from torch import Tensor
 
 from lockstep.config.engine import ModelConfig
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.models.load import Head
 from lockstep.models.lora import Lora
 
@@ -205,6 +205,14 @@ def test_training_starts_from_an_adapter_as_peft_does_and_what_it_saves_is_a_sta
         for name, value in reference_columns(plain, head, row).items() if head is Head.LANGUAGE_MODEL else ():
             torch.testing.assert_close(reference.ragged(name)[0], value.detach(), atol=COLUMN_ATOL, rtol=0)
             assert (first.ragged(name)[0] - value).abs().max() > 100 * COLUMN_ATOL
+
+
+@pytest.mark.parametrize("names", [["q_proj", "v_prj"], ["v_prj"]])
+def test_a_name_that_no_layer_has_is_refused_also_beside_one_that_there_is(names: list[str]) -> None:
+    """peft would adapt the others without a word."""
+    told = r"names v_prj, which no layer of the model is called; its linear layers are q_proj, k_proj, v_proj, o_proj, gate_proj, "
+    with pytest.raises(ConfigError, match=told + "up_proj, down_proj$"):
+        Lora(tiny_model("llama"), ModelConfig(path="x", lora_rank=2, target_modules=names), Head.LANGUAGE_MODEL, seed=0)
 
 
 def test_an_adapter_of_another_model_is_refused_by_the_tensors_name_before_weights_are_read(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ class Script:
             self.stream.release(index)
         scheduler.check()
         assert scheduler.is_idle
+        assert scheduler.num_unsettled == 0
         if scheduler.cache is not None:
             assert scheduler.pool.num_free == scheduler.pool.capacity - len(scheduler.cache)
             scheduler.cache.clear()

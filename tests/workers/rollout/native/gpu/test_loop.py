@@ -16,7 +16,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.base import Completion, DecodeText, Request
 from lockstep.workers.rollout.counted import request_keys
 from lockstep.workers.rollout.native.pages import PagePool
-from lockstep.workers.rollout.native.scheduler import Scheduler
+from lockstep.workers.rollout.native.scheduler import Sample, Scheduler
 
 MakeGPU = Callable[..., Any]
 
@@ -99,6 +99,37 @@ def test_a_stop_id_that_the_model_does_not_have_ends_nothing(make_gpu: MakeGPU, 
     assert any(VOCABULARY - 1 in ids[:-1] for ids in expected)
     found = generate(make_gpu(model), requests, sampling(temperature=0.0, stop_token_ids=(wrong,), max_tokens=12), seats=40)
     assert [c.ids.tolist() for c in found] == expected
+
+
+def test_a_prompt_is_confirmed_when_its_first_token_is_read_and_is_finite(make_gpu: MakeGPU) -> None:
+    """Before that, and where a number of the first interval is not finite, nobody may start with its pages."""
+    confirmed: list[tuple[int, list[int]]] = []
+
+    class Noting(Scheduler):
+        def confirm(self, sample: Sample) -> None:
+            confirmed.append((sample.index, list(sample.tokens)))
+
+    params = sampling(temperature=0.0, stop_token_ids=(), max_tokens=3)
+    requests = [Request(torch.tensor([token]), (0, token, 0)) for token in (3, 4, 5)]
+    # After its second token, in its first interval, the second request has no finite number.
+    model = FakeModel(100, 4, bad_token=alone(FakeModel(2, 4), requests[1], params)[1])
+    gpu = make_gpu(model)
+    scheduler = Noting(PagePool(gpu.num_pages, gpu.page_size), 4, 1000, gpu.lookahead, gpu.mixed)
+    found = {c.index: c for c in generate_all(gpu, scheduler, requests, params)}
+    assert [found[index].finish_reason for index in range(3)] == ["length", "error", "length"]
+    assert sorted(index for index, _ in confirmed) == [0, 2]
+    assert all(tokens[0] == found[index].ids[0] for index, tokens in confirmed)
+
+
+def test_stop_ids_of_an_earlier_generation_end_nothing(make_gpu: MakeGPU) -> None:
+    """The device's list of them stays between generations."""
+    model = FakeModel(100, 4)
+    gpu = make_gpu(model)
+    requests = [Request(torch.tensor([token]), (0, token, 0)) for token in range(8)]
+    every = sampling(stop_token_ids=tuple(range(VOCABULARY)), max_tokens=6)
+    assert [len(c.ids) for c in generate(gpu, requests, every, seats=8)] == [1] * 8
+    none = sampling(stop_token_ids=(), max_tokens=6)
+    assert [c.ids.tolist() for c in generate(gpu, requests, none, seats=8)] == [alone(model, r, none) for r in requests]
 
 
 def test_sizes_that_are_compiled_beforehand_are_those_that_rows_get() -> None:
