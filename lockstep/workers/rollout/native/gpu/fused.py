@@ -163,13 +163,14 @@ class FusedDecoder:
 
     def _layers(self, tokens: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """[N, hidden] after the last norm."""
-        embedded = F.embedding(tokens, self._model.embed_tokens.weight)
-        hidden = embedded.float()
+        embedding = self._model.embed_tokens.weight
+        hidden = torch.empty(len(tokens), embedding.shape[1], dtype=torch.float32, device=embedding.device)
         update = None
         for number, layer in enumerate(self._model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             groups = _groups(layer)
-            x = self._add_norm(hidden, update, layer.input_layernorm.weight, room_for(groups[0]))
+            begun = (tokens.contiguous(), embedding) if number == 0 else None
+            x = self._add_norm(hidden, update, layer.input_layernorm.weight, room_for(groups[0]), begun)
             qkv, bias = _project(x, groups[0])
             update = _add_linear(hidden, attend(number, attention, qkv, bias), attention.o_proj)
             x = self._add_norm(hidden, update, layer.post_attention_layernorm.weight, sum(map(room_for, groups[1:])))
@@ -195,15 +196,18 @@ class FusedDecoder:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
         return F.linear(hidden, weight).float()
 
-    def _add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, room: int = 0) -> Tensor:
+    def _add_norm(
+        self, hidden: Tensor, update: Tensor | None, weight: Tensor, room: int = 0, begun: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """hidden (float32) += update, in place; returns RMSNorm(hidden) * weight in the weight's type, with `room` columns behind it.
-        `update` [N, hidden], or [parts, N, hidden] that add up to it."""
+        `update` [N, hidden], or [parts, N, hidden] that add up to it. `begun`: tokens and embeddings that hidden becomes first."""
         size = hidden.shape[1]
         out = torch.empty(len(hidden), size + room, dtype=weight.dtype, device=hidden.device)
         parts = 0 if update is None else update.shape[0] if update.dim() == 3 else 1
         _add_norm_kernel[(len(hidden),)](
-            hidden, hidden if update is None else update, weight, out, self._eps, hidden.numel(), out.stride(0),
-            N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, num_warps=8 if len(hidden) <= 128 else 4, **early(hidden),
+            hidden, hidden if update is None else update, weight, out, *(begun or (hidden, hidden)), self._eps, hidden.numel(),
+            out.stride(0), N=size, BLOCK=triton.next_power_of_2(size), PARTS=parts, BEGINS=begun is not None,
+            num_warps=8 if len(hidden) <= 128 else 4, **early(hidden),
         )  # fmt: skip
         return out
 
@@ -289,14 +293,19 @@ def _gated(x: Tensor, mlp: Any) -> Tensor:
 
 @triton.jit
 def _add_norm_kernel(
-    H, U, W, OUT, eps, stride_part, stride_out, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr
+    H, U, W, OUT, TOKEN, EMBEDDING, eps, stride_part, stride_out,
+    N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, BEGINS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < N
     w = tl.load(W + i, mask=inside, other=0.0).to(tl.float32)
     begin(EARLY, LETS_NEXT=True)
-    h = tl.load(H + row * N + i, mask=inside, other=0.0)
+    if BEGINS:
+        h = tl.load(EMBEDDING + tl.load(TOKEN + row).to(tl.int64) * N + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(H + row * N + i, h, mask=inside)
+    else:
+        h = tl.load(H + row * N + i, mask=inside, other=0.0)
     if PARTS > 0:
         update = tl.load(U + row * N + i, mask=inside, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
