@@ -7,8 +7,9 @@ from helpers.tool_calls import ARGUMENTS, SCHEMAS, WRITE, mutated
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.agents.environment import ToolCall
+from lockstep.agents.environment import Fault, ToolCall
 from lockstep.agents.parsers import PARSERS, detect_parser
+from lockstep.agents.parsers.parsed import as_json
 from lockstep.errors import ConfigError
 
 
@@ -70,6 +71,31 @@ def test_what_was_meant_as_a_call_and_is_none_is_said(name, text):
     (fault,) = parsed.faults
     assert "must be" in fault.text
     assert len(fault.text) < 700
+
+
+NOT_JSON = [
+    ("pythonic", "[f(a={1, 2})]"),
+    ("pythonic", "[f(a=b'x')]"),
+    ("pythonic", "[f(a={(1, 2): 3})]"),
+    ("pythonic", "[f(a=...)]"),
+    ("pythonic", "[f(a=1e999)]"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NOT_JSON, ids=range(len(NOT_JSON)))
+def test_a_call_that_json_cannot_hold_is_a_fault(name, text):
+    (call,) = PARSERS[name].parse(text, SCHEMAS).calls
+    fault = as_json(call)
+    assert isinstance(fault, Fault)
+    assert "must be JSON" in fault.text
+
+
+def test_a_fault_is_text_that_can_be_shown():
+    (fault,) = PARSERS["hermes"].parse(r'<tool_call>{"name": "f", "\ud800": 1}</tool_call>', SCHEMAS).faults
+    assert r"it has no '\ud800'" in fault.text
 
 
 @given(st.data())
