@@ -265,6 +265,7 @@ def test_rows_with_tools_need_a_parser_that_reads_them(config_of, chat_model, tm
     [
         ("agent.environment=helpers.environments:Nothing", "has no 'Nothing'"),
         ("agent.environment=json:loads", "not a subclass"),
+        ("agent.environment=lockstep.agents:Environment", "has no method step"),
         ("agent.environment=Counts", "file.py:name"),
         ("agent.tools=[calculator]", "called by a ToolEnvironment, and agent.environment=helpers.environments:Counts is none"),
         ("agent.tools=[helpers.environments:missing]", "has no 'missing'"),
