@@ -172,6 +172,19 @@ def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_pa
         train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
 
 
+def test_a_missing_episode_is_written_without_a_score_in_validation_too(config_of, tmp_path):
+    rows = [{"prompt": "row", "env_kwargs": {"how": "raise" if i else "none"}} for i in range(2)]
+    keys = (f"data.val_files={tmp_path / 'train.parquet'}", "trainer.val_only=true", f"trainer.validation_data_dir={tmp_path}")
+    config = config_of(
+        "agent.environment=helpers.environments:Breaks", "reward.max_failure_rate=0.5", "data.train_batch_size=2", *keys, rows=rows
+    )
+    train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+    played, lost = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert played["score"] == played["reward"] > 0
+    assert "no disk" in lost["episode"]["error"]
+    assert lost["score"] is lost["reward"] is None
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 @pytest.mark.parametrize("prompts", ["one", "all"])
 def test_a_mini_batch_of_missing_episodes_alone_changes_nothing(config_of, estimator, prompts):
