@@ -14,6 +14,7 @@ def test_the_tool_and_the_environment_of_the_page_work():
     tool, environment = {}, {}
     exec(BLOCKS[0], tool)
     assert Tool.of(tool["population"]).schema["function"]["parameters"]["required"] == ["city"]
+    assert [tool["population"](city) for city in ("Oslo", "Rome")] == ["717,710", "not known"]
     exec(BLOCKS[1], environment)
     game = environment["Guess"]()
     assert "Guess" in game.reset({}, 1).messages[0]["content"]
