@@ -50,7 +50,7 @@ def validate(
         parts.append(batch)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
     rewards = [total if failure is None else None for total, failure in zip(scored.total, scored.failures, strict=True)]
-    extra: dict[str, list[Any]] = {"reward": rewards} | scored.extra
+    extra: dict[str, list[Any]] = scored.extra | {"reward": rewards}  # whatever an environment calls so
     extra.pop("score", None)
     if folder is not None:
         write_samples(str(folder), step, batch, replace(scored, extra=extra), judge.tokenizer)
