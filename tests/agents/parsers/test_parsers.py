@@ -1,6 +1,7 @@
 """Every form: well-formed calls are read, malformed ones are faults, prose is content. Nothing is evaluated, nothing raises."""
 
 import random
+import time
 
 import pytest
 from helpers.tool_calls import ARGUMENTS, SCHEMAS, WRITE, mutated
@@ -61,6 +62,7 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS]f[ARGS]three"),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>three<|call|>"),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>[3]<|call|>"),
+    ("harmony", '<|channel|>commentary to=functions.f{"a": 3}<|call|>'),
 ]
 
 
@@ -157,6 +159,22 @@ HARMONY = [  # the forms of the format's own page: text, content, calls
 def test_the_forms_that_harmony_publishes_are_read(text, content, calls):
     parsed = PARSERS["harmony"].parse(text, SCHEMAS)
     assert (parsed.content, parsed.calls, parsed.faults) == (content, tuple(ToolCall(*call) for call in calls), ())
+
+
+def test_text_without_a_channel_is_content():
+    parsed = PARSERS["harmony"].parse("It is 4, to=you.<|return|>", SCHEMAS)
+    assert (parsed.content, parsed.calls, parsed.faults) == ("It is 4, to=you.", (), ())
+
+
+LONG = ["a", " ", "{", "[", "<", "<tool_call>", "<function=f>", "<|channel|>a", "<|message|>", "[TOOL_CALLS]f", '{"name": "f", ']
+
+
+@pytest.mark.parametrize("piece", LONG)
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_time_for_a_long_text_grows_with_its_length(name, piece):
+    started = time.monotonic()
+    PARSERS[name].parse(piece * (40_000 // len(piece)), SCHEMAS)
+    assert time.monotonic() - started < 5, "episodes wait for each other's parser"
 
 
 def test_code_for_harmonys_own_python_is_told_to_be_no_call():
