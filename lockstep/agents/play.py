@@ -184,11 +184,11 @@ class Player:
         action = self._read(task, completion, stops)
         said.append(action)
         episode.messages.append(_shown(action))
-        episode.calls += len(action.calls)
-        episode.faults += len(action.faults)
-        if action.is_cut and self._left(episode, len(episode.context)) <= 0:
+        if action.is_cut and self._left(episode, len(episode.context)) <= 0:  # a call that is cut there is no fault
             episode.finish_reason = "length"
             return [], False
+        episode.calls += len(action.calls)
+        episode.faults += len(action.faults)
         turn = checked(await host.stepping(action))
         self._shorten(turn, self._sampling.max_tokens)
         if host.seconds > self._limits.episode_timeout_s:
