@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def validate(
     extra: dict[str, list[Any]] = scored.extra | {"reward": rewards}  # whatever an environment calls so
     extra.pop("score", None)
     if folder is not None:
-        write_samples(str(folder), step, batch, replace(scored, extra=extra), judge.tokenizer)
+        write_samples(str(folder), step, batch, extra, judge.tokenizer, scored.failures)
     if keeper is not None:
         # Every batch counts its prompts from 0.
         batch.non_tensor_batch["uid"] = np.array([row // n for row in range(len(batch))], dtype=object)

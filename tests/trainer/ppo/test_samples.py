@@ -39,7 +39,7 @@ def test_without_a_score_there_are_still_samples():
 def test_what_has_no_score_is_written_without_one(tmp_path):
     batch = make_batch([(1,), (2, 2)])
     batch.set("token_level_scores", batch.ragged("responses").like(torch.zeros(3)))
-    write_samples(str(tmp_path), 3, batch, Scored([None, LOST], [0.0, 0.0], {"turns": [1, None]}), Words())
+    write_samples(str(tmp_path), 3, batch, {"turns": [1, None]}, Words(), [None, LOST])
     lines = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text().splitlines()]
     assert [(line["output"], line["score"], line["turns"]) for line in lines] == [("1", 0, 1), ("2 2", None, None)]
 
