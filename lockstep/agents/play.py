@@ -23,6 +23,7 @@ from lockstep.agents.environment import Action, Fault, Message, ToolCall, Turn
 from lockstep.agents.episode import Episode, missing
 from lockstep.agents.hosts import EnvironmentFailed, Host, Make, checked, make_host
 from lockstep.agents.parsers import Parse
+from lockstep.agents.parsers.parsed import as_json
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import DataError
 from lockstep.utils.garbage import rare_collections
@@ -183,11 +184,11 @@ class Player:
         action = self._read(task, completion, stops)
         said.append(action)
         episode.messages.append(_shown(action))
-        episode.calls += len(action.calls)
-        episode.faults += len(action.faults)
-        if action.is_cut and self._left(episode, len(episode.context)) <= 0:
+        if action.is_cut and self._left(episode, len(episode.context)) <= 0:  # a call that is cut there is no fault
             episode.finish_reason = "length"
             return [], False
+        episode.calls += len(action.calls)
+        episode.faults += len(action.faults)
         turn = checked(await host.stepping(action))
         self._shorten(turn, self._sampling.max_tokens)
         if host.seconds > self._limits.episode_timeout_s:
@@ -222,7 +223,9 @@ class Player:
             ids = ids[:-1]
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
         parsed = self._parse(text, task.schemas)
-        calls, faults = parsed.calls, parsed.faults
+        read = [as_json(call) for call in parsed.calls]
+        calls = tuple(each for each in read if isinstance(each, ToolCall))
+        faults = (*(each for each in read if isinstance(each, Fault)), *parsed.faults)
         if len(calls) > 1 and not task.bridge.has_several_calls:
             faults = (*faults, Fault("only one tool may be called in a turn; the others were not called"))
             calls = calls[:1]

@@ -132,6 +132,8 @@ def environment_class(name: str) -> type[Environment]:
     found = load_named("environment", name)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(f"agent.environment={name} is {found!r}, not a subclass of lockstep.agents.Environment")
+    if found.step is Environment.step:
+        raise ConfigError(f"agent.environment={name} has no method step(action) that returns a Turn")
     return found
 
 

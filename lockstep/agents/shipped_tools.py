@@ -37,6 +37,8 @@ def calculator(expression: str) -> str:
     """
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
+        if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError("the result is not a real number")
     except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
         raise ToolError(f"{expression[:200]!r} cannot be computed: {error}") from error
     return f"{value:.12g}" if isinstance(value, float) else str(value)

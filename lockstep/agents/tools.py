@@ -37,6 +37,16 @@ class Tool:
     function: Callable[..., Any]
     """Called with the arguments by name; sync or async. What it returns is the result: text (or its bytes) as it is, all else as JSON."""
 
+    def __post_init__(self) -> None:
+        function = self.schema.get("function") if isinstance(self.schema, dict) else None
+        if (
+            not isinstance(function, dict)
+            or function.get("name") != self.name
+            or not isinstance(function.get("parameters", {}), dict)
+        ):
+            form = f'{{"type": "function", "function": {{"name": "{self.name}", "description": "...", "parameters": {{...}}}}}}'
+            raise ConfigError(f"the schema of the tool {self.name} must be {form}, not {str(self.schema)[:200]}")
+
     @classmethod
     def of(cls, given: Any) -> Tool:
         """A tool as it is, or of a Python function: the schema is its signature and docstring (Google style, every argument described).

@@ -170,6 +170,8 @@ class PPOConfig:
     def _check_rewards(self) -> None:
         if self.actor_rollout_ref.rollout.router_replay and self.agent.is_on:
             raise ConfigError("actor_rollout_ref.rollout.router_replay=true does not go with episodes (agent.*); set it to false")
+        if self.actor_rollout_ref.rollout.name == "sglang" and self.agent.is_on:
+            raise ConfigError("actor_rollout_ref.rollout.name=sglang does not go with episodes (agent.*); set native, vllm or hf")
         if self.algorithm.discount_unit == "turn" and not self.agent.is_on:
             raise ConfigError("algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools")
         overlong, longest = self.reward.overlong_buffer, self.data.max_response_length

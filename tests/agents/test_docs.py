@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.agents import Action, Tool
+from lockstep.agents import Action, Tool, ToolCall, ToolEnvironment
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "agents.md").read_text(), re.DOTALL)
 
@@ -14,7 +14,13 @@ def test_the_tool_and_the_environment_of_the_page_work():
     tool, environment = {}, {}
     exec(BLOCKS[0], tool)
     assert Tool.of(tool["population"]).schema["function"]["parameters"]["required"] == ["city"]
-    exec(BLOCKS[1], environment)
+    assert [tool["population"](city) for city in ("Oslo", "Rome")] == ["717,710", "not known"]
+    exec(BLOCKS[1], schema := {})
+    turn = ToolEnvironment([schema["weather"]]).step(
+        Action("", "", (ToolCall("weather", {"day": "today"}), ToolCall("weather", {"day": "now"})))
+    )
+    assert [message["content"][:20] for message in turn.messages] == ["rain", "error: the argument "]
+    exec(BLOCKS[2], environment)
     game = environment["Guess"]()
     assert "Guess" in game.reset({}, 1).messages[0]["content"]
     low, high = 1, 100

@@ -12,7 +12,7 @@ from helpers.episodes import Case, Fed, assert_follows_the_policy, plain
 from transformers import AutoModelForCausalLM
 
 from lockstep.agents.bridge import Bridge
-from lockstep.agents.parsers import PARSERS
+from lockstep.agents.parsers import PARSERS, Fault, Parsed, ToolCall
 from lockstep.agents.play import Limits, Player, Task
 from lockstep.agents.rendered import TemplateBridge
 from lockstep.config.actor_rollout_ref import RolloutConfig
@@ -221,6 +221,27 @@ def test_a_token_that_ends_a_part_of_a_turn_does_not_end_the_turn(engine, tokeni
         episodes = Player(engine, tokenizer, PARSERS["hermes"].parse, params, LIMITS, inner).play(tasks)
         assert any(end in episode.ids for episode in episodes)
         assert any(end in episode.ids[:-1] for episode in episodes) == bool(inner)
+
+
+def test_what_the_end_of_the_budget_cuts_is_no_fault(engine, tokenizer, bridge):
+    def parse(text, schemas):
+        return Parsed("", (), (Fault("the end tag is missing"),))
+
+    params = SamplingParams(temperature=1.0, max_tokens=5, stop_token_ids=(), seed=5)
+    (episode,) = Player(engine, tokenizer, parse, params, LIMITS).play([task(bridge, 1, environments.HasTools)])
+    assert (episode.finish_reason, len(episode.ids), episode.faults) == ("length", 5, 0)
+
+
+def test_a_call_that_cannot_be_recorded_is_not_made_and_the_policy_is_told(engine, tokenizer, bridge):
+    def parse(text, schemas):
+        return Parsed(" said ", (ToolCall("double", {"x": {1, 2}}), ToolCall("double", {"x": 2})))
+
+    limits = Limits(2, 12, None, 4, 30.0, 100.0, 0)
+    params = SamplingParams(temperature=1.0, max_tokens=300, stop_token_ids=(), seed=5)
+    (episode,) = Player(engine, tokenizer, parse, params, limits).play([task(bridge, 1, environments.HasTools)])
+    assert (episode.error, episode.turns, episode.calls, episode.faults) == (None, 2, 2, 2)
+    assert [m["content"] for m in episode.messages if m["role"] == "tool"] == ["4", "4"]
+    assert "must be JSON" in episode.messages[-1]["content"]
 
 
 def test_first_messages_that_are_too_long_are_said_to_be(engine, tokenizer, bridge):

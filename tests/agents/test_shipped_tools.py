@@ -19,7 +19,20 @@ def test_expressions_are_computed(expression, value):
 
 
 @pytest.mark.parametrize(
-    "expression", ["", "1 / 0", "__import__('os')", "9 ** 9 ** 9", "x", "(" * 5000, "'a' * 9", "True + 1", "10 ** 99 * 10 ** 99"]
+    "expression",
+    [
+        "",
+        "1 / 0",
+        "__import__('os')",
+        "9 ** 9 ** 9",
+        "x",
+        "(" * 5000,
+        "'a' * 9",
+        "True + 1",
+        "10 ** 99 * 10 ** 99",
+        "1e400",
+        "(-8) ** 0.5",
+    ],
 )
 def test_what_is_no_expression_is_text_for_the_policy(expression):
     with pytest.raises(ToolError, match="cannot be computed"):

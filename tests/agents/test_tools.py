@@ -89,6 +89,14 @@ def test_no_call_ends_the_episode_and_another_exception_is_the_tools_own():
         environment.step(act(("breaks", {})))
 
 
+@pytest.mark.parametrize(
+    "schema", [{"type": "object", "properties": {}}, {"type": "function", "function": {"name": "other", "parameters": {}}}, "x"]
+)
+def test_a_schema_that_is_not_the_tools_is_refused_by_name(schema):
+    with pytest.raises(ConfigError, match="the schema of the tool weather must be"):
+        Tool("weather", schema, print)
+
+
 def test_a_function_without_hints_or_docstring_is_refused_by_name():
     def bare(a):
         return a

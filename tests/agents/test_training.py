@@ -172,6 +172,27 @@ def test_missing_episodes_are_counted_and_too_many_end_the_run(config_of, tmp_pa
         train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
 
 
+def test_an_info_by_the_name_of_reward_is_not_the_reward_of_validation(config_of, tmp_path):
+    keys = (f"data.val_files={tmp_path / 'train.parquet'}", "trainer.val_only=true", f"trainer.validation_data_dir={tmp_path}")
+    config = config_of("agent.environment=helpers.environments:TellsAReward", *keys)
+    (metrics,) = train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+    assert metrics["val-core/unknown/reward/mean@1"] == 0.5
+    assert {json.loads(line)["reward"] for line in (tmp_path / "0.jsonl").read_text().splitlines()} == {0.5}
+
+
+def test_a_missing_episode_is_written_without_a_score_in_validation_too(config_of, tmp_path):
+    rows = [{"prompt": "row", "env_kwargs": {"how": "raise" if i else "none"}} for i in range(2)]
+    keys = (f"data.val_files={tmp_path / 'train.parquet'}", "trainer.val_only=true", f"trainer.validation_data_dir={tmp_path}")
+    config = config_of(
+        "agent.environment=helpers.environments:Breaks", "reward.max_failure_rate=0.5", "data.train_batch_size=2", *keys, rows=rows
+    )
+    train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+    played, lost = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert played["score"] == played["reward"] > 0
+    assert "no disk" in lost["episode"]["error"]
+    assert lost["score"] is lost["reward"] is None
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 @pytest.mark.parametrize("prompts", ["one", "all"])
 def test_a_mini_batch_of_missing_episodes_alone_changes_nothing(config_of, estimator, prompts):
@@ -265,6 +286,7 @@ def test_rows_with_tools_need_a_parser_that_reads_them(config_of, chat_model, tm
     [
         ("agent.environment=helpers.environments:Nothing", "has no 'Nothing'"),
         ("agent.environment=json:loads", "not a subclass"),
+        ("agent.environment=lockstep.agents:Environment", "has no method step"),
         ("agent.environment=Counts", "file.py:name"),
         ("agent.tools=[calculator]", "called by a ToolEnvironment, and agent.environment=helpers.environments:Counts is none"),
         ("agent.tools=[helpers.environments:missing]", "has no 'missing'"),
@@ -274,6 +296,12 @@ def test_rows_with_tools_need_a_parser_that_reads_them(config_of, chat_model, tm
 def test_what_cannot_be_used_is_said_before_a_model_is_loaded(config_of, key, message):
     with pytest.raises(ConfigError, match=message):
         train(config_of(key), {"p": [1]}, roles("ActorRolloutRef", pool="p"))
+
+
+@pytest.mark.parametrize("key", ["name=sglang", "router_replay=true"])
+def test_rollouts_that_cannot_play_episodes_are_said(config_of, key):
+    with pytest.raises(ConfigError, match=f"rollout.{key} does not go with episodes"):
+        config_of(f"actor_rollout_ref.rollout.{key}")
 
 
 def test_values_out_of_range_name_their_key(config_of):

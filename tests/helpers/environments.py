@@ -123,6 +123,15 @@ class LeftToTheReward(Counts):
         return Turn(done=True)
 
 
+class TellsAReward(Counts):
+    """Its info has the names that a run has for its own numbers."""
+
+    is_quick = True
+
+    def step(self, action):
+        return Turn(reward=0.5, done=True, info={"reward": 99, "score": 98, "episode": 97})
+
+
 class HasTools(ToolEnvironment):
     """One tool of its own."""
 

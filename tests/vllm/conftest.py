@@ -35,7 +35,7 @@ def engine(one_engine: VLLMRollout) -> VLLMRollout:
 @pytest.fixture(scope="session")
 def embedded_task(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTask:
     """The embedded task with a model whose heads vLLM has a CPU kernel for."""
-    original = task._model_config
+    original = task.model_config
     with pytest.MonkeyPatch.context() as monkeypatch:
 
         def wide(tokenizer):
@@ -43,5 +43,5 @@ def embedded_task(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedTask:
             config.head_dim = SHAPE["head_dim"]
             return config
 
-        monkeypatch.setattr(task, "_model_config", wide)
+        monkeypatch.setattr(task, "model_config", wide)
         return prepare(tmp_path_factory.mktemp("embedded"), seed=0)

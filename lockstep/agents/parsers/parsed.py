@@ -30,8 +30,17 @@ def read_call(value: Any, form: str, arguments: str = "arguments") -> ToolCall |
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(arguments, {}), dict):
         return Fault(f"a tool call must be {form}, not {json.dumps(value)[:200]}")
     if unknown := value.keys() - {"name", arguments, "id", "type"}:
-        return Fault(f"a tool call must be {form}; it has no {', '.join(sorted(unknown))}")
+        return Fault(f"a tool call must be {form}; it has no {', '.join(map(ascii, sorted(unknown)))}")
     return ToolCall(value["name"], value.get(arguments, {}))
+
+
+def as_json(call: ToolCall) -> ToolCall | Fault:
+    """The call, where JSON can hold it: it is recorded, and shown to the policy again."""
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # a set, bytes, an infinite number, half a character
+        return Fault(f"the name and the arguments of a tool call must be JSON: {ascii(str(error))[1:-1]}")
+    return call
 
 
 def read_json(text: str, form: str) -> Any:

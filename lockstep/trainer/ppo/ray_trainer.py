@@ -226,7 +226,7 @@ class RayPPOTrainer(Run):
         data, folder = self.config.data, self.config.trainer.rollout_data_dir
         self._last = batch, scored
         if folder is not None:
-            write_samples(folder, step, batch, scored.extra, self.tokenizer)
+            write_samples(folder, step, batch, scored.extra, self.tokenizer, scored.failures)
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch.token_counts(), share_rows(batch, self.actor_wg.world_size), "global_seqlen")
         metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)

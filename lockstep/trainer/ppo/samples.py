@@ -1,10 +1,12 @@
 """What the model wrote, as text on disk."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.protocol import DataProto
+from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo.scored import Scored
 
 NUM_SHOWN = 8
@@ -31,18 +33,27 @@ def share_with_signal(scored: Scored, n: int) -> float:
     return sum(len(group) > 1 for group in groups) / max(len(groups), 1)
 
 
-def write_samples(directory: str, step: int, batch: DataProto, info: dict[str, list[Any]], tokenizer: Any) -> None:
-    """Write `{step}.jsonl`: the text, the score and everything the reward function said (`info`) of each row."""
+def write_samples(
+    directory: str,
+    step: int,
+    batch: DataProto,
+    info: dict[str, list[Any]],
+    tokenizer: Any,
+    failures: Sequence[Failure | None] | None = None,
+) -> None:
+    """Write `{step}.jsonl`: the text, the score and everything the reward function said (`info`) of each row; no score where
+    `failures` has one."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     inputs, outputs = (
         tokenizer.batch_decode([row.tolist() for row in batch.ragged(name).rows()], skip_special_tokens=True)
         for name in ("prompts", "responses")
     )
     scores = [row.sum().item() for row in batch.ragged("token_level_scores").rows()]
-    truths = _truths(batch)
+    truths, failures = _truths(batch), failures or [None] * len(batch)
     with (Path(directory) / f"{step}.jsonl").open("w") as file:
         for i in range(len(batch)):
-            row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": scores[i]}
+            score = scores[i] if failures[i] is None else None
+            row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": score}
             row |= {key: values[i] for key, values in info.items() if key not in row}
             file.write(json.dumps(row, default=str) + "\n")
 

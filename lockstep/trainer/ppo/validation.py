@@ -48,10 +48,11 @@ def validate(
         all_scored.append(judge.judge(batch, step, scoring))
         parts.append(batch)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
-    extra: dict[str, list[Any]] = {"reward": scored.total} | scored.extra
+    rewards = [total if failure is None else None for total, failure in zip(scored.total, scored.failures, strict=True)]
+    extra: dict[str, list[Any]] = scored.extra | {"reward": rewards}  # whatever an environment calls so
     extra.pop("score", None)
     if folder is not None:
-        write_samples(str(folder), step, batch, extra, judge.tokenizer)
+        write_samples(str(folder), step, batch, extra, judge.tokenizer, scored.failures)
     if keeper is not None:
         # Every batch counts its prompts from 0.
         batch.non_tensor_batch["uid"] = np.array([row // n for row in range(len(batch))], dtype=object)

@@ -62,11 +62,6 @@ class ProcessRollout(RolloutEngine):
         self.folder = os.path.abspath(model_folder(str(model.path)))
         self._start(model, device, str(dtype).removeprefix("torch."))
 
-    @property
-    @abstractmethod
-    def has_ended(self) -> bool:
-        """Whether the process is no longer there."""
-
     @abstractmethod
     def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         """Start the process with the model of `self.folder`."""

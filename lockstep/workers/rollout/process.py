@@ -216,10 +216,10 @@ class Exchange:
                 return value
 
     def close(self) -> None:
-        """End the call; what it yields until then is lost. Nothing is left to end once it has raised."""
+        """End the call; what it yields until then is lost. Nothing is left to end once it has raised, or the child is gone."""
         process = self._process
         process._is_streaming = False
-        if not self._is_over:
+        if not self._is_over and not process.has_ended:
             process._send(None)
             process._expect_end(self._what, process._silence_s)
 

@@ -1,14 +1,16 @@
 """Every form: well-formed calls are read, malformed ones are faults, prose is content. Nothing is evaluated, nothing raises."""
 
 import random
+import time
 
 import pytest
 from helpers.tool_calls import ARGUMENTS, SCHEMAS, WRITE, mutated
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.agents.environment import ToolCall
+from lockstep.agents.environment import Fault, ToolCall
 from lockstep.agents.parsers import PARSERS, detect_parser
+from lockstep.agents.parsers.parsed import as_json
 from lockstep.errors import ConfigError
 
 
@@ -60,6 +62,7 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS]f[ARGS]three"),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>three<|call|>"),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>[3]<|call|>"),
+    ("harmony", '<|channel|>commentary to=functions.f{"a": 3}<|call|>'),
 ]
 
 
@@ -70,6 +73,31 @@ def test_what_was_meant_as_a_call_and_is_none_is_said(name, text):
     (fault,) = parsed.faults
     assert "must be" in fault.text
     assert len(fault.text) < 700
+
+
+NOT_JSON = [
+    ("pythonic", "[f(a={1, 2})]"),
+    ("pythonic", "[f(a=b'x')]"),
+    ("pythonic", "[f(a={(1, 2): 3})]"),
+    ("pythonic", "[f(a=...)]"),
+    ("pythonic", "[f(a=1e999)]"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NOT_JSON, ids=range(len(NOT_JSON)))
+def test_a_call_that_json_cannot_hold_is_a_fault(name, text):
+    (call,) = PARSERS[name].parse(text, SCHEMAS).calls
+    fault = as_json(call)
+    assert isinstance(fault, Fault)
+    assert "must be JSON" in fault.text
+
+
+def test_a_fault_is_text_that_can_be_shown():
+    (fault,) = PARSERS["hermes"].parse(r'<tool_call>{"name": "f", "\ud800": 1}</tool_call>', SCHEMAS).faults
+    assert r"it has no '\ud800'" in fault.text
 
 
 @given(st.data())
@@ -131,6 +159,22 @@ HARMONY = [  # the forms of the format's own page: text, content, calls
 def test_the_forms_that_harmony_publishes_are_read(text, content, calls):
     parsed = PARSERS["harmony"].parse(text, SCHEMAS)
     assert (parsed.content, parsed.calls, parsed.faults) == (content, tuple(ToolCall(*call) for call in calls), ())
+
+
+def test_text_without_a_channel_is_content():
+    parsed = PARSERS["harmony"].parse("It is 4, to=you.<|return|>", SCHEMAS)
+    assert (parsed.content, parsed.calls, parsed.faults) == ("It is 4, to=you.", (), ())
+
+
+LONG = ["a", " ", "{", "[", "<", "<tool_call>", "<function=f>", "<|channel|>a", "<|message|>", "[TOOL_CALLS]f", '{"name": "f", ']
+
+
+@pytest.mark.parametrize("piece", LONG)
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_time_for_a_long_text_grows_with_its_length(name, piece):
+    started = time.monotonic()
+    PARSERS[name].parse(piece * (40_000 // len(piece)), SCHEMAS)
+    assert time.monotonic() - started < 5, "episodes wait for each other's parser"
 
 
 def test_code_for_harmonys_own_python_is_told_to_be_no_call():

@@ -1,12 +1,18 @@
+import json
+
+import torch
 from helpers.batches import make_batch
 
 from lockstep.rewards.outcome import Failure
-from lockstep.trainer.ppo.samples import choose_samples, share_with_signal
+from lockstep.trainer.ppo.samples import choose_samples, share_with_signal, write_samples
 from lockstep.trainer.ppo.scored import Scored
 
 
 class Words:
     """A tokenizer whose tokens are numbers."""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [self.decode(ids, skip_special_tokens) for ids in rows]
 
     def decode(self, ids, skip_special_tokens):
         return " ".join(map(str, ids))
@@ -28,6 +34,14 @@ def test_the_longest_the_best_and_the_worst_come_first():
 def test_without_a_score_there_are_still_samples():
     samples = choose_samples(make_batch(), Scored([LOST, LOST], [0.0, 0.0]), Words())
     assert [sample["score"] for sample in samples] == [None, None]
+
+
+def test_what_has_no_score_is_written_without_one(tmp_path):
+    batch = make_batch([(1,), (2, 2)])
+    batch.set("token_level_scores", batch.ragged("responses").like(torch.zeros(3)))
+    write_samples(str(tmp_path), 3, batch, {"turns": [1, None]}, Words(), [None, LOST])
+    lines = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text().splitlines()]
+    assert [(line["output"], line["score"], line["turns"]) for line in lines] == [("1", 0, 1), ("2 2", None, None)]
 
 
 def test_a_group_has_a_signal_when_known_scores_differ():

@@ -136,3 +136,19 @@ def test_an_exchange_goes_both_ways_and_its_error_ends_it(process: EngineProcess
         exchange.receive(60.0)
     exchange.close()
     assert list(process.stream("count", 2)) == [5, 6]
+
+
+def test_an_exchange_with_a_child_that_is_killed_leaves_no_stream_open(process: EngineProcess) -> None:
+    exchange = Exchange(process, "add_up")
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"during add_up\(\) \(killed by SIGKILL\)"):
+        exchange.receive(60.0)
+    exchange.close()
+    with pytest.raises(WorkerDied):
+        Exchange(process, "add_up")
+
+
+def test_an_exchange_can_be_closed_after_its_process(process: EngineProcess) -> None:
+    exchange = Exchange(process, "add_up")
+    process.close()
+    exchange.close()

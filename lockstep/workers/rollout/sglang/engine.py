@@ -61,10 +61,6 @@ class SGLangRollout(ProcessRollout):
         self._wake()
         return SGLangStream(self, sampling)
 
-    @property
-    def has_ended(self) -> bool:
-        return self.server.process.has_ended
-
     def sleep(self) -> None:
         if self._can_sleep and not self._is_asleep:
             self.server.post("/release_memory_occupation", _CACHE)
@@ -138,7 +134,7 @@ class SGLangStream(Stream):
     def _shut(self) -> None:
         super()._shut()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if not all(answer.done() for answer in self._asked) and not self._sglang.has_ended:
+        if not all(answer.done() for answer in self._asked) and not self._sglang.server.process.has_ended:
             self._sglang.server.post("/abort_request", {"rid": "", "abort_all": True})
 
 

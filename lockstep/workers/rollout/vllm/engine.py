@@ -73,10 +73,6 @@ class VLLMRollout(ProcessRollout):
             )
         return VLLMStream(self, sampling, self.process, watches)
 
-    @property
-    def has_ended(self) -> bool:
-        return self.process.has_ended
-
     def sleep(self) -> None:
         self.process.call("sleep")
 

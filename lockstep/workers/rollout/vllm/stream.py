@@ -39,8 +39,7 @@ class VLLMStream(Stream):
 
     def _shut(self) -> None:
         super()._shut()
-        if not self._vllm.has_ended:
-            self._exchange.close()
+        self._exchange.close()
 
     def _fault(self, job: Job) -> str | None:
         if 0 < job.params.temperature < COLDEST:
