@@ -120,9 +120,12 @@ class ToolEnvironment(Environment):
         """See Environment. The calls are made in order; async ones are awaited one after another."""
         if not action.calls and not action.faults:
             return Turn(done=True)
-        results = [self._call(call) for call in action.calls]
-        if any(inspect.isawaitable(result) for result in results):
-            return self._answer_later(action, results)
+        results: list[str | Fault] = []
+        for call in action.calls:
+            result = self._call(call)
+            if inspect.isawaitable(result):
+                return self._answer_later(action, results, result)
+            results.append(result)
         return self._answer(action, results)
 
     def close(self) -> None:
@@ -144,8 +147,13 @@ class ToolEnvironment(Environment):
             return Fault(str(error))
         return _awaited(result) if inspect.isawaitable(result) else _as_text(result)
 
-    async def _answer_later(self, action: Action, results: Sequence[Any]) -> Turn:
-        return self._answer(action, [await result if inspect.isawaitable(result) else result for result in results])
+    async def _answer_later(self, action: Action, results: list[str | Fault], result: Awaitable[str | Fault]) -> Turn:
+        """The answer, with what the first calls have returned and what the next one will; those after it are made then."""
+        results.append(await result)
+        for call in action.calls[len(results) :]:
+            made = self._call(call)
+            results.append(await made if inspect.isawaitable(made) else made)
+        return self._answer(action, results)
 
     def _answer(self, action: Action, results: Sequence[str | Fault]) -> Turn:
         messages: list[Message] = [

@@ -38,6 +38,27 @@ def answers(turn):
     return [message["content"] for message in turn.messages]
 
 
+def test_a_call_is_made_when_the_one_before_has_answered():
+    said = []
+
+    async def write(word: str) -> str:
+        """Writes.
+
+        Args:
+            word: What.
+        """
+        await asyncio.sleep(0)
+        said.append(word)
+        return "written"
+
+    def read() -> str:
+        """Reads."""
+        return " ".join(said)
+
+    calls = act(("read", {}), ("write", {"word": "a"}), ("read", {}), ("write", {"word": "b"}), ("read", {}))
+    assert answers(ToolEnvironment([write, read]).step(calls)) == ["", "written", "a", "written", "a b"]
+
+
 @pytest.mark.parametrize("more", [[], [look_up]], ids=["sync", "async"])
 def test_calls_are_answered_in_order_and_the_policys_faults_are_text(more):
     environment = ToolEnvironment([divide, *more])
