@@ -166,7 +166,7 @@ def fake_gpu(
 ) -> Any:
     """See `make_gpu`."""
     patch.setattr(backend, "HFDecoder", lambda module, cache, compile_layers: FakeDecoder(model, kv_heads))
-    patch.setattr(backend, "is_fusable", lambda module, mixtures: False)
+    patch.setattr(backend, "is_fusable", lambda config, mixtures: False)
     patch.setattr(runner, "draw", draw)
     patch.setattr(runner, "decode_slots", decode_slots)
     patch.setattr(
