@@ -51,7 +51,9 @@ def check_float8_config(config: PretrainedConfig, device_type: str, dtype: torch
         return
     if dtype != torch.bfloat16:
         computed = str(dtype).removeprefix("torch.")
-        _refuse_float8("a model that computes in bfloat16", f"this one does in {computed} (actor_rollout_ref.actor.fsdp_config.dtype)")
+        _refuse_float8(
+            "a model that computes in bfloat16", f"this one does in {computed} (actor_rollout_ref.actor.fsdp_config.dtype)"
+        )
     if family not in FAMILIES + MIXTURES:
         _refuse_float8(f"a model of the families {', '.join(FAMILIES + MIXTURES)}", f"this one is a {family}")
     if not is_fusable(config, mixtures=True):

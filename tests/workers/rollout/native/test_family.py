@@ -29,10 +29,20 @@ def test_what_can_keep_them_is_let_pass(family: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "dtype", "message"),
     [
-        ("llama", {}, torch.float32, r"a model that computes in bfloat16, and this one does in float32 \(.*dtype\); set it to auto$"),
+        (
+            "llama",
+            {},
+            torch.float32,
+            r"a model that computes in bfloat16, and this one does in float32 \(.*dtype\); set it to auto$",
+        ),
         ("gpt2", {}, torch.bfloat16, r"a model of the families llama, .*qwen3_moe, and this one is a gpt2; set it to auto$"),
         ("llama", {"hidden_act": "gelu"}, torch.bfloat16, "SiLU and rotary positions of a common kind, and this llama has others"),
-        ("llama", {"head_dim": 48}, torch.bfloat16, "heads of 32, 64, 128 or 256 numbers, and this model's have 48; set it to auto$"),
+        (
+            "llama",
+            {"head_dim": 48},
+            torch.bfloat16,
+            "heads of 32, 64, 128 or 256 numbers, and this model's have 48; set it to auto$",
+        ),
         ("llama", {"head_dim": 16}, torch.bfloat16, "heads of 32, .* have 16"),
     ],
 )
@@ -56,7 +66,9 @@ def test_an_older_gpu_is_refused_when_a_model_is_there(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         check_float8(module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match=NEEDS + r"a GPU of compute capability 8.9 or newer, and this one has 8.0; set it to auto$"):
+    with pytest.raises(
+        ConfigError, match=NEEDS + r"a GPU of compute capability 8.9 or newer, and this one has 8.0; set it to auto$"
+    ):
         check_float8(module)
 
 
