@@ -123,10 +123,13 @@ def _shape(models: Path, name: str) -> Shape:
 
 def _rollouts(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
     shape = _shape(models, result["arguments"]["shape"])
+    float8 = result["arguments"].get("kv_cache_dtype") == "fp8"
     for row in result["rows"]:
+        if not row["runs_s"]:  # the first run compiles and captures
+            continue
         load = LOADS[row["load"]]()
         work = decode.Generation([len(ids) for ids in load.prompts], load.lengths, 8, result["arguments"]["max_num_seqs"])
-        yield Case(name, row["load"], "s", decode.generate_s(shape, work, H200), min(row["runs_s"]))
+        yield Case(name, row["load"], "s", decode.generate_s(shape, work, H200, float8=float8), min(row["runs_s"]))
 
 
 def _updates(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:

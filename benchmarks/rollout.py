@@ -160,7 +160,7 @@ def _lockstep(
     if options.generic_layers:
         from lockstep.workers.rollout.native.gpu import backend
 
-        backend.is_fusable = lambda module, mixtures: False
+        backend.is_fusable = lambda config, mixtures: False
     attention = {"native": "lockstep_cached", "hf": "sdpa"}[name]
     module = share_structure(model, attention)
     if rank:

@@ -23,12 +23,13 @@ from lockstep.config.auto import AUTO
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
 from lockstep.models.chunked_head import MAX_LOGITS
 from lockstep.models.fast_layers import has_fast_layers
-from lockstep.models.flops import mlp_width
+from lockstep.models.flops import head_size, mlp_width
 from lockstep.models.load import Head
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import activation_bytes, possible_kinds
 from lockstep.planner.built import build
 from lockstep.planner.memory import Keys, Model, Rollout
+from lockstep.planner.shape import cache_bytes
 
 LEAST_SEQUENCES = 64
 """Sequences of the longest kind that a key-value cache should hold at once, where so many are generated."""
@@ -132,8 +133,8 @@ def count_rollout(
     module = build(model, Head.LANGUAGE_MODEL)
     text = module.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * size * element
+    size = head_size(text)
+    token = cache_bytes(2 * text.num_hidden_layers * heads * size, size, element, config.keeps_float8)
     seats = LEAST_SEQUENCES if config.max_num_seqs == AUTO else min(LEAST_SEQUENCES, config.seats)
     cache = min(seats, load.step_rows) * load.longest * token
     share = _LEFT if config.gpu_memory_utilization == AUTO else config.cache_share

@@ -51,8 +51,9 @@ class Generation:
     """Sequences at once."""
 
 
-def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2) -> float:
-    """Seconds of the native engine, prompts included, for weights and cache in numbers of `element` bytes."""
+def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2, float8: bool = False) -> float:
+    """Seconds of the native engine, prompts included, for weights and cache in numbers of `element` bytes, or the cache in float8."""
+    token_bytes = shape.token_bytes(element, float8)
     own_prompts = sum(work.prompts[:: work.n])
     seconds = 2 * shape.cost.body * own_prompts / (PREFILL * device.flops)
     sharing = work.n if work.seats >= SHARED_FROM else 1
@@ -70,7 +71,8 @@ def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2)
             heapq.heappush(alive, (step + work.responses[i], prompt + work.responses[i]))
             context += prompt
         rows, end = len(alive), alive[0][0]
-        seconds += (end - step) * _step_s(shape, rows, context + rows * (end - step) / 2, device, element)
+        cached = token_bytes * (context + rows * (end - step) / 2)
+        seconds += (end - step) * _step_s(shape, rows, cached, device, element)
         context += rows * (end - step)
         step = end
         while alive and alive[0][0] <= step:
@@ -78,12 +80,12 @@ def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2)
     return seconds
 
 
-def _step_s(shape: Shape, rows: int, context: float, device: Device, element: int) -> float:
-    """One decoding step of `rows` rows with `context` tokens in the cache."""
+def _step_s(shape: Shape, rows: int, cached: float, device: Device, element: int) -> float:
+    """One decoding step of `rows` rows with `cached` bytes of keys and values."""
     batch = next((size for size in BUCKETS if size >= rows), rows)
     weights = element * (shape.cost.body + shape.cost.head) / (WEIGHT_READING * device.bandwidth)
     products = 2 * (shape.cost.body + shape.cost.head) * batch / (PRODUCTS * device.flops)
-    reading = context * element * shape.cache_numbers / (CACHE_READING * device.bandwidth)
+    reading = cached / (CACHE_READING * device.bandwidth)
     moved = batch * (ROW_BYTES * shape.layers * shape.hidden + SAMPLE_BYTES * shape.vocabulary) / device.bandwidth
     on_device = (weights**BEND + products**BEND) ** (1 / BEND) + reading + moved + shape.layers * LAYER_S
     return max(on_device, rows * HOST_S)

@@ -221,7 +221,8 @@ def _cache(config: PPOConfig, pool: Pool, shape: Shape, free: int) -> tuple[int,
     policy, data = config.actor_rollout_ref, config.data
     rows = -(-data.train_batch_size * policy.rollout.n // pool.ranks.count)
     longest = data.max_prompt_length + data.max_response_length
-    each = (-(-longest // decode.PAGE) + 1) * decode.PAGE * shape.cache_numbers * element_of(policy.actor)
+    token = shape.token_bytes(element_of(policy.actor), policy.rollout.keeps_float8)
+    each = (-(-longest // decode.PAGE) + 1) * decode.PAGE * token
     wanted = min(policy.rollout.seats, rows)
     room = max(each, int(free * policy.rollout.cache_share))
     if policy.rollout.name != "native":
@@ -287,7 +288,8 @@ def _generate_s(
     count = math.ceil(data.train_batch_size / ranks.count) * n
     responses = decode.spread_lengths(lengths.response, data.max_response_length, count)
     work = decode.Generation([lengths.prompt] * count, responses, n, found.seats)
-    return decode.ENGINES[rollout.name] * decode.generate_s(shape, work, device, element_of(config.actor_rollout_ref.actor))
+    element = element_of(config.actor_rollout_ref.actor)
+    return decode.ENGINES[rollout.name] * decode.generate_s(shape, work, device, element, rollout.keeps_float8)
 
 
 def _update_s(

@@ -47,10 +47,14 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
 
     `device` (cpu or cuda) is the configuration's where it is None.
     """
+    import torch
+
     from lockstep.models.routers import check_replay
     from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
+    from lockstep.workers.engine.precision import compute_dtype
     from lockstep.workers.engine.registry import check_engine
+    from lockstep.workers.rollout.native.family import check_float8_config
 
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -69,6 +73,9 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
         check_engine(choice, hf_config, world_size, where, key)
         if choice is policy.actor and policy.rollout.router_replay:
             check_replay(hf_config, where)
+        if choice is policy.actor and policy.rollout.keeps_float8:
+            dtype = compute_dtype(choice.engine.dtype, torch.device(where))
+            check_float8_config(hf_config, where, dtype, policy.rollout.name)
 
 
 def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length") -> None:

@@ -118,7 +118,7 @@ def test_trainer_and_sampler_round_alike(tmp_path, monkeypatch, family):
     try:
         own = gap(path, {})
         monkeypatch.setattr(fsdp_make, "install_fast_layers", lambda model: False)
-        monkeypatch.setattr(gpu_backend, "is_fusable", lambda module, mixtures: False)
+        monkeypatch.setattr(gpu_backend, "is_fusable", lambda config, mixtures: False)
         generic = gap(path, {})
     finally:
         dist.destroy_process_group()

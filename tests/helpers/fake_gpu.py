@@ -6,7 +6,7 @@ Everything that the host does is the real code: `GPUBackend`, `GenerationLoop`, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel  # noqa: F401  (before the stub: what it imports asks Triton more than the stub knows)
 
-from helpers.fake_model import VOCABULARY, FakeModel
+from helpers.fake_model import EMPTY, VOCABULARY, FakeModel
 from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.sampling import keep_likely
@@ -66,10 +66,30 @@ with _stub_triton():
 
 
 class FakeDecoder:
-    """See Decoder: the logits of a FakeModel, whose memory stands for the pages."""
+    """See Decoder: the logits of a FakeModel, whose memory stands for the pages.
 
-    def __init__(self, model: FakeModel, num_heads: int) -> None:
-        self._model, self.num_heads, self.block = model, num_heads, 4
+    The scale of a token, where `scales` [pages, kv_heads, page_size, 2] are kept, is the token; who reads a token without it is wrong.
+    """
+
+    def __init__(self, model: FakeModel, num_heads: int, scales: Tensor | None = None) -> None:
+        self._model, self.num_heads, self.block, self._scales = model, num_heads, 4, scales
+
+    def _logits(
+        self, tokens: list[int], positions: list[int], slots: list[int], table: list[list[int]], wanted: Sequence[int]
+    ) -> Tensor:
+        size, scales = self._model.page_size, self._scales
+        if scales is not None:
+            for token, slot in zip(tokens, slots, strict=True):
+                scales[slot // size, :, slot % size] = token
+        logits = self._model.logits(tokens, positions, slots, table, wanted)
+        if scales is not None:
+            kept = scales[:, -1, :, -1].int().tolist()
+            for i in wanted:
+                row = self._model.row(table[i], positions[i])
+                found = [scale for page in [*table[i], 0][: positions[i] // size + 1] for scale in kept[page]]
+                wrong = [at for at, (token, scale) in enumerate(zip(row, found, strict=False)) if token not in (EMPTY, scale)]
+                assert not wrong, f"scales of others at {wrong}"
+        return logits
 
     def decode(
         self,
@@ -87,7 +107,7 @@ class FakeDecoder:
                 pages = int(shared.tokens[first]) // self._model.page_size if size else 0
                 for row in range(first, first + size):
                     table[row][:pages] = table[first][:pages]
-        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, range(len(table)))
+        return self._logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, range(len(table)))
 
     def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor, context_lens: Tensor) -> Tensor:
         assert context_lens.tolist() == positions.tolist()
@@ -103,7 +123,7 @@ class FakeDecoder:
         for count, own in zip(rows.lengths, key_slots.split(rows.ends), strict=True):
             pages = [slot // size for slot in own.tolist()[::size]]
             table += [pages] * count
-        return self._model.logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, rows.wanted.tolist())
+        return self._logits(tokens.tolist(), positions.tolist(), slots.tolist(), table, rows.wanted.tolist())
 
     def release(self) -> None:
         pass
@@ -157,21 +177,32 @@ def decode_slots(page_table: Tensor, context_lens: Tensor, page_size: int) -> tu
 
 @pytest.fixture
 def make_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`make_gpu(model, lookahead, batch_invariant, kv_heads)`: a GPUBackend on the CPU over a FakeModel. 64 heads share prefixes."""
+    """`make_gpu(model, ...)`: a GPUBackend on the CPU over a FakeModel; 64 heads share prefixes."""
     return lambda *args, **options: fake_gpu(monkeypatch, *args, **options)
 
 
 def fake_gpu(
-    patch: pytest.MonkeyPatch, model: FakeModel, lookahead: int = 8, batch_invariant: bool = False, kv_heads: int = 1
+    patch: pytest.MonkeyPatch,
+    model: FakeModel,
+    lookahead: int = 8,
+    batch_invariant: bool = False,
+    kv_heads: int = 1,
+    float8: bool = False,
 ) -> Any:
     """See `make_gpu`."""
+
+    def copy_pages(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+        if pool.dtype == torch.bfloat16:  # scales
+            pool[:, :, targets] = pool[:, :, sources]
+        else:
+            model.copy(dict(zip(targets.tolist(), sources.tolist(), strict=True)))
+
     patch.setattr(backend, "HFDecoder", lambda module, cache, compile_layers: FakeDecoder(model, kv_heads))
-    patch.setattr(backend, "is_fusable", lambda module, mixtures: False)
+    patch.setattr(backend, "FusedDecoder", lambda module, cache, longest: FakeDecoder(model, kv_heads, cache.layer_scales(0)))
+    patch.setattr(backend, "is_fusable", lambda config, mixtures: float8)
     patch.setattr(runner, "draw", draw)
     patch.setattr(runner, "decode_slots", decode_slots)
-    patch.setattr(
-        loop, "copy_pages", lambda pool, sources, targets: model.copy(dict(zip(targets.tolist(), sources.tolist(), strict=True)))
-    )
+    patch.setattr(loop, "copy_pages", copy_pages)
 
     class SmallPages(backend.GPUBackend):
         page_size = model.page_size
@@ -179,8 +210,7 @@ def fake_gpu(
     SmallPages.lookahead = lookahead
     text = SimpleNamespace(vocab_size=VOCABULARY)
     module: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(get_text_config=lambda: text), modules=list)
-    made = SmallPages(
-        module, CacheShape(1, kv_heads, 1, model.page_size, torch.float32), 0.5, own_weights=False, batch_invariant=batch_invariant
-    )
+    shape = CacheShape(1, kv_heads, 1, model.page_size, torch.float32, float8)
+    made = SmallPages(module, shape, 0.5, own_weights=False, batch_invariant=batch_invariant)
     made.open(model.num_pages)
     return made

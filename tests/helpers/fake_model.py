@@ -18,7 +18,7 @@ from lockstep.workers.rollout.counted import uniforms
 from lockstep.workers.rollout.sampling import sample
 
 VOCABULARY = 50
-_EMPTY = -7
+EMPTY = -7
 _STATES = 4999
 
 
@@ -27,7 +27,7 @@ class FakeModel:
 
     def __init__(self, num_pages: int, page_size: int, bad_token: int | None = None) -> None:
         self.num_pages, self.page_size, self.bad_token = num_pages, page_size, bad_token
-        self._cells = [[_EMPTY] * page_size for _ in range(num_pages)]
+        self._cells = [[EMPTY] * page_size for _ in range(num_pages)]
         self._freed: set[int] = set()
         self._sources: dict[int, list[int]] = {}
         self.num_tokens = 0
@@ -41,7 +41,7 @@ class FakeModel:
         """A pass was planned: its copies are made of the pages as they are now, those that were freed among them."""
         self._sources = {page: list(self._cells[page]) for page in copies.values()}
         for page in self._freed:
-            self._cells[page] = [_EMPTY] * self.page_size
+            self._cells[page] = [EMPTY] * self.page_size
         self._freed.clear()
 
     def copy(self, copies: dict[int, int]) -> None:
@@ -63,12 +63,12 @@ class FakeModel:
         for token, slot in zip(tokens, slots, strict=True):
             self._cells[slot // size][slot % size] = token
         self.num_tokens += len(tokens)
-        states = []
-        for i in wanted:
-            pages = [*table[i], 0]
-            row = [token for page in pages[: positions[i] // size + 1] for token in self._cells[page]]
-            states.append(self._state(row[: positions[i] + 1]))
-        return _table()[states]
+        return _table()[[self._state(self.row(table[i], positions[i])) for i in wanted]]
+
+    def row(self, pages: Sequence[int], position: int) -> list[int]:
+        """The tokens up to `position` of who has these pages; EMPTY where nobody holds them any more."""
+        pages = [*pages, 0]
+        return [token for page in pages[: position // self.page_size + 1] for token in self._cells[page]][: position + 1]
 
     def _state(self, tokens: Sequence[int]) -> int:
         """The row of the table that stands for all of `tokens`; the last row is NaN."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.conformance import STEPS, TWO_MICRO_BATCHES, engine_step
 from helpers.distributed import run_distributed
 from helpers.engines import make_tiny_engine
@@ -22,6 +24,7 @@ from lockstep.config.engine import EngineChoice, FSDPConfig, MegatronConfig, Mod
 from lockstep.errors import DataError
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
+from lockstep.planner.choose import choose_rollout
 from lockstep.planner.count import LEAST_SEQUENCES, Load, count_model, count_rollout
 from lockstep.planner.memory import Keys, Model, Rollout, describe_plan, plan_memory, stage_bytes
 from lockstep.planner.needs import policy_needs, training_needs
@@ -148,6 +151,22 @@ def test_the_cache_has_the_size_of_the_native_engines(tmp_path: Path, family: st
         share = 0.25 if config.name == "native" else 1.0
         assert found.cache == min(rows, LEAST_SEQUENCES) * 30 * token / share
         assert found.weights == 4 * sum(p.numel() for p in module.parameters())
+
+
+def test_keys_and_values_in_eight_bits_take_what_the_native_engines_do(tmp_path: Path) -> None:
+    """And so more sequences fit, where their number is auto."""
+    path, load = save_tiny_model(tmp_path, head_dim=64), Load(4096, 4096, 4096)
+    module = tiny_model(head_dim=64)
+    module.set_attn_implementation(CACHED)
+    shape = replace(cache_shape(module, page_size=1), dtype=torch.bfloat16)
+    seats = []
+    for name, float8 in (("auto", False), ("fp8", True)):
+        found = count_rollout(
+            RolloutConfig(kv_cache_dtype=name), ModelConfig(path=path), actor=EngineChoice(), world_size=1, element=2, load=load
+        )
+        assert found.token_bytes == replace(shape, float8=float8).page_bytes
+        seats.append(choose_rollout(found, load, free=GIB // 2).max_num_seqs)
+    assert seats[1] == pytest.approx(seats[0] * 128 / 66, abs=2)
 
 
 def test_a_decoder_shares_weights_in_one_precision_on_one_rank_only(tmp_path: Path) -> None:

@@ -76,6 +76,20 @@ def test_float32_takes_longer_and_more(models):
     assert whole.memory["gen"]["rollout weights"] == 0  # the trainer's own
 
 
+def test_keys_and_values_in_eight_bits_take_half_the_memory_and_less_time(models):
+    """A head of 64 numbers: 66 bytes of 128."""
+    long = ["data.max_response_length=16384", "data.train_batch_size=32", "actor_rollout_ref.rollout.n=1"]
+    half, eight = (
+        predict(config_of(models / "0.5b", *long, f"actor_rollout_ref.rollout.kv_cache_dtype={name}"), H200)
+        for name in ("auto", "fp8")
+    )
+    caches = [found.memory["gen"]["key-value cache"] for found in (half, eight)]
+    assert caches[1] * 128 == caches[0] * 66
+    assert eight.seconds["gen"] < 0.8 * half.seconds["gen"]
+    assert eight.seconds["update_actor"] == half.seconds["update_actor"]
+    assert eight.memory["gen"]["rollout weights"] == half.memory["gen"]["rollout weights"]
+
+
 def test_every_role_is_counted_where_it_is(models):
     keys = ["reward_model.enable=true", f"reward_model.model.path={models / '0.5b'}", "critic.enable_resource_pool=true"]
     found = predict(config_of(models / "0.5b", *keys, "actor_rollout_ref.actor.use_kl_loss=true", algorithm="ppo"), H200)

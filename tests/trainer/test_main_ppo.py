@@ -94,6 +94,9 @@ CASES = {
     "a family that a strategy does not know": (
         lambda t: {"critic.strategy": "veomni", "critic.model.path": save_tiny_model(t / "gpt2", "gpt2")}, ["veomni", "gpt2"],
     ),
+    "keys in eight bits without a GPU": (
+        lambda t: {"actor_rollout_ref.rollout.kv_cache_dtype": "fp8", "trainer.device": "cpu"}, ["kv_cache_dtype=fp8", "GPU", "auto"],
+    ),
     "an unknown estimator": (lambda t: {"algorithm.adv_estimator": "gea"}, ["gea", "gae"]),
     "an unknown loss": (lambda t: {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanila"}, ["vanila", "vanilla"]),
     "an unknown key": (lambda t: {"data.train_batchsize": 4}, ["data.train_batchsize", "data.train_batch_size"]),

@@ -1,7 +1,9 @@
 """The families of models whose decoder layer cpu/fused.py and gpu/fused.py compute by hand, and what more gpu/float8.py wants of them."""
 
+from typing import NoReturn
+
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.errors import ConfigError
 from lockstep.models.flops import head_size
@@ -14,9 +16,8 @@ _ROPE_OF_POSITION = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone; the others also look at the longest sequence of the batch."""
 
 
-def is_fusable(module: PreTrainedModel, *, mixtures: bool = False) -> bool:
-    """Whether cpu/fused.py and gpu/fused.py can compute this model; `mixtures` too only where the latter is meant."""
-    config = module.config
+def is_fusable(config: PretrainedConfig, *, mixtures: bool = False) -> bool:
+    """Whether cpu/fused.py and gpu/fused.py can compute a model of this config; `mixtures` too only where the latter is meant."""
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         (config.model_type in FAMILIES or (mixtures and config.model_type in MIXTURES))
@@ -27,28 +28,40 @@ def is_fusable(module: PreTrainedModel, *, mixtures: bool = False) -> bool:
     )
 
 
-_LEAST_HEAD = 32
-"""The smallest head of gpu/float8.py; larger ones are powers of two."""
+_FLOAT8_HEADS = (32, 64, 128, 256)
+"""Numbers of a head."""
 _FLOAT8_SINCE = (8, 9)
 """The first compute capability whose GPUs turn float8 into float16."""
 
 
 def check_float8(module: PreTrainedModel) -> None:
-    """Raise ConfigError unless keys and values of this model can be kept in eight bits where it is (rollout.kv_cache_dtype=fp8)."""
-    size = head_size(module.config.get_text_config())
-    if module.device.type != "cuda":
-        found = f"the device is {module.device.type}"
-    elif torch.cuda.get_device_capability(module.device) < _FLOAT8_SINCE:
-        found = f"the GPU is an older one, of compute capability {torch.cuda.get_device_capability(module.device)}"
-    elif not is_fusable(module, mixtures=True):
-        found = f"the model is a {type(module).__name__}"
-    elif module.dtype != torch.bfloat16:
-        found = f"the model computes in {module.dtype} (actor_rollout_ref.actor.fsdp_config.dtype)"
-    elif size < _LEAST_HEAD or size & (size - 1):
-        found = f"its heads have {size} numbers"
-    else:
+    """Raise ConfigError unless keys and values of this model can be kept in eight bits where it is. It must have its weights."""
+    check_float8_config(module.config, module.device.type, module.dtype)
+    capability = torch.cuda.get_device_capability(module.device)
+    if capability < _FLOAT8_SINCE:
+        _refuse_float8("a GPU of compute capability 8.9 or newer", "this one has {}.{}".format(*capability))
+
+
+def check_float8_config(config: PretrainedConfig, device_type: str, dtype: torch.dtype, engine: str = "native") -> None:
+    """The same as far as it is known before anything is loaded; which models others than the native engine do it for is theirs to say."""
+    family = config.model_type
+    if device_type != "cuda":
+        _refuse_float8("a GPU", f"the device is {device_type} (trainer.device)")
+    if engine != "native":
         return
-    raise ConfigError(
-        "actor_rollout_ref.rollout.kv_cache_dtype=fp8 is for bfloat16 on a GPU of compute capability 8.9 or newer, models of the families "
-        f"{', '.join(FAMILIES + MIXTURES)} with heads of 32, 64, 128 or 256 numbers, and {found}; set it to auto"
-    )
+    if dtype != torch.bfloat16:
+        computed = str(dtype).removeprefix("torch.")
+        _refuse_float8(
+            "a model that computes in bfloat16", f"this one does in {computed} (actor_rollout_ref.actor.fsdp_config.dtype)"
+        )
+    if family not in FAMILIES + MIXTURES:
+        _refuse_float8(f"a model of the families {', '.join(FAMILIES + MIXTURES)}", f"this one is a {family}")
+    if not is_fusable(config, mixtures=True):
+        _refuse_float8("SiLU and rotary positions of a common kind", f"this {family} has others")
+    size = head_size(config.get_text_config())
+    if size not in _FLOAT8_HEADS:
+        _refuse_float8("heads of 32, 64, 128 or 256 numbers", f"this model's have {size}")
+
+
+def _refuse_float8(needed: str, found: str) -> NoReturn:
+    raise ConfigError(f"actor_rollout_ref.rollout.kv_cache_dtype=fp8 needs {needed}, and {found}; set it to auto")

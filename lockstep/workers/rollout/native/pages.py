@@ -132,4 +132,7 @@ class KVCache:
         """Copy whole pages in every layer, all at once: target -> source."""
         if copies:
             targets, sources = torch.tensor([list(copies), list(copies.values())], device=self.pool.device)
-            self.pool[:, :, targets] = self.pool[:, :, sources]
+            pool = self.pool if self.scales is None else self.pool.view(torch.uint8)  # float8 is not indexed everywhere
+            pool[:, :, targets] = pool[:, :, sources]
+            if self.scales is not None:
+                self.scales[:, targets] = self.scales[:, sources]

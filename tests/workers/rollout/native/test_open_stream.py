@@ -17,7 +17,7 @@ from helpers.fake_gpu import fake_gpu, loop, short_prefill
 from helpers.fake_model import VOCABULARY, FakeModel
 from helpers.fake_streams import fake_engine
 from helpers.rollouts import sampling
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.sampling import SamplingParams
@@ -206,14 +206,22 @@ def test_passes_one_by_one_give_every_request_what_it_gets_alone(seed: int, cach
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**9), cached=st.booleans(), lookahead=st.sampled_from([1, 8]), batch_invariant=st.booleans())
+@given(
+    seed=st.integers(0, 10**9),
+    cached=st.booleans(),
+    lookahead=st.sampled_from([1, 8]),
+    batch_invariant=st.booleans(),
+    float8=st.booleans(),
+)
+@example(seed=13, cached=True, lookahead=8, batch_invariant=False, float8=True)  # these two copy pages
+@example(seed=69, cached=False, lookahead=8, batch_invariant=False, float8=True)
 def test_intervals_that_are_read_late_give_every_request_what_it_gets_alone(
-    seed: int, cached: bool, lookahead: int, batch_invariant: bool
+    seed: int, cached: bool, lookahead: int, batch_invariant: bool, float8: bool
 ) -> None:
-    """The loop of the GPU."""
+    """The loop of the GPU; with float8 pages every token that is read has its own scales beside it, in turns that go on too."""
     script = Script(seed)
     with pytest.MonkeyPatch.context() as patch:
-        gpu = fake_gpu(patch, script.model, lookahead, batch_invariant, random.Random(seed).choice([1, 64]))
+        gpu = fake_gpu(patch, script.model, lookahead, batch_invariant, random.Random(seed).choice([1, 64]), float8)
         scheduler = CheckedOpen(script.model, script.seats, script.budget, lookahead, False, cached=cached and not batch_invariant)
         scheduler.longest = CONTEXT
         patch.setattr(short_prefill, "_MOST_KEYS", random.Random(seed).choice([0, 150, 1 << 19]))  # never, sometimes, always

@@ -32,7 +32,7 @@ from lockstep.workers.rollout.native.scheduler import Sample
 
 def fused_library(module: PreTrainedModel) -> Library | None:
     """The functions that FusedBackend needs, if it computes this model on this machine, and faster than PyTorch."""
-    if module.device.type != "cpu" or not is_fusable(module):
+    if module.device.type != "cpu" or not is_fusable(module.config):
         return None
     if module.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         return None  # oneDNN multiplies with tiles, these functions do not

@@ -59,7 +59,7 @@ class GPUBackend(Backend):
         self._module, self._shape, self._own_weights, self.in_one_shape = module, shape, own_weights, batch_invariant
         self._gpu_memory_utilization = gpu_memory_utilization
         # Grouped products on a GPU are of bfloat16.
-        self._fused = fused and is_fusable(module, mixtures=shape.dtype == torch.bfloat16)
+        self._fused = fused and is_fusable(module.config, mixtures=shape.dtype == torch.bfloat16)
         assert self._fused or not shape.float8, "float8 pages are for gpu/fused.py (family.check_float8)"
         self._device = module.device
         self._cache: KVCache | None = None
