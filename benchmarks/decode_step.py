@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.rollout import RESULTS, _about, _model, _parser
+from lockstep.workers.rollout.native.float8_cache import Float8Cache
 from lockstep.workers.rollout.native.gpu.draw import num_chunks
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.rows import RUNNING, RowState
@@ -76,7 +77,8 @@ def _captured(shape: str, rows: int, context: int, kept: str, steps: int) -> tor
     width = (context + steps + 8) // PAGE_SIZE + 1
     dim = config.hidden_size // config.num_attention_heads
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
-    cache = KVCache(CacheShape(layers, heads, dim, PAGE_SIZE, model.dtype, kept == "fp8"), rows * width + 1, device)
+    shape_of = CacheShape(layers, heads, dim, PAGE_SIZE, model.dtype, kept == "fp8")
+    cache = (Float8Cache if shape_of.float8 else KVCache)(shape_of, rows * width + 1, device)
     if cache.scales is None:
         cache.pool.normal_()
     else:  # positive numbers from 2^-9 to 240, and scales that make them keys and values of about 1

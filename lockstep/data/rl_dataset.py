@@ -84,13 +84,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self._rows = choose_rows(len(self._files), max_samples, config.shuffle, config.seed)
         self.num_filtered = 0
         measured = math.inf if config.filter_overlong_prompts else _CHECK_BYTES if self._truncation == "error" else 0
-        overlong, are_all = find_overlong(
-            self._files, self._prompt_key, self._rows, self._encoder, self._max_prompt_length, measured
-        )
-        if config.filter_overlong_prompts:
-            self._filter(overlong)
-        else:
-            self._refuse(overlong, are_all)
+        found = find_overlong(self._files, self._prompt_key, self._rows, self._encoder, self._max_prompt_length, measured)
+        self._filter(found[0]) if config.filter_overlong_prompts else self._refuse(*found)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -110,8 +105,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         prompts = [row[self._prompt_key] for row in rows]
         ids = self._encoder.encode(prompts, indices)
         if self._truncation == "error":
-            lengths = [(index, len(row_ids)) for index, row_ids in zip(indices, ids, strict=True)]
-            self._refuse([(index, length) for index, length in lengths if length > self._max_prompt_length], are_all=False)
+            self._refuse([(i, len(row)) for i, row in zip(indices, ids, strict=True) if len(row) > self._max_prompt_length], False)
         else:
             ids = [truncate(row_ids, self._max_prompt_length, self._truncation) for row_ids in ids]
         return [

@@ -198,7 +198,7 @@ def fake_gpu(
             model.copy(dict(zip(targets.tolist(), sources.tolist(), strict=True)))
 
     patch.setattr(backend, "HFDecoder", lambda module, cache, compile_layers: FakeDecoder(model, kv_heads))
-    patch.setattr(backend, "FusedDecoder", lambda module, cache, longest: FakeDecoder(model, kv_heads, cache.layer_scales(0)))
+    patch.setattr(backend, "FusedDecoder", lambda module, cache, longest: FakeDecoder(model, kv_heads, cache.scales[0]))
     patch.setattr(backend, "is_fusable", lambda config, mixtures: float8)
     patch.setattr(runner, "draw", draw)
     patch.setattr(runner, "decode_slots", decode_slots)

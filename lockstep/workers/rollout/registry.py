@@ -10,6 +10,7 @@ from lockstep.config.check import one_of
 from lockstep.errors import ConfigError
 from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
+from lockstep.workers.rollout.native.family import check_float8
 from lockstep.workers.rollout.request import DecodeText
 
 _INSTALL = {
@@ -44,6 +45,8 @@ def make_rollout(
     A model that the engine would compute wrongly raises ConfigError; with `config.fallback_to_hf` transformers generates instead, and a
     line on standard output says so.
     """
+    if config.keeps_float8:
+        check_float8(module)
     if config.router_replay:
         from lockstep.workers.rollout.native.routed import RoutedRollout
 

@@ -15,7 +15,7 @@ from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConf
 from lockstep.config.engine import ModelConfig
 from lockstep.workers.policy.actor import ActorPart
 from lockstep.workers.policy.rollout import choose_rollout, make_rollout_part
-from lockstep.workers.rollout.native import engine as native
+from lockstep.workers.rollout import registry
 from lockstep.workers.rollout.native.family import check_float8_config
 
 
@@ -40,7 +40,7 @@ def test_keys_in_eight_bits_are_checked_for_the_weights_that_generate(
         section = {"dtype": "bfloat16", "param_offload": offload}
         trained = make_tiny_engine(path, section=section, model=model, decoder_attention=choice.attention)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "check_float8", check)
+            patch.setattr(registry, "check_float8", check)
             make_rollout_part(
                 choice, config, ActorPart(trained, config, torch.bfloat16),
                 device=trained.device, dtype=torch.bfloat16, seed=0, pad_token_id=0,

@@ -1,7 +1,6 @@
 """NativeRollout: continuous batching over pages, from the trainer's own weights."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ from lockstep.workers.rollout.native.cpu.backend import TorchBackend
 from lockstep.workers.rollout.native.cpu.fused import FusedBackend, fused_library
 from lockstep.workers.rollout.native.cpu.kernels import Library
 from lockstep.workers.rollout.native.cpu.passes import PAGE_SIZE, PassBackend
-from lockstep.workers.rollout.native.family import check_float8
 from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
 from lockstep.workers.rollout.native.open_stream import OpenStream
 from lockstep.workers.rollout.native.pages import CacheShape, PagePool
@@ -77,8 +75,6 @@ class NativeRollout(ModuleRollout):
             self._stream.abort(index)
 
     def check(self) -> None:
-        if self.config.keeps_float8:
-            check_float8(self.module)
         check_equivalence(self.module, self._cpu_backend(invariant=False))
 
     def sleep(self) -> None:
@@ -110,7 +106,7 @@ class NativeRollout(ModuleRollout):
             from lockstep.workers.rollout.native.gpu import backend, routed  # need Triton
 
             kind = routed.RoutedGPUBackend if self.notes_experts else backend.GPUBackend
-            shape = replace(cache_shape(self.module, kind.page_size), float8=self.config.keeps_float8)
+            shape = cache_shape(self.module, kind.page_size, self.config.keeps_float8)
             utilization, own = self.cache_share, self.own_weights
             return kind(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
         return self._cpu_backend(invariant)

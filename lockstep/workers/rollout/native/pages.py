@@ -84,9 +84,8 @@ class CacheShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    """What the model computes in, and its keys and values are kept in unless they are float8."""
     float8: bool = False
-    """Whether they are (gpu/float8.py): a byte for each number, and two for the scale of each head."""
+    """Whether they are kept in eight bits, with two bytes for the scale of each head, and not in `dtype`."""
 
     @property
     def page_bytes(self) -> int:
@@ -96,14 +95,9 @@ class CacheShape:
 
 
 class KVCache:
-    """The memory behind the pages: `pool` [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at 0 and values at 1.
+    """The memory behind the pages: `pool` [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at 0 and values at 1."""
 
-    In memory the tokens of a page follow each other, but in float8 the KV heads do: a head's tokens, which are read together, fill lines.
-    """
-
-    scales: Tensor | None = None
-    """[layers, num_pages, kv_heads, page_size, 2] bfloat16 of keys and values, where the pool is float8."""
-
+    scales: Tensor | None = None  # of keys and values in eight bits (float8_cache.py)
     experts: Tensor | None = None
     """[num_pages, page_size, routers, k] int16: what the routers of a mixture chose for each token, where somebody wants to know."""
 
@@ -111,28 +105,15 @@ class KVCache:
         self.shape, self.num_pages = shape, num_pages
         size = (shape.num_layers, 2, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
         # On a CPU nobody reads what was not written, and writing zeros takes as long as a dozen passes.
-        make = torch.empty if device.type == "cpu" and not shape.float8 else torch.zeros
-        if shape.float8:
-            layers, both, pages, tokens, heads, dim = size
-            codes = make(layers, both, pages, heads, tokens, dim, dtype=torch.uint8, device=device)
-            self.pool = codes.view(torch.float8_e4m3fn).transpose(3, 4)
-            self.scales = make(layers, pages, heads, tokens, 2, dtype=torch.bfloat16, device=device)
-        else:
-            self.pool = make(size, dtype=shape.dtype, device=device)
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        self.pool = make(size, dtype=shape.dtype, device=device)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [num_pages, page_size, kv_heads, head_dim]: views of the pool."""
         return self.pool[number, 0], self.pool[number, 1]
 
-    def layer_scales(self, number: int) -> Tensor | None:
-        """The scales of one layer [num_pages, kv_heads, page_size, 2], a view, where the pool is float8."""
-        return None if self.scales is None else self.scales[number]
-
     def copy_pages(self, copies: dict[int, int]) -> None:
         """Copy whole pages in every layer, all at once: target -> source."""
         if copies:
             targets, sources = torch.tensor([list(copies), list(copies.values())], device=self.pool.device)
-            pool = self.pool if self.scales is None else self.pool.view(torch.uint8)  # float8 is not indexed everywhere
-            pool[:, :, targets] = pool[:, :, sources]
-            if self.scales is not None:
-                self.scales[:, targets] = self.scales[:, sources]
+            self.pool[:, :, targets] = self.pool[:, :, sources]

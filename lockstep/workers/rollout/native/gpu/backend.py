@@ -10,6 +10,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.utils.memory import free_device_memory
 from lockstep.workers.rollout.native.backend import Backend, Event, TakeAborts
 from lockstep.workers.rollout.native.family import is_fusable
+from lockstep.workers.rollout.native.float8_cache import Float8Cache
 from lockstep.workers.rollout.native.gpu.attention import num_splits
 from lockstep.workers.rollout.native.gpu.draw import num_chunks
 from lockstep.workers.rollout.native.gpu.filters import make_filter
@@ -79,7 +80,8 @@ class GPUBackend(Backend):
 
     def open(self, num_pages: int) -> None:
         self.close()
-        self._cache, self.num_pages = KVCache(self._shape, num_pages, self._device), num_pages
+        kind = Float8Cache if self._shape.float8 else KVCache
+        self._cache, self.num_pages = kind(self._shape, num_pages, self._device), num_pages
 
     def close(self) -> None:
         self._leave()

@@ -118,7 +118,7 @@ class FusedDecoder:
             return self._new_token(
                 qkv, bias, norms, *self._cache.layer(number), positions, slots, page_table, context_lens,
                 scale=attention.scaling, window=sliding_window(self._module, attention), splits=splits,
-                scales=self._cache.layer_scales(number),
+                scales=self._scales(number),
             )  # fmt: skip
 
         return self.logits(self._layers(tokens, slots, attend))
@@ -141,7 +141,7 @@ class FusedDecoder:
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             query, _, _ = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             pages, window = self._cache.layer(number), sliding_window(self._module, attention)
-            kernel, scales = paged_attention if options else block_attention, self._cache.layer_scales(number)
+            kernel, scales = paged_attention if options else block_attention, self._scales(number)
             out = kernel(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, scales=scales, **options)
             return out.flatten(1)
 
@@ -153,13 +153,17 @@ class FusedDecoder:
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             heads = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
-            pages, scales = self._cache.layer(number), self._cache.layer_scales(number)
+            pages, scales = self._cache.layer(number), self._scales(number)
             return packed_prompt_attention(*heads, *pages, rows, variant, scales).flatten(1)
 
         return self.logits(self._layers(tokens, slots, attend)[rows.wanted])
 
     def release(self) -> None:
         """The module was not changed."""
+
+    def _scales(self, number: int) -> Tensor | None:
+        """Of one layer [num_pages, kv_heads, page_size, 2], where keys and values are float8."""
+        return None if self._cache.scales is None else self._cache.scales[number]
 
     def _layers(self, tokens: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """[N, hidden] after the last norm."""
@@ -223,7 +227,7 @@ class FusedDecoder:
         rows, width = qkv.shape[-2:]
         out = qkv if not parts else torch.empty(rows, width, dtype=self._cache.shape.dtype, device=qkv.device)
         keys, values = self._cache.layer(number)
-        scales = self._cache.layer_scales(number)
+        scales = self._scales(number)
         norm = _has_norms(attention)
         _rotate_and_store_kernel[(rows,)](
             qkv, qkv if bias is None else bias, out, self._cos, self._sin, positions, slots, keys, values,

@@ -17,6 +17,7 @@ from helpers.new_tokens import float8_pages, plain_pages, rounded, spoil
 from helpers.tiny import tiny_model
 
 from lockstep.models.cached_attention import Variant
+from lockstep.workers.rollout.native.float8_cache import Float8Cache
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, copy_pages, decode_slots, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention
 from lockstep.workers.rollout.native.gpu.float8 import (
@@ -31,7 +32,7 @@ from lockstep.workers.rollout.native.gpu.float8 import (
 )
 from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
-from lockstep.workers.rollout.native.pages import CacheShape, KVCache
+from lockstep.workers.rollout.native.pages import CacheShape
 
 
 @triton.jit
@@ -170,8 +171,7 @@ def test_a_prompt_that_is_cut_reads_back_what_it_has_stored() -> None:
 
 
 def test_pages_are_copied_with_their_scales() -> None:
-    cache = KVCache(CacheShape(2, 2, 32, 16, torch.bfloat16, float8=True), 5, torch.device("cpu"))
-    assert cache.scales is not None
+    cache = Float8Cache(CacheShape(2, 2, 32, 16, torch.bfloat16, float8=True), 5, torch.device("cpu"))
     whole = cache.pool.view(torch.uint8)
     whole.copy_(torch.randint(0, 127, whole.shape))
     cache.scales.normal_()
@@ -194,7 +194,7 @@ def test_every_way_to_compute_tokens_stores_and_reads_the_same_numbers(family: s
     model = tiny_model(family, head_dim=32, max_position_embeddings=512)
     fuse_projections(model)
     shape = CacheShape(2, 2, 32, 16, torch.float32, float8=True)
-    caches = [KVCache(shape, 7, torch.device("cpu")) for _ in range(4)]
+    caches = [Float8Cache(shape, 7, torch.device("cpu")) for _ in range(4)]
     few, many, blocks, whole = (FusedDecoder(model, cache, 64) for cache in caches)
     ids, table = torch.randint(2, 32, (3, 2)), torch.tensor([[1], [5], [3]], dtype=torch.int32)
     for place in range(2):
@@ -206,7 +206,7 @@ def test_every_way_to_compute_tokens_stores_and_reads_the_same_numbers(family: s
     from_whole = whole.prefill(ids.flatten(), positions, slots, PromptRows([2] * 3, [0] * 3, torch.tensor([1, 3, 5]), None))
     for found in (from_few, from_blocks, from_whole):
         assert (found - want).norm() < 0.02 * want.norm()
-    stored = [plain_pages((c.pool[0, 0], c.pool[0, 1]), c.scales[0]) for c in caches if c.scales is not None]
+    stored = [plain_pages((c.pool[0, 0], c.pool[0, 1]), c.scales[0]) for c in caches]
     for other in stored[1:]:  # of the first layer, whose inputs are the same
         for a, b in zip(stored[0], other, strict=True):
             assert torch.equal(a[table[:, 0].long(), :2], b[table[:, 0].long(), :2])
