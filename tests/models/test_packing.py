@@ -196,22 +196,30 @@ def test_a_pair_costs_its_prompt_once_and_a_chunk_holds_it_whole() -> None:
     rows=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=30), max_tokens=st.integers(20, 60),
     max_rows=st.none() | st.integers(1, 5),
 )  # fmt: skip
-def test_without_units_rows_are_cut_as_they_always_were(
+def test_micro_batches_are_as_few_as_filling_one_after_the_other_makes_them_and_about_equally_full(
     rows: list[tuple[int, bool]], max_tokens: int, max_rows: int | None
 ) -> None:
     counts = [count for count, _ in rows]
     shared = [count // 2 if again and i else 0 for i, (count, again) in enumerate(rows)]
-    batches: list[list[int]] = []
+    filled: list[list[int]] = []
     used = 0
     for row, count in enumerate(counts):
         more = count - shared[row]
-        if not batches or (len(batches[-1]) >= max_rows if max_rows else used + more > max_tokens):
-            batches.append([])
+        if not filled or (len(filled[-1]) >= max_rows if max_rows else used + more > max_tokens):
+            filled.append([])
             used, more = 0, count
-        batches[-1].append(row)
+        filled[-1].append(row)
         used += more
-    for units in (None, [[row] for row in range(len(counts))]):
-        assert cut_into_micro_batches(counts, Budget(max_tokens, max_rows), shared, units) == batches
+    batches = cut_into_micro_batches(counts, Budget(max_tokens, max_rows), shared)
+    assert batches == cut_into_micro_batches(counts, Budget(max_tokens, max_rows), shared, [[row] for row in range(len(counts))])
+    assert [row for batch in batches for row in batch] == list(range(len(counts)))
+    assert len(batches) == len(filled)
+    if max_rows:
+        assert batches == filled
+    elif batches:
+        share = (sum(counts) - sum(shared)) / len(batches)
+        costs = [sum(counts[row] - shared[row] for row in batch) + shared[batch[0]] for batch in batches]
+        assert max(costs) <= min(max_tokens, share + max(counts) + max(shared) + 1)
 
 
 def test_a_token_that_restarts_sees_nothing_before_it_and_its_row_stays_one() -> None:
