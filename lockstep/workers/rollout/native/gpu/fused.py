@@ -256,13 +256,24 @@ def _weight_of(x: Tensor, linears: Sequence[Any]) -> Tensor | None:
 
 
 def _project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """The linear maps of one input, side by side, in one product where their weights lie together; with few rows in parts, and the bias
-    that is still to be added. x has `room_for` what its product needs."""
+    """The linear maps of one input, side by side; with few rows in parts, and the bias that is still to be added. x has `room_for` what
+    its product needs."""
     weight = _weight_of(x, linears)
+    if weight is not None and takes(x, weight):
+        return partial_products(x, weight), _bias_of(linears)
+    return _side_by_side(x, linears, weight), None
+
+
+def _side_by_side(x: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor:
+    """The same by the library, in one product where their weights are one tensor."""
     if weight is None:
-        return torch.cat([linear(x) for linear in linears], dim=-1), None
-    bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
-    return (partial_products(x, weight), bias) if takes(x, weight) else (F.linear(x, weight, bias), None)
+        return torch.cat([linear(x) for linear in linears], dim=-1)
+    return F.linear(x, weight, _bias_of(linears))
+
+
+def _bias_of(linears: Sequence[Any]) -> Tensor | None:
+    """Of linear maps whose weights are one tensor."""
+    return None if linears[0].bias is None else _joined([linear.bias for linear in linears])
 
 
 def _add_linear(hidden: Tensor, x: Tensor, linear: Any) -> Tensor | None:
@@ -282,13 +293,9 @@ def _gated(x: Tensor, mlp: Any) -> Tensor:
     """silu(gate(x)) * up(x)."""
     linears = [mlp.gate_proj, mlp.up_proj]
     weight = _weight_of(x, linears)
-    bias = None if mlp.gate_proj.bias is None else _joined([linear.bias for linear in linears])
-    if weight is None:
-        gate_up = torch.cat([linear(x) for linear in linears], dim=-1)
-    elif bias is None and takes(x, weight, MOST_GATED_ROWS):
+    if weight is not None and mlp.gate_proj.bias is None and takes(x, weight, MOST_GATED_ROWS):
         return gated_product(x, weight)
-    else:
-        gate_up = F.linear(x, weight, bias)
+    gate_up = _side_by_side(x, linears, weight)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     _gate_kernel[(rows, triton.cdiv(size, 2048))](gate_up, out, N=size, BLOCK=2048, num_warps=4)
