@@ -16,8 +16,11 @@ CONTEXTS = (0, 1, 63, 64, 65, 700, 1500, 127)
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (14, 2, 64), (9, 3, 64)])
-@pytest.mark.parametrize(("splits", "window"), [(1, None), (8, 100), (2, None)])
-def test_one_kernel_rotates_stores_attends_and_joins(kind, tolerance, heads, kv_heads, dim, splits, window):
+@pytest.mark.parametrize(
+    ("splits", "window", "warps"), [(1, None, 1024), (8, 100, 1024), (16, None, 1024), (2, None, 0), (8, 100, 0)]
+)
+def test_one_kernel_rotates_stores_attends_and_joins(monkeypatch, kind, tolerance, heads, kv_heads, dim, splits, window, warps):
+    monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
     case = make_new_tokens(
         torch.device("cuda"), kind, parts=3, norm=dim == 128, dim=dim, heads=heads, kv_heads=kv_heads, page=64, contexts=CONTEXTS
     )
@@ -40,11 +43,17 @@ def test_one_kernel_rotates_stores_attends_and_joins(kind, tolerance, heads, kv_
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (14, 2, 64), (9, 3, 64), (20, 2, 32)])
-@pytest.mark.parametrize(("splits", "window", "tile"), [(1, None, 64), (8, 100, 64), (2, None, 128), (16, 100, 128)])
-def test_float8_pages_are_read_as_what_they_stand_for(monkeypatch, kind, tolerance, heads, kv_heads, dim, splits, window, tile):
+@pytest.mark.parametrize(
+    ("splits", "window", "tile", "warps"),
+    [(1, None, 64, 1024), (8, 100, 64, 0), (16, None, 64, 1024), (2, None, 128, 0), (16, 100, 128, 1024)],
+)
+def test_float8_pages_are_read_as_what_they_stand_for(
+    monkeypatch, kind, tolerance, heads, kv_heads, dim, splits, window, tile, warps
+):
     """In float32 what is left is the 11 bits of weights and queries, times a score in the latter (1.2e-3 was seen). In bfloat16 a new key
     may be rounded to the number beside."""
     monkeypatch.setitem(new_token._FLOAT8, "TILE", tile)
+    monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
     case = make_new_tokens(
         torch.device("cuda"), kind, parts=3, norm=dim == 128, dim=dim, heads=heads, kv_heads=kv_heads, page=64, contexts=CONTEXTS,
         float8=True,

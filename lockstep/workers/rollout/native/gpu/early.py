@@ -3,9 +3,10 @@
 """Kernels that begin while the one before them still runs, where the GPU can (Hopper and later: programmatic dependent launch).
 
 With few rows a step is some 200 kernels of a few microseconds, each of which waits for the one before. A kernel that is launched with
-`early` begins as soon as the one before has called `begin` in all of its programs, or has ended. Until its own `begin` it may read only
-what neither that kernel nor the one before it writes: weights, older keys and values, where they lie. `begin` waits until the kernel before
-has ended and everything that it wrote can be read; so when a kernel passes it, all kernels before are over, and never more than two run.
+`early` begins as soon as the one before has called `begin` or `let_next` in all of its programs, or has ended. Until its own `begin` it may
+read only what no other kernel of the step writes: weights, older keys and values, where they lie. `begin` waits until the kernel before has
+ended and everything that it wrote can be read; so when a kernel passes it, all kernels before are over. Where one calls `let_next` before
+it waits itself, three may run at once.
 """
 
 import functools
@@ -34,6 +35,13 @@ def begin(EARLY: tl.constexpr, LETS_NEXT: tl.constexpr):
         gdc_wait()
         if LETS_NEXT:
             gdc_launch_dependents()
+
+
+@triton.jit
+def let_next(EARLY: tl.constexpr):
+    """The next kernel may begin, whether this one has waited or not."""
+    if EARLY:
+        gdc_launch_dependents()
 
 
 @triton.jit

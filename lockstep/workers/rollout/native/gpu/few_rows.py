@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lockstep.workers.rollout.native.gpu.early import begin, early, fetch
+from lockstep.workers.rollout.native.gpu.early import begin, early, fetch, let_next
 
 MOST_ROWS, MOST_GATED_ROWS, _MOST_WIDE_ROWS = 96, 64, 32
 """With more rows the library's products are faster, in wide models sooner (measured, docs/generation_gpu.md)."""
@@ -34,8 +34,9 @@ def takes(x: Tensor, weight: Tensor, most: int = MOST_ROWS) -> bool:
     return len(x) <= most and x.is_cuda and x.element_size() == 2 and weight.shape[1] % 8 == 0
 
 
-def partial_products(x: Tensor, weight: Tensor) -> Tensor:
-    """[parts, rows, N] float32 that add up to x [rows, K] @ weight [N, K]^T."""
+def partial_products(x: Tensor, weight: Tensor, lets_first: bool = False) -> Tensor:
+    """[parts, rows, N] float32 that add up to x [rows, K] @ weight [N, K]^T. `lets_first`: the next kernel has much to load that does not
+    depend on this one, and may begin before this one has its x."""
     (rows, inputs), outputs = x.shape, len(weight)
     step, stages = _pipeline(rows)
     most = _MOST_PARTS if inputs < 4096 else 2 * _MOST_PARTS
@@ -44,7 +45,8 @@ def partial_products(x: Tensor, weight: Tensor) -> Tensor:
     padded = _padded(rows)
     _product[(triton.cdiv(outputs, _OUTPUTS), parts)](
         TensorDescriptor.from_tensor(x, [padded, step]), TensorDescriptor.from_tensor(weight, [_OUTPUTS, step]), weight, out, rows, outputs,
-        K=inputs, BM=padded, BN=_OUTPUTS, BK=step, PARTS=parts, num_warps=4, num_stages=stages, **early(x),
+        K=inputs, BM=padded, BN=_OUTPUTS, BK=step, PARTS=parts, LETS_FIRST=lets_first, num_warps=4,
+        num_stages=stages, **early(x),
     )  # fmt: skip
     return out
 
@@ -80,8 +82,11 @@ def _fetch_first(W, line, low, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def _product(
     XD, WD, W, OUT, rows, outputs,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, LETS_FIRST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if LETS_FIRST:
+        let_next(EARLY)
     first = tl.program_id(0) * BN
     n = first + tl.arange(0, BN)
     m = tl.arange(0, BM)
@@ -90,7 +95,7 @@ def _product(
     low = part * SHARE
     if EARLY:
         _fetch_first(W, tl.minimum(n, outputs - 1), low, K, BK)
-    begin(EARLY, LETS_NEXT=True)
+    begin(EARLY, LETS_NEXT=not LETS_FIRST)
     acc = tl.zeros([BN, BM], tl.float32)
     for start in range(low, tl.minimum(low + SHARE, K), BK):
         acc = tl.dot(WD.load([first, start]), tl.trans(XD.load([0, start])), acc)  # what is outside of either is read as 0
@@ -110,7 +115,6 @@ def _gated_product(
     line = tl.minimum(tl.program_id(0) * BN + i % BN, outputs - 1) + i // BN * outputs
     if EARLY:
         _fetch_first(W, line, 0, K, BK)
-    # Its programs fill the shared memory: the next kernel's would take the place of some.
     begin(EARLY, LETS_NEXT=False)
     w_place = W + line[:, None].to(tl.int64) * K + k[None, :]
     x_place = X + m[:, None] * K + k[None, :]
@@ -120,6 +124,8 @@ def _gated_product(
         w = tl.load(w_place + start, mask=inside, other=0.0)
         x = tl.load(x_place + start, mask=(m < rows)[:, None] & inside, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc)
+    # Only now: its programs fill the shared memory, and the next kernel's would take the place of some.
+    let_next(EARLY)
     gate, up = tl.split(tl.permute(tl.reshape(tl.trans(acc), [BM, 2, BN]), (0, 2, 1)))
     # Rounded where training rounds (models/layer_kernels.py): after each projection, and once after the gate.
     gate = gate.to(TYPE).to(tl.float32)

@@ -260,7 +260,7 @@ def _project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     its product needs."""
     weight = _weight_of(x, linears)
     if weight is not None and takes(x, weight):
-        return partial_products(x, weight), _bias_of(linears)
+        return partial_products(x, weight, lets_first=True), _bias_of(linears)
     return _side_by_side(x, linears, weight), None
 
 

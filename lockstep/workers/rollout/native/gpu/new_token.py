@@ -6,7 +6,7 @@ One program computes one row, one KV head (its query heads together) and one spl
 and the bias, norms (Qwen3) and rotates its queries and the new key. The split that the new token falls into stores its key and value, and
 has them at hand instead of reading them back. The split that ends last of a row and KV head adds up what all of them have left, in the
 order of the splits, so that it does not matter which one that is. While the product ends, a program asks for its first keys and values
-(early.py).
+(early.py): into shared memory where all programs fit on the GPU at once, else into the L2 cache.
 
 Over float8 pages (float8.py) both products are of float16, which the GPU makes of float8 in one instruction: keys and values lie there as
 pairs of numbers, of which the first and the second ones are multiplied apart. A key's scale is a factor of its score, a value's of its
@@ -39,6 +39,8 @@ _MOST_SPLITS = 16
 _FLOAT8_PROGRAMS = 500
 _FLOAT8 = {"TILE": 64, "num_warps": 2, "num_stages": 7}
 """How float8 pages are read: by smaller programs, and more of them."""
+_MOST_LOADING_WARPS = 1024
+"""Of programs that load keys and values before they wait, which takes twice the registers: what an H100 or H200 has room for at once."""
 
 
 def cuts(rows: int, kv_heads: int, float8: bool = False) -> int:
@@ -47,9 +49,9 @@ def cuts(rows: int, kv_heads: int, float8: bool = False) -> int:
     return 1 if pairs > MOST_PAIRS else min(_MOST_SPLITS, max(2, triton.next_power_of_2(triton.cdiv(programs, pairs))))
 
 
-def _stages(rows: int) -> int:
-    """Tiles of keys and values that a program has in flight. With four, two programs fit on a multiprocessor, which many rows need."""
-    return 5 if rows <= 32 else 4
+def _stages(rows: int, loads_first: bool) -> int:
+    """Tiles of keys and values that a program has in flight. With four, more programs fit on a multiprocessor, which many rows need."""
+    return 5 if rows <= 32 or loads_first else 4
 
 
 class NewToken:
@@ -94,7 +96,9 @@ class NewToken:
         padded = max(16, triton.next_power_of_2(dim))
         q_norm, k_norm = norms or (out, out)
         tile = max(16, min(page_size, 16384 // (padded * out.element_size())))
-        reading = {"TILE": tile, "num_warps": 4, "num_stages": _stages(rows)}
+        warps = 4 if scales is None else _FLOAT8["num_warps"]
+        loads_first = rows * kv_heads * splits * warps <= _MOST_LOADING_WARPS
+        reading = {"TILE": tile, "num_warps": warps, "num_stages": _stages(rows, loads_first)}
         if scales is not None:
             reading = _FLOAT8 | {"TILE": min(_FLOAT8["TILE"], 2 * page_size)}
         _attend_new[(rows, kv_heads, splits)](
@@ -105,7 +109,8 @@ class NewToken:
             ROWS=max(16 if scales is None else 8, triton.next_power_of_2(heads // kv_heads)),
             HALF=max(16, triton.next_power_of_2(dim // 2)), PAGE=page_size, SPLITS=splits,
             PARTS=qkv.shape[0] if qkv.dim() == 3 else 0, BIAS=bias is not None, NORM=norms is not None, WINDOW=window is not None,
-            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", FLOAT8=scales is not None, ASM=qkv.is_cuda, **reading, **early(qkv),
+            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", FLOAT8=scales is not None, ASM=qkv.is_cuda,
+            LOADS_FIRST=loads_first, **reading, **early(qkv),
         )  # fmt: skip
         return out
 
@@ -138,19 +143,99 @@ def _norm_and_rotate(x1, x2, NORM, cos, sin, d, eps, D: tl.constexpr, NORMED: tl
 
 
 @triton.jit
+def _new_heads(
+    new, row, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """The halves of the queries and of the new key, normed and rotated, and the new value, of what the kernel before has left (`new`)."""
+    QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part = new
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    H2: tl.constexpr = D // 2
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    in_half = (d < H2)[None, :]
+    QKV += row * ((HEADS + 2 * KV_HEADS) * D)
+    q_place = (kv_head * GROUP + g)[:, None] * D + d[None, :]
+    q_mask = (g < GROUP)[:, None] & in_half
+    q1 = _sum_up(QKV, BIASES, q_place, q_mask, stride_part, PARTS, BIAS, TYPE)
+    q2 = _sum_up(QKV, BIASES, q_place + H2, q_mask, stride_part, PARTS, BIAS, TYPE)
+    # Every split reads the new key and value, which costs nothing beside its queries; waiting for them after these would.
+    k_place = (HEADS + kv_head) * D + d[None, :]
+    k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
+    k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
+    v_place = (HEADS + KV_HEADS + kv_head) * D + whole
+    v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
+    q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
+    k1, k2 = _norm_and_rotate(k1, k2, K_NORM, cos, sin, d, eps, D, NORM)
+    return q1, q2, k1, k2, v
+
+
+@triton.jit
+def _score(q1, q2, k1, k2):
+    return tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1)
+
+
+@triton.jit
+def _store_new(
+    heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr
+):
+    """The split that the new token falls into stores its key and value. Returns its score, the first peak and the value as numbers."""
+    q1, q2, k1, k2, v = heads
+    H2: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    mask = (d < H2)[None, :] & is_last
+    target = slot * (KV_HEADS * D) + kv_head * D
+    tl.store(KP + target + d[None, :], k1, mask=mask)
+    tl.store(KP + target + H2 + d[None, :], k2, mask=mask)
+    tl.store(VP + target + whole, v, mask=(whole < D) & is_last)
+    score = _score(q1, q2, k1, k2) * scale
+    # The new token is among those that the peak is of, so that weights are rounded as in training; its own is added at the end.
+    return score, tl.where(is_last, score, float("-inf")), v
+
+
+@triton.jit
+def _store_new_float8(
+    heads, KP, VP, SCALES, slot, kv_head, scale, is_last,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The same in eight bits; the value's scale; and queries [D, ROWS] as float16, which has room for bfloat16's bits where their largest
+    number is about 1, with the scale that scores then have."""
+    q1, q2, k1, k2, v = heads
+    H2: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    mask = (d < H2)[None, :] & is_last
+    k1, k2, v = k1.to(tl.float32), k2.to(tl.float32), v.to(tl.float32)
+    k_scale, k_inverse = scale_of(tl.join(k1, k2).reshape([2 * HALF]), 0)
+    v_scale, v_inverse = scale_of(v, 0)
+    code1, code2, code_v = encode(k1 * k_inverse), encode(k2 * k_inverse), encode(v * v_inverse)
+    target = slot // PAGE * (PAGE * KV_HEADS * D) + slot % PAGE * D + kv_head * (PAGE * D)
+    tl.store(KP + target + d[None, :], code1, mask=mask)
+    tl.store(KP + target + H2 + d[None, :], code2, mask=mask)
+    tl.store(VP + target + whole, code_v, mask=(whole < D) & is_last)
+    packed = pack_scales(k_scale, v_scale)
+    tl.store(SCALES + slot // PAGE * (PAGE * KV_HEADS) + kv_head * PAGE + slot % PAGE + tl.arange(0, 1), packed, mask=is_last)
+    score = _score(q1, q2, code1.to(tl.float32) * k_scale, code2.to(tl.float32) * k_scale) * scale
+    peak = tl.where(is_last, score + value_power(packed), float("-inf"))
+    q = tl.join(q1, q2).permute(0, 2, 1).reshape([ROWS, D]).to(tl.float32)
+    power, inverse = power_below(tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 2.0**-60))
+    return score, peak, code_v, v_scale, tl.trans((q * inverse).to(tl.float16)), power * scale
+
+
+@triton.jit
 def _attend_new(
     QKV, BIASES, COS, SIN, POSITION, SLOT, KP, VP, SCALES, TABLE, CONTEXT, Q_NORM, K_NORM, OUT, PART, SUMS, ARRIVED, eps, scale, window,
     stride_table, stride_part,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """LOADS_FIRST: the kernel waits for the one before it in the first turn of its loop, whose first loads the compiler puts before it."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     H2: tl.constexpr = D // 2
     TYPE: tl.constexpr = OUT.dtype.element_ty
-    # From token to token, and from KV head to KV head: see KVCache.
-    TOKEN: tl.constexpr = D if FLOAT8 else KV_HEADS * D
-    HEAD: tl.constexpr = PAGE * D if FLOAT8 else D
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -172,74 +257,105 @@ def _attend_new(
     d = tl.arange(0, HALF)
     whole = tl.arange(0, DP)
     t = tl.arange(0, TILE)
-    head = kv_head * GROUP + g
     in_half = (d < H2)[None, :]
     position = tl.load(POSITION + row)
     cos = tl.load(COS + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(SIN + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
     slot = tl.load(SLOT + row)
-    if EARLY:
+    TABLE += row * stride_table
+    if EARLY and not LOADS_FIRST:
         # The first tile of keys and values, in lines of 128 bytes; no kernel of this step writes them.
         LINE: tl.constexpr = 1024 // KP.dtype.element_ty.primitive_bitwidth
+        TOKEN: tl.constexpr = D if FLOAT8 else KV_HEADS * D
+        HEAD: tl.constexpr = PAGE * D if FLOAT8 else D
         token = tl.maximum(tl.minimum(low + t, high - 1), 0)
-        held = tl.load(TABLE + row * stride_table + token // PAGE).to(tl.int64)
-        at = held * (PAGE * KV_HEADS * D) + token % PAGE * TOKEN + kv_head * HEAD
+        pages = tl.load(TABLE + token // PAGE).to(tl.int64)
+        at = pages * (PAGE * KV_HEADS * D) + token % PAGE * TOKEN + kv_head * HEAD
         line = tl.minimum(tl.arange(0, max(1, DP // LINE)) * LINE, D - 1)
         fetch(KP + at[:, None] + line[None, :])
         fetch(VP + at[:, None] + line[None, :])
-    begin(EARLY, LETS_NEXT=True)
-    QKV += row * ((HEADS + 2 * KV_HEADS) * D)
-    q_place = head[:, None] * D + d[None, :]
-    q_mask = (g < GROUP)[:, None] & in_half
-    q1 = _sum_up(QKV, BIASES, q_place, q_mask, stride_part, PARTS, BIAS, TYPE)
-    q2 = _sum_up(QKV, BIASES, q_place + H2, q_mask, stride_part, PARTS, BIAS, TYPE)
-    # Every split reads the new key and value, which costs nothing beside its queries; waiting for them after these would.
-    k_place = (HEADS + kv_head) * D + d[None, :]
-    new_k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
-    new_k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
-    v_place = (HEADS + KV_HEADS + kv_head) * D + whole
-    new_v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
-    q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
-    new_k1, new_k2 = _norm_and_rotate(new_k1, new_k2, K_NORM, cos, sin, d, eps, D, NORM)
-    target = slot * (KV_HEADS * D) + kv_head * D
+    new = (QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part)
+    scale *= LOG2_E
+    # A split without a token takes one turn too, in which it sees none.
+    stop = tl.maximum(high, low + 1) if LOADS_FIRST else high
     if FLOAT8:
-        target = slot // PAGE * (PAGE * KV_HEADS * D) + slot % PAGE * TOKEN + kv_head * HEAD
-        new_k1, new_k2, new_v = new_k1.to(tl.float32), new_k2.to(tl.float32), new_v.to(tl.float32)
-        k_scale, k_inverse = scale_of(tl.join(new_k1, new_k2).reshape([2 * HALF]), 0)
-        v_scale, v_inverse = scale_of(new_v, 0)
-        code1, code2, code_v = encode(new_k1 * k_inverse), encode(new_k2 * k_inverse), encode(new_v * v_inverse)
-        tl.store(KP + target + d[None, :], code1, mask=in_half & is_last)
-        tl.store(KP + target + H2 + d[None, :], code2, mask=in_half & is_last)
-        tl.store(VP + target + whole, code_v, mask=(whole < D) & is_last)
-        packed = pack_scales(k_scale, v_scale)
-        scale_place = slot // PAGE * (PAGE * KV_HEADS) + kv_head * PAGE + slot % PAGE + tl.arange(0, 1)
-        tl.store(SCALES + scale_place, packed, mask=is_last)
-        new_k1, new_k2 = code1.to(tl.float32) * k_scale, code2.to(tl.float32) * k_scale
-    else:
-        tl.store(KP + target + d[None, :], new_k1, mask=in_half & is_last)
-        tl.store(KP + target + H2 + d[None, :], new_k2, mask=in_half & is_last)
-        tl.store(VP + target + whole, new_v, mask=(whole < D) & is_last)
-    new_score = tl.sum(q1.to(tl.float32) * new_k1.to(tl.float32) + q2.to(tl.float32) * new_k2.to(tl.float32), 1) * scale * LOG2_E
-    # The new token is among those that the peak is of, so that weights are rounded as in training; its own is added below.
-    new_peak = new_score
-    if FLOAT8:
-        new_peak = new_score + value_power(packed)
-    peak = tl.where(is_last, new_peak, float("-inf"))
-    if FLOAT8:
-        peak, total, acc = _attend_float8(
-            q1, q2, KP, VP, SCALES, TABLE + row * stride_table, kv_head, peak, first, low, high, scale * LOG2_E, t, KV_HEADS, ROWS, D,
-            HALF, PAGE, TILE, WINDOW, ASM,
-        )  # fmt: skip
+        # Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and another token's numbers begin,
+        # only scales are masked: all numbers are finite.
+        tl.static_assert(D == 2 * HALF, "the numbers of a head are taken in pairs")
+        PAIRS: tl.constexpr = D // 2
+        values = VP.to(tl.pointer_type(tl.int16), bitcast=True)
+        in_page = t if TILE <= PAGE else t % PAGE
+        k_offsets = in_page[:, None] * D + tl.arange(0, D)[None, :]
+        v_offsets = in_page[None, :] * PAIRS + tl.arange(0, PAIRS)[:, None]
+        totals = tl.zeros([TILE, ROWS], tl.float32)
+        acc_first = tl.zeros([PAIRS, ROWS], tl.float32)
+        acc_second = tl.zeros([PAIRS, ROWS], tl.float32)
+        if LOADS_FIRST:
+            new_score, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+            new_v, v_scale = tl.zeros([DP], tl.float32).to(KP.dtype.element_ty), tl.zeros([1], tl.float32)
+            q, q_scale = tl.zeros([D, ROWS], tl.float16), scale
+        else:
+            begin(EARLY, LETS_NEXT=True)
+            heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
+            new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
+                heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
+            )
+        for start in range(low, stop, TILE):
+            place = start + t
+            seen = place < high
+            if WINDOW:
+                seen = seen & (place >= first)
+            page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
+            if TILE <= PAGE:
+                held = page * KV_HEADS + kv_head
+                packed = tl.load(SCALES + held * PAGE + start % PAGE + t, mask=seen, other=0)
+                k = tl.load(KP + held * (PAGE * D) + start % PAGE * D + k_offsets)
+                v_pairs = tl.load(values + held * (PAGE * PAIRS) + start % PAGE * PAIRS + v_offsets)
+            else:
+                tl.static_assert(TILE == 2 * PAGE)
+                next_page = tl.load(TABLE + tl.minimum(start + PAGE, end) // PAGE).to(tl.int64)
+                held = tl.where(t < PAGE, page, next_page) * KV_HEADS + kv_head
+                packed = tl.load(SCALES + held * PAGE + in_page, mask=seen, other=0)
+                k = tl.load(KP + (held * (PAGE * D))[:, None] + k_offsets)
+                v_pairs = tl.load(values + (held * (PAGE * PAIRS))[None, :] + v_offsets)
+            if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
+                if start == low:
+                    begin(EARLY, LETS_NEXT=True)
+                    heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
+                    new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
+                        heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
+                    )
+            score = tl.dot(k.to(tl.float16), q)
+            score = tl.where(seen[:, None], score * (key_scale(packed) * q_scale)[:, None], float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(score + value_power(packed)[:, None], 0))
+            # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp2(score - safe[None, :])
+            fade = tl.exp2(peak - safe)[None, :]
+            totals = totals * fade + weight
+            weight = (weight * value_scale(packed)[:, None]).to(tl.float16)
+            v_first, v_second = split_pairs(v_pairs, ASM)
+            acc_first = tl.dot(v_first, weight, acc_first * fade)
+            acc_second = tl.dot(v_second, weight, acc_second * fade)
+            peak = new_peak
+        total, acc = tl.sum(totals, 0), tl.join(acc_first, acc_second).permute(1, 0, 2).reshape([ROWS, D])
         new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
-        total += new_weight
-        acc += (new_weight * v_scale).to(tl.float16).to(tl.float32)[:, None] * code_v.to(tl.float32)[None, :]
+        new_share = (new_weight * v_scale).to(tl.float16)
     else:
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DP], tl.float32)
         k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
         v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
-        for start in range(low, high, TILE):
-            page = tl.load(TABLE + row * stride_table + start // PAGE).to(tl.int64)
+        if LOADS_FIRST:
+            new_score, peak, new_v = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([DP], TYPE)
+            q1, q2 = tl.zeros([ROWS, HALF], TYPE), tl.zeros([ROWS, HALF], TYPE)
+        else:
+            begin(EARLY, LETS_NEXT=True)
+            heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
+            new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
+            q1, q2 = heads[0], heads[1]
+        for start in range(low, stop, TILE):
+            page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
             base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
             place = start + t
             seen = place < high
@@ -247,11 +363,16 @@ def _attend_new(
                 seen = seen & (place >= first)
             k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
             k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+            if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
+                if start == low:
+                    begin(EARLY, LETS_NEXT=True)
+                    heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
+                    new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
+                    q1, q2 = heads[0], heads[1]
             score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-            score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION) * scale
-            score = tl.where(seen[None, :], score * LOG2_E, float("-inf"))
+            score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
+            score = tl.where(seen[None, :], score * scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(score, 1))
-            # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weight = tl.exp2(score - safe[:, None])
             fade = tl.exp2(peak - safe)
@@ -260,8 +381,10 @@ def _attend_new(
             acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
             peak = new_peak
         new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
-        total += new_weight
-        acc += new_weight.to(TYPE).to(tl.float32)[:, None] * new_v.to(tl.float32)[None, :]
+        new_share = new_weight.to(TYPE)
+    total += new_weight
+    acc += new_share.to(tl.float32)[:, None] * new_v.to(tl.float32)[None, :]
+    head = kv_head * GROUP + g
     i = row * HEADS + head
     mask = (g < GROUP)[:, None] & (whole < D)[None, :]
     if SPLITS > 1:
@@ -277,68 +400,6 @@ def _attend_new(
             tl.store(counter, 0)
     else:
         tl.store(OUT + i[:, None] * D + whole[None, :], (acc / total[:, None]).to(TYPE), mask=mask)
-
-
-@triton.jit
-def _attend_float8(
-    q1, q2, KP, VP, SCALES, TABLE, kv_head, peak, first, low, high, scale, t,
-    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Peak, total and weighted values of the tokens from `low` to `high`, beginning with a peak.
-
-    Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and another token's numbers begin, only
-    scales are masked: all numbers are finite.
-    """
-    tl.static_assert(D == 2 * HALF, "the numbers of a head are taken in pairs")
-    PAIRS: tl.constexpr = D // 2
-    values = VP.to(tl.pointer_type(tl.int16), bitcast=True)
-    # Queries as float16, which has room for bfloat16's bits where their largest number is about 1.
-    q = tl.join(q1, q2).permute(0, 2, 1).reshape([ROWS, D]).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 2.0**-60)
-    power, inverse = power_below(largest)
-    q = tl.trans((q * inverse).to(tl.float16))
-    scale = power * scale
-    d = tl.arange(0, D)
-    c = tl.arange(0, PAIRS)
-    in_page = t if TILE <= PAGE else t % PAGE
-    k_offsets = in_page[:, None] * D + d[None, :]
-    v_offsets = in_page[None, :] * PAIRS + c[:, None]
-    totals = tl.zeros([TILE, ROWS], tl.float32)
-    acc_first = tl.zeros([PAIRS, ROWS], tl.float32)
-    acc_second = tl.zeros([PAIRS, ROWS], tl.float32)
-    for start in range(low, high, TILE):
-        place = start + t
-        seen = place < high
-        if WINDOW:
-            seen = seen & (place >= first)
-        if TILE <= PAGE:
-            head = tl.load(TABLE + start // PAGE).to(tl.int64) * KV_HEADS + kv_head
-            packed = tl.load(SCALES + head * PAGE + start % PAGE + t, mask=seen, other=0)
-            k = tl.load(KP + head * (PAGE * D) + start % PAGE * D + k_offsets)
-            v_pairs = tl.load(values + head * (PAGE * PAIRS) + start % PAGE * PAIRS + v_offsets)
-        else:
-            tl.static_assert(TILE == 2 * PAGE)
-            one = tl.load(TABLE + start // PAGE).to(tl.int64)
-            other = tl.load(TABLE + tl.minimum(start // PAGE + 1, (high - 1) // PAGE)).to(tl.int64)
-            head = tl.where(t < PAGE, one, other) * KV_HEADS + kv_head
-            packed = tl.load(SCALES + head * PAGE + in_page, mask=seen, other=0)
-            k = tl.load(KP + (head * (PAGE * D))[:, None] + k_offsets)
-            v_pairs = tl.load(values + (head * (PAGE * PAIRS))[None, :] + v_offsets)
-        score = tl.dot(k.to(tl.float16), q)
-        score = tl.where(seen[:, None], score * (key_scale(packed) * scale)[:, None], float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score + value_power(packed)[:, None], 0))
-        # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(score - safe[None, :])
-        fade = tl.exp2(peak - safe)[None, :]
-        totals = totals * fade + weight
-        weight = (weight * value_scale(packed)[:, None]).to(tl.float16)
-        v_first, v_second = split_pairs(v_pairs, ASM)
-        acc_first = tl.dot(v_first, weight, acc_first * fade)
-        acc_second = tl.dot(v_second, weight, acc_second * fade)
-        peak = new_peak
-    return peak, tl.sum(totals, 0), tl.join(acc_first, acc_second).permute(1, 0, 2).reshape([ROWS, D])
 
 
 @triton.jit

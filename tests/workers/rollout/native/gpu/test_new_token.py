@@ -24,10 +24,14 @@ from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("parts", "norm", "dim"), [(0, False, 24), (3, True, 16), (1, False, 32)])
-def test_one_kernel_rotates_stores_attends_and_joins(splits: int, window: int | None, parts: int, norm: bool, dim: int) -> None:
+def test_one_kernel_rotates_stores_attends_and_joins(
+    monkeypatch: pytest.MonkeyPatch, splits: int, window: int | None, parts: int, norm: bool, dim: int
+) -> None:
+    """Whether keys are loaded before the kernel waits (first turn) or after."""
     case = make_new_tokens(torch.device("cpu"), torch.float32, parts=parts, norm=norm, dim=dim)
     attention = NewToken(case.heads, case.cos, case.sin, 1e-6)
-    for _ in range(2):  # what the first call has counted must not be there for the second
+    for warps in (new_token._MOST_LOADING_WARPS, 0):  # what the first call has counted must not be there for the second
+        monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
         out = attention(
             case.qkv, case.bias, case.norms, *case.pages, case.positions, case.slots, case.table, case.context, scale=0.2, window=window,
             splits=splits,
@@ -51,7 +55,8 @@ def test_float8_pages_are_read_as_what_they_stand_for(
     monkeypatch.setitem(new_token._FLOAT8, "TILE", tile)
     case = make_new_tokens(torch.device("cpu"), torch.float32, parts=parts, norm=norm, dim=dim, heads=heads, float8=True)
     attention = NewToken(case.heads, case.cos, case.sin, 1e-6)
-    for _ in range(2):
+    for warps in (new_token._MOST_LOADING_WARPS, 0):
+        monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
         out = attention(
             case.qkv, case.bias, case.norms, *case.pages, case.positions, case.slots, case.table, case.context, scale=0.2, window=window,
             splits=splits, scales=case.scales,
@@ -61,6 +66,21 @@ def test_float8_pages_are_read_as_what_they_stand_for(
         assert case.scales is not None
         for pages, new in zip(plain_pages(case.pages, case.scales), (keys, values), strict=True):
             assert torch.equal(pages.flatten(0, 1)[case.slots], new)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_splits_without_a_token_change_nothing(monkeypatch: pytest.MonkeyPatch, float8: bool) -> None:
+    """With 16 splits most have none. The same bits whether keys are loaded before the kernel waits or after."""
+    made = []
+    for warps in (1 << 20, 0):
+        monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
+        case = make_new_tokens(torch.device("cpu"), torch.float32, parts=3, norm=False, dim=32, heads=6, float8=float8)
+        attention = NewToken(case.heads, case.cos, case.sin, 1e-6)
+        made.append(attention(
+            case.qkv, case.bias, case.norms, *case.pages, case.positions, case.slots, case.table, case.context, scale=0.2, window=None,
+            splits=16, scales=case.scales,
+        ))  # fmt: skip
+    assert torch.equal(*made)
 
 
 def test_few_rows_are_cut_into_many_splits() -> None:
