@@ -34,10 +34,17 @@ from lockstep.planner.time import Ranks, Rows, update_s
 
 RESULTS = Path(__file__).parent / "results"
 H200 = find_device("h200")
+STEPS = "decode_step_loads_first_2026-11-18"
+"""Single decode steps of few rows."""
+FEW_ROWS_SINCE = "2026-11-18"
+"""Kernels for few rows have changed since older results, so that only loads without a tail of few rows are read from these."""
 FIT = {
+    *((STEPS, step, "ms") for step in (
+        "0.5b,32,512", "0.5b,32,16000,fp8", "0.5b,32,32000,fp8", "135m,32,300", "1.5b,16,3500", "1.5b,32,512", "1.5b,32,2400",
+        "1.5b,48,1900", "1.5b,64,1700", "1.5b,96,1400", "1.5b,128,1200",
+    )),
     ("step_1.5b_2026-11-15", "update_actor", "s"), ("step_1.5b_2026-11-15", "old_log_prob", "s"),
     ("step_1.5b_ppo_2026-11-15", "update_critic", "s"), ("rollout_1.5b_2026-11-15", "fixed", "s"),
-    ("rollout_1.5b_2026-11-15", "gsm8k_like", "s"), ("rollout_1.5b_2026-11-15", "long_tail", "s"),
     ("rollout_0.5b_2026-11-15", "fixed", "s"), ("launch_1.5b_2026-11-15", "update_actor", "GiB"),
     ("updates_1.5b_long_2026-11-18", "update of grpo 16000", "s"), ("updates_1.5b_long_2026-11-18", "update of grpo 32384", "s"),
 }  # fmt: skip
@@ -87,6 +94,8 @@ def _of_file(file: Path, models: Path) -> Iterator[Case]:
         yield from _rollouts(file.stem, result, models)
     elif kind == "updates":
         yield from _updates(file.stem, result, models)
+    elif file.stem == STEPS:
+        yield from _decode_steps(file.stem, result, models)
 
 
 def _steps(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
@@ -127,9 +136,19 @@ def _rollouts(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]
     for row in result["rows"]:
         if not row["runs_s"]:  # the first run compiles and captures
             continue
+        if row["load"] != "fixed" and result["date"] < FEW_ROWS_SINCE:
+            continue
         load = LOADS[row["load"]]()
         work = decode.Generation([len(ids) for ids in load.prompts], load.lengths, 8, result["arguments"]["max_num_seqs"])
         yield Case(name, row["load"], "s", decode.generate_s(shape, work, H200, float8=float8), min(row["runs_s"]))
+
+
+def _decode_steps(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
+    for step in result["steps"]:
+        shape, rows, float8 = _shape(models, step["shape"]), step["rows"], step["kv_cache_dtype"] == "fp8"
+        seconds = decode.step_s(shape, rows, rows * step["context"] * shape.token_bytes(2, float8), H200, 2)
+        what = f"{step['shape']},{rows},{step['context']}" + ",fp8" * float8
+        yield Case(name, what, "ms", 1000 * seconds, step["ms"])
 
 
 def _updates(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
@@ -159,10 +178,9 @@ def table(found: Sequence[Case]) -> str:
     """As Markdown, what was not fitted first."""
     lines = ["| result | what | predicted | measured | error | |", "|---|---|---|---|---|---|"]
     for case in sorted(found, key=lambda case: (case.is_fit, case.unit, case.file)):
-        fit = "calibrated with" if case.is_fit else ""
-        lines.append(
-            f"| {case.file} | {case.what} | {case.predicted:.1f} {case.unit} | {case.measured:.1f} | {case.error:+.1%} | {fit} |"
-        )
+        fit, digits = "calibrated with" if case.is_fit else "", 2 if case.unit == "ms" else 1
+        numbers = f"{case.predicted:.{digits}f} {case.unit} | {case.measured:.{digits}f} | {case.error:+.1%}"
+        lines.append(f"| {case.file} | {case.what} | {numbers} | {fit} |")
     return "\n".join(lines)
 
 

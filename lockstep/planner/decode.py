@@ -19,11 +19,13 @@ PAGE = 64
 """Tokens of a page of the cache."""
 WEIGHT_READING, PRODUCTS, BEND = 0.88, 0.73, 1.5
 """Of the bandwidth and of the peak; a product that is near both limits takes (a^BEND + b^BEND)^(1/BEND)."""
-CACHE_READING = 0.62
+FEW_ROWS = 128
+"""Up to so many rows a step has kernels of its own (gpu/few_rows.py, gpu/new_token.py)."""
+CACHE_READING, FEW_CACHE_READING = 0.62, 0.88
 """Of the bandwidth, what attention reaches."""
-LAYER_S = 30e-6
+LAYER_S, FEW_LAYER_S = 30e-6, 19e-6
 """The least time of a layer: its kernels follow one another."""
-ROW_BYTES, SAMPLE_BYTES = 96, 5
+ROW_BYTES, FEW_ROW_BYTES, SAMPLE_BYTES = 96, 160, 5
 """Moved per row for each number of a layer's stream, and for each entry of the vocabulary in drawing a token."""
 PREFILL = 0.42
 """Of the peak, what the pass over prompts reaches."""
@@ -72,7 +74,7 @@ def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2,
             context += prompt
         rows, end = len(alive), alive[0][0]
         cached = token_bytes * (context + rows * (end - step) / 2)
-        seconds += (end - step) * _step_s(shape, rows, cached, device, element)
+        seconds += (end - step) * step_s(shape, rows, cached, device, element)
         context += rows * (end - step)
         step = end
         while alive and alive[0][0] <= step:
@@ -80,14 +82,16 @@ def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2,
     return seconds
 
 
-def _step_s(shape: Shape, rows: int, cached: float, device: Device, element: int) -> float:
+def step_s(shape: Shape, rows: int, cached: float, device: Device, element: int) -> float:
     """One decoding step of `rows` rows with `cached` bytes of keys and values."""
     batch = next((size for size in BUCKETS if size >= rows), rows)
     weights = element * (shape.cost.body + shape.cost.head) / (WEIGHT_READING * device.bandwidth)
     products = 2 * (shape.cost.body + shape.cost.head) * batch / (PRODUCTS * device.flops)
-    reading = cached / (CACHE_READING * device.bandwidth)
-    moved = batch * (ROW_BYTES * shape.layers * shape.hidden + SAMPLE_BYTES * shape.vocabulary) / device.bandwidth
-    on_device = (weights**BEND + products**BEND) ** (1 / BEND) + reading + moved + shape.layers * LAYER_S
+    few = (FEW_CACHE_READING, FEW_LAYER_S, FEW_ROW_BYTES)
+    share, layer_s, row_bytes = few if batch <= FEW_ROWS else (CACHE_READING, LAYER_S, ROW_BYTES)
+    reading = cached / (share * device.bandwidth)
+    moved = batch * (row_bytes * shape.layers * shape.hidden + SAMPLE_BYTES * shape.vocabulary) / device.bandwidth
+    on_device = (weights**BEND + products**BEND) ** (1 / BEND) + reading + moved + shape.layers * layer_s
     return max(on_device, rows * HOST_S)
 
 
