@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, OlmoeConfig
 
 from lockstep import cli
 from lockstep.checkpoint.lock import FolderLock
@@ -114,6 +114,22 @@ def without_tokenizer(folder):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
 
 
+def olmoe(key):
+    """A family for which transformers has no head but the language model's."""
+
+    def make(folder, good):
+        shutil.copytree(good / "model", folder / "model")
+        OlmoeConfig(num_experts=2, num_experts_per_tok=1).save_pretrained(folder / "model")
+        return [f"{key}={folder / 'model'}"]
+
+    return make
+
+
+def judge(setting):
+    """A reward model that is a language model."""
+    return lambda folder, good: [f"reward_model.model.path={good / 'model'}", setting]
+
+
 HELD = []
 
 
@@ -123,6 +139,7 @@ def used_folder(folder, good):
 
 
 REWARD = "reward.custom_reward_function.path={file}"
+RANK, LAYERS = "actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.model.target_modules"
 CASES = [
     # -- the command line
     ("an unknown command", "pop", [], 2, "ppo"),
@@ -198,6 +215,18 @@ CASES = [
     ("no tokenizer", "ppo", model(without_tokenizer), 1, "tokenizer"),
     ("an override that the model lacks", "ppo", ["+actor_rollout_ref.model.override_config.hiden=1"], 1, "hiden"),
     ("longer rows than the model holds", "ppo", ["data.max_response_length=100"], 1, "data.max_response_length"),
+    ("layers that are not there", "ppo", [RANK, f"{LAYERS}=[q_proj,q_prj]"], 1, f"{LAYERS}=['q_proj', 'q_prj'] names q_prj"),
+    ("layers that have no adapter", "ppo", [RANK, f"{LAYERS}=[self_attn]"], 1, "layers.0.self_attn, which is not a linear layer"),
+    ("the output layer", "sft", ["model.lora_rank=2", "model.target_modules=[lm_head]"], 1, "names lm_head, which is not"),
+    ("one layer without a list", "ppo", [RANK, f"{LAYERS}=q_proj"], 1, f"{LAYERS}=q_proj must be all-linear or a list"),
+    ("no layers", "ppo", [RANK, f"{LAYERS}=null"], 1, f"{LAYERS}=null must be"),
+    ("layers by number", "ppo", [RANK, f"{LAYERS}=[0]"], 1, f"{LAYERS}=[0] must be"),
+    ("layers, and no rank", "ppo", [f"{LAYERS}=[q_proj]"], 1, "set actor_rollout_ref.model.lora_rank"),
+    ("alpha, and no rank", "dpo", ["model.lora_alpha=32"], 1, "set model.lora_rank"),
+    ("layers of the critic", "ppo", ["critic.model.lora_rank=2", "critic.model.target_modules=[score]"], 1, "critic.model.target_modules"),
+    ("a balanced load without experts", "ppo", ["critic.model.router_aux_loss_coef=0.1"], 1, "critic.model.router_aux_loss_coef=0.1, but"),
+    ("a critic that cannot be", "ppo", olmoe("critic.model.path"), 1, "has none for its family; set critic.model.path"),
+    ("a reward model that cannot be", "reward-model", olmoe("model.path"), 1, "model cannot have a score head"),
     # -- rewards
     ("no such reward file", "ppo", ["reward.custom_reward_function.path=none.py"], 1, "none.py"),
     ("no such reward function", "ppo", text("r.py", "def score(): pass", REWARD), 1, "compute_score"),
@@ -206,6 +235,8 @@ CASES = [
     ("an unknown judge", "ppo", ["reward.weights={gsm8k: {modle: 1.0}}"], 1, "modle"),
     ("a rule without a function", "ppo", ["reward.rules={gsm8k: mine.py}"], 1, "reward.rules.gsm8k"),
     ("a reward model without a path", "ppo", ["reward_model.enable=true"], 1, "reward_model.model.path"),
+    ("a reward model without a head", "ppo", judge("reward_model.enable=true"), 1, "has no score head; name a model that scores"),
+    ("a reward model with adapters", "ppo", judge("reward_model.model.lora_rank=2"), 1, "reward_model.model.lora_rank is for a model"),
     # -- other recipes
     ("sft: no such file", "sft", ["data.train_files=none.jsonl"], 1, "none.jsonl"),
     ("sft: no answer", "sft", text("x.jsonl", '{"prompt": "abc"}', "data.train_files={file}"), 1, "x.jsonl"),
