@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -34,6 +35,8 @@ REMOVED_KEYS = {
     "load_format": "the native engine uses the trainer's own weights",
 }
 """Keys of other systems that need no counterpart here, and why."""
+_BOUND = re.compile(r"(clip\w*|_s|_bound)$")
+"""Keys that bound something, where an infinity means no bound: a clip, a time, a difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -339,8 +342,18 @@ def _to_object(node: Any, root: type[T]) -> T:
         # Before the object is made, which gets a name that must not depend on what was loaded before.
         remember(OmegaConf.to_container(node), OmegaConf.to_container(node, resolve=True))
         config = OmegaConf.to_object(node)
+        _check_numbers(OmegaConf.to_container(node, resolve=True))
     assert isinstance(config, root)
     return config
+
+
+def _check_numbers(values: Any) -> None:
+    """Raise ConfigError for a number that is none, and for one without end where it is not a bound: the loss would not be finite."""
+    for key, value in leaves(values):
+        for number in value if isinstance(value, list) else [value]:
+            endless = isinstance(number, float) and not math.isfinite(number)
+            if endless and (math.isnan(number) or not _BOUND.search(key)):
+                raise ConfigError(f"{key}={value} cannot be used in a computation; set it to a finite number")
 
 
 @contextmanager

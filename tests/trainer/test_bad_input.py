@@ -152,6 +152,14 @@ CASES = [
     ("a section as a value", "ppo", ["data=3"], 1, "data"),
     ("a word for a number", "ppo", ["data.train_batch_size=many"], 1, "data.train_batch_size"),
     ("no steps", "ppo", ["trainer.total_training_steps=-1"], 1, "trainer.total_training_steps"),
+    ("a number for a file", "ppo", ["data.train_files=1"], 1, "data.train_files=1 is not a file"),
+    ("a number for the file of validation", "ppo", ["data.val_files=0"], 1, "data.val_files=0 is not a file"),
+    ("nothing in a list of files", "dpo", ["data.train_files=[null]"], 1, "data.train_files=[None] is not a file"),
+    ("a number for prompts", "sft", ["sampled.files=[1]"], 1, "sampled.files=[1] is not a file"),
+    ("a number that is none", "ppo", ["actor_rollout_ref.actor.entropy_coeff=nan"], 1, "actor_rollout_ref.actor.entropy_coeff=nan"),
+    ("a temperature without end", "ppo", ["actor_rollout_ref.rollout.temperature=inf"], 1, "actor_rollout_ref.rollout.temperature=inf"),
+    ("a rate without end", "sft", ["optim.lr=inf"], 1, "optim.lr=inf"),
+    ("a weight that is none", "ppo", ["+reward.weights={gsm8k: {rule: nan}}"], 1, "reward.weights.gsm8k.rule=nan"),
     ("no rows", "ppo", ["data.train_batch_size=0"], 1, "data.train_batch_size"),
     ("no processes", "ppo", ["trainer.n_gpus_per_node=0"], 1, "trainer.n_gpus_per_node"),
     ("a device that is none", "ppo", ["trainer.device=tpu"], 1, "trainer.device"),
@@ -280,8 +288,10 @@ def test_bad_input_is_one_line_that_names_it(command, bad, status, named, files,
 
 
 def test_good_input_goes_as_far_as_the_models(files, tmp_path, monkeypatch, offline):
+    endless = {"ppo": ["actor_rollout_ref.actor.clip_ratio_high=inf", "actor_rollout_ref.rollout.exactness_bound=inf"]}
     for command in ("ppo", "sft", "dpo", "reward-model"):
         base = [text.format(data=files, model=files / "model", folder=tmp_path / command) for text in BASE[command]]
+        base += endless.get(command, [])
         monkeypatch.setattr("sys.argv", ["lockstep", command, *base])
         with pytest.raises(AssertionError, match="models would be loaded now"):
             cli.main()
