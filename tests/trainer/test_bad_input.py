@@ -174,8 +174,8 @@ CASES = [
     ("YAML that is a list", "ppo", text("x.yaml", "- data", "--config {file}"), 1, "x.yaml"),
     ("an unknown key in YAML", "ppo", text("x.yaml", "data: {seeed: 1}", "--config {file}"), 1, "data.seed"),
     # -- algorithms and engines
-    ("an unknown estimator", "ppo", ["algorithm.adv_estimator=grp0"], 1, "grp0"),
-    ("an unknown loss", "ppo", ["actor_rollout_ref.actor.policy_loss.loss_mode=nope"], 1, "nope"),
+    ("an unknown estimator", "ppo", ["algorithm.adv_estimator=grp0"], 1, "algorithm.adv_estimator: unknown advantage estimator 'grp0'"),
+    ("an unknown loss", "ppo", ["actor_rollout_ref.actor.policy_loss.loss_mode=nope"], 1, "policy_loss.loss_mode: unknown policy loss"),
     ("groups of one", "ppo", ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1"], 1, "actor_rollout_ref.rollout.n"),
     ("an unknown kind of KL", "ppo", ["algorithm.kl_penalty=k9"], 1, "algorithm.kl_penalty"),
     ("an unknown aggregation", "ppo", ["actor_rollout_ref.actor.loss_agg_mode=mean"], 1, "loss_agg_mode"),
