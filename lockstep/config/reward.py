@@ -20,6 +20,11 @@ class CustomRewardConfig:
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """More keyword arguments for it."""
 
+    def __post_init__(self) -> None:
+        if not self.path and self.name != CustomRewardConfig.name:
+            key = "reward.custom_reward_function"
+            raise ConfigError(f"{key}.name={self.name}, but {key}.path is not set; set it to the file, or leave {key}.name out")
+
 
 @dataclass
 class SandboxConfig:

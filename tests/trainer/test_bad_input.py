@@ -237,6 +237,7 @@ CASES = [
     ("a reward model that cannot be", "reward-model", olmoe("model.path"), 1, "model cannot have a score head"),
     # -- rewards
     ("no such reward file", "ppo", ["reward.custom_reward_function.path=none.py"], 1, "none.py"),
+    ("a reward function in no file", "ppo", ["reward.custom_reward_function.name=mine"], 1, "but reward.custom_reward_function.path is"),
     ("no such reward function", "ppo", text("r.py", "def score(): pass", REWARD), 1, "compute_score"),
     ("a reward of other arguments", "ppo", text("r.py", "def compute_score(answer, truth): pass", REWARD), 1, "answer, truth"),
     ("a reward that is no function", "ppo", text("r.py", "compute_score = 3", REWARD), 1, "compute_score"),
