@@ -160,6 +160,9 @@ CASES = [
     ("a temperature without end", "ppo", ["actor_rollout_ref.rollout.temperature=inf"], 1, "actor_rollout_ref.rollout.temperature=inf"),
     ("a rate without end", "sft", ["optim.lr=inf"], 1, "optim.lr=inf"),
     ("a weight that is none", "ppo", ["+reward.weights={gsm8k: {rule: nan}}"], 1, "reward.weights.gsm8k.rule=nan"),
+    ("no samples", "dpo", ["data.train_max_samples=0"], 1, "data.train_max_samples=0 leaves nothing; set it to -1 for all"),
+    ("fewer samples than none", "ppo", ["data.val_max_samples=-7"], 1, "data.val_max_samples=-7 leaves nothing"),
+    ("no prompts", "sft", ["sampled.max_samples=0"], 1, "sampled.max_samples=0 leaves nothing"),
     ("no rows", "ppo", ["data.train_batch_size=0"], 1, "data.train_batch_size"),
     ("no processes", "ppo", ["trainer.n_gpus_per_node=0"], 1, "trainer.n_gpus_per_node"),
     ("a device that is none", "ppo", ["trainer.device=tpu"], 1, "trainer.device"),
@@ -251,7 +254,7 @@ CASES = [
     ("sft: no answer", "sft", text("x.jsonl", '{"prompt": "abc"}', "data.train_files={file}"), 1, "x.jsonl"),
     ("sft: longer rows than the model holds", "sft", ["data.max_length=9999"], 1, "data.max_length"),
     ("dpo: nothing rejected", "dpo", text("x.jsonl", '{"prompt": "a", "chosen": "b"}', "data.train_files={file}"), 1, "rejected"),
-    ("dpo: an unknown loss", "dpo", ["loss.loss_mode=nope"], 1, "nope"),
+    ("dpo: an unknown loss", "dpo", ["loss.loss_mode=nope"], 1, "loss.loss_mode: unknown preference loss 'nope'"),
     ("reward-model: nothing rejected", "reward-model", text("x.jsonl", '{"chosen": "b"}', "data.train_files={file}"), 1, "rejected"),
     ("distill: no teacher", "distill", ["teacher.path=./none", "distill.max_response_length=8"], 1, "./none"),
 ]  # fmt: skip
