@@ -255,18 +255,30 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
         named += _checked_keys(OmegaConf.create(value), root, f"{key}.")
     else:
         check_key(key, root)
+        _check_switch(key, value, root)
         named.append(key)
     return key, [value] if isinstance(value, str) and _is_list(key, root) else value
 
 
 def _is_list(key: str, root: type) -> bool:
     """Whether a valid key takes a list: one word is then a list of one."""
+    return typing.get_origin(_type_of(key, root)) is list
+
+
+def _check_switch(key: str, value: Any, root: type) -> None:
+    """Raise ConfigError for a number that would switch something on without a word: -1 stands for off in other keys."""
+    if type(value) is int and value not in (0, 1) and _type_of(key, root) is bool:
+        raise ConfigError(f"{key}={value} is neither true nor false; set one of them")
+
+
+def _type_of(key: str, root: type) -> Any:
+    """The type of a valid key; None inside a free-form dict."""
     section: Any = root
     for part in key.split("."):
         if not dataclasses.is_dataclass(section):
-            return False
+            return None
         section = typing.get_type_hints(section)[part]
-    return typing.get_origin(section) is list
+    return section
 
 
 def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
@@ -275,6 +287,7 @@ def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
     for key in keys:
         check_key(key, root)
         value = OmegaConf.select(node, own := key.removeprefix(prefix))
+        _check_switch(key, value, root)
         if isinstance(value, str) and _is_list(key, root):
             OmegaConf.update(node, own, [value])
     return keys

@@ -160,6 +160,8 @@ CASES = [
     ("a temperature without end", "ppo", ["actor_rollout_ref.rollout.temperature=inf"], 1, "actor_rollout_ref.rollout.temperature=inf"),
     ("a rate without end", "sft", ["optim.lr=inf"], 1, "optim.lr=inf"),
     ("a weight that is none", "ppo", ["+reward.weights={gsm8k: {rule: nan}}"], 1, "reward.weights.gsm8k.rule=nan"),
+    ("a number for a switch", "ppo", ["trainer.val_before_train=-1"], 1, "trainer.val_before_train=-1 is neither true nor false"),
+    ("one in YAML", "ppo", text("x.yaml", "data: {shuffle: 2}", "--config {file}"), 1, "data.shuffle=2 is neither"),
     ("no samples", "dpo", ["data.train_max_samples=0"], 1, "data.train_max_samples=0 leaves nothing; set it to -1 for all"),
     ("fewer samples than none", "ppo", ["data.val_max_samples=-7"], 1, "data.val_max_samples=-7 leaves nothing"),
     ("no prompts", "sft", ["sampled.max_samples=0"], 1, "sampled.max_samples=0 leaves nothing"),
