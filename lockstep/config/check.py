@@ -44,6 +44,21 @@ def in_range(section: object, prefix: str, low: float, high: float, *names: str)
             raise ConfigError(f"{prefix}.{name}={value} is out of range; it must be between {low} and {high}")
 
 
+def all_or_at_least_one(section: object, prefix: str, *names: str) -> None:
+    """These values of the section, whose keys begin with `prefix`, must be -1, for all there are, or 1 or more."""
+    for name in names:
+        value = getattr(section, name)
+        if value != -1 and value < 1:
+            raise ConfigError(f"{prefix}.{name}={value} leaves nothing; set it to -1 for all, or to 1 or more")
+
+
+def file_names(key: str, value: object) -> None:
+    """`value` must be the path of a file or a list of such; None passes (the key is unset)."""
+    names = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if value is not None and not all(isinstance(name, str | os.PathLike) for name in names):
+        raise ConfigError(f"{key}={value} is not a file; name one parquet, json or jsonl file, or a list of them")
+
+
 def absolute_reference(text: str) -> str:
     """A reference `path.py:name` with its path made absolute, since workers may run in another folder; other text as it is."""
     path, colon, name = text.rpartition(":")

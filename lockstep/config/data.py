@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import all_or_at_least_one, at_least, file_names, one_of
 
 EMBEDDED = "embedded"
 """The value of data.train_files and actor_rollout_ref.model.path that stands for the task and the model shipped with the package."""
@@ -54,5 +54,9 @@ class DataConfig:
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
 
     def __post_init__(self) -> None:
+        if self.custom_cls.path is None:  # a class of the user's own reads what it likes
+            file_names("data.train_files", self.train_files)
+            file_names("data.val_files", self.val_files)
+        all_or_at_least_one(self, "data", "train_max_samples", "val_max_samples")
         one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
         at_least(self, "data", 1, "max_prompt_length", "max_response_length", "train_batch_size", "val_batch_size")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -34,6 +35,8 @@ REMOVED_KEYS = {
     "load_format": "the native engine uses the trainer's own weights",
 }
 """Keys of other systems that need no counterpart here, and why."""
+_BOUND = re.compile(r"(clip\w*|_s|_bound)$")
+"""Keys that bound something, where an infinity means no bound: a clip, a time, a difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,24 +249,36 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     if parsed.is_delete():
         raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")
     if parsed.is_sweep_override():
-        raise ConfigError(f"'{text}' names several values; start one run for each")
+        raise ConfigError(f"'{text}' names several values; start one run for each, or write a list in brackets: {key}=[a,b]")
     value = parsed.value()
     if isinstance(value, dict):
         named += _checked_keys(OmegaConf.create(value), root, f"{key}.")
     else:
         check_key(key, root)
+        _check_switch(key, value, root)
         named.append(key)
     return key, [value] if isinstance(value, str) and _is_list(key, root) else value
 
 
 def _is_list(key: str, root: type) -> bool:
     """Whether a valid key takes a list: one word is then a list of one."""
+    return typing.get_origin(_type_of(key, root)) is list
+
+
+def _check_switch(key: str, value: Any, root: type) -> None:
+    """Raise ConfigError for a number that would switch something on without a word: -1 stands for off in other keys."""
+    if type(value) is int and value not in (0, 1) and _type_of(key, root) is bool:
+        raise ConfigError(f"{key}={value} is neither true nor false; set one of them")
+
+
+def _type_of(key: str, root: type) -> Any:
+    """The type of a valid key; None inside a free-form dict."""
     section: Any = root
     for part in key.split("."):
         if not dataclasses.is_dataclass(section):
-            return False
+            return None
         section = typing.get_type_hints(section)[part]
-    return typing.get_origin(section) is list
+    return section
 
 
 def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
@@ -272,6 +287,7 @@ def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
     for key in keys:
         check_key(key, root)
         value = OmegaConf.select(node, own := key.removeprefix(prefix))
+        _check_switch(key, value, root)
         if isinstance(value, str) and _is_list(key, root):
             OmegaConf.update(node, own, [value])
     return keys
@@ -339,8 +355,18 @@ def _to_object(node: Any, root: type[T]) -> T:
         # Before the object is made, which gets a name that must not depend on what was loaded before.
         remember(OmegaConf.to_container(node), OmegaConf.to_container(node, resolve=True))
         config = OmegaConf.to_object(node)
+        _check_numbers(OmegaConf.to_container(node, resolve=True))
     assert isinstance(config, root)
     return config
+
+
+def _check_numbers(values: Any) -> None:
+    """Raise ConfigError for a number that is none, and for one without end where it is not a bound: the loss would not be finite."""
+    for key, value in leaves(values):
+        for number in value if isinstance(value, list) else [value]:
+            endless = isinstance(number, float) and not math.isfinite(number)
+            if endless and (math.isnan(number) or not _BOUND.search(key)):
+                raise ConfigError(f"{key}={value} cannot be used in a computation; set it to a finite number")
 
 
 @contextmanager

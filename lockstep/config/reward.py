@@ -20,6 +20,11 @@ class CustomRewardConfig:
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """More keyword arguments for it."""
 
+    def __post_init__(self) -> None:
+        if not self.path and self.name != CustomRewardConfig.name:
+            key = "reward.custom_reward_function"
+            raise ConfigError(f"{key}.name={self.name}, but {key}.path is not set; set it to the file, or leave {key}.name out")
+
 
 @dataclass
 class SandboxConfig:
@@ -118,10 +123,11 @@ class RewardModelConfig(EngineChoice):
     def __post_init__(self) -> None:
         self.check("reward_model")
         self.model.check("reward_model.model")
-        if self.model.lora_adapter_path is not None:
+        if self.model.adapts:
+            name = "lora_rank" if self.model.lora_rank else "lora_adapter_path"
             raise ConfigError(
-                "reward_model.model.lora_adapter_path is for a model that learns; name a folder with the adapter merged in "
-                "reward_model.model.path, such as a checkpoint of lockstep reward-model"
+                f"reward_model.model.{name} is for a model that learns; leave it out, and name a folder with the adapter merged in "
+                "reward_model.model.path where there is one, such as a checkpoint of lockstep reward-model"
             )
         at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "n_gpus_per_node", "nnodes")
         auto_or_at_least(self, "reward_model", 1, "max_token_len_per_gpu")

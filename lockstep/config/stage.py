@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.auto import auto_or_at_least
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import all_or_at_least_one, at_least, file_names, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.run_name import default_name
 from lockstep.config.trainer import RayConfig, RunConfig
@@ -53,6 +53,9 @@ class FilesConfig:
     """Use at most this many validation rows; -1 uses all."""
 
     def __post_init__(self) -> None:
+        file_names("data.train_files", self.train_files)
+        file_names("data.val_files", self.val_files)
+        all_or_at_least_one(self, "data", "train_max_samples", "val_max_samples")
         one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
         at_least(self, "data", 2, "max_length")
         at_least(self, "data", 1, "train_batch_size")

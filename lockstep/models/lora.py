@@ -10,6 +10,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ _PREFIX = "base_model.model."
 class Lora:
     """The adapters of one model; making it puts them into the model, and leaves nothing else to train but a value or score head."""
 
-    def __init__(self, model: PreTrainedModel, config: ModelConfig, head: Head, seed: int) -> None:
-        """Raises MissingExtra without peft, ConfigError when target_modules names something that is not a linear layer inside, and
-        DataError for an adapter to start from whose tensors are not those of these layers."""
+    def __init__(self, model: PreTrainedModel, config: ModelConfig, head: Head, seed: int, key: str = "model") -> None:
+        """`key` is where `config` stands in the configuration. Raises MissingExtra without peft, ConfigError when target_modules names
+        something that is not a linear layer inside, and DataError for an adapter to start from whose tensors are not those of these
+        layers."""
         if importlib.util.find_spec("peft") is None:
-            raise MissingExtra("model.lora_rank", "peft", "lora")
+            raise MissingExtra(f"{key}.lora_rank", "peft", "lora")
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
@@ -47,11 +49,13 @@ class Lora:
         options: dict[str, Any] = {
             "r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": config.target_modules
         }  # fmt: skip
+        asked, advice = f"{key}.target_modules={options['target_modules']}", "name projections such as q_proj, or all-linear"
         if config.lora_adapter_path is not None:
-            options = read_adapter(config.lora_adapter_path, "model.lora_adapter_path")
-        asked = f"model.target_modules={options['target_modules']}"
-        if config.lora_adapter_path is None and not isinstance(config.target_modules, str):
-            _check_names(model, config.target_modules, asked)
+            options = read_adapter(config.lora_adapter_path, f"{key}.lora_adapter_path")
+            asked = f"{key}.lora_adapter_path={config.lora_adapter_path} with target_modules={options['target_modules']}"
+            advice = f"merge the adapter into its model with peft (merge_and_unload) and start from that with {key}.path"
+        elif config.target_modules != "all-linear":
+            _check_names(model, config.target_modules, heads, asked)
         options["exclude_modules"] = options.get("exclude_modules") or heads or None
         if options["target_modules"] == "all-linear":
             options["target_modules"] = linear_layers(model)
@@ -59,17 +63,13 @@ class Lora:
         try:
             inject_adapter_in_model(self._config, model)
         except ValueError as error:
-            raise ConfigError(
-                f"{asked} does not fit the model: {error} Name a list such as [q_proj,v_proj], or all-linear"
-            ) from error
+            reason = str(error).splitlines()[0].rstrip(".(")
+            raise ConfigError(f"{asked} does not fit the model: {reason}; {advice}") from error
         self._layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if isinstance(layer, LoraLayer)}
         output = model.get_output_embeddings()
         for name, layer in self._layers.items():
             if type(layer.get_base_layer()) is not nn.Linear or layer is output or name in heads:
-                raise ConfigError(
-                    f"{asked} names {name}, which is not a linear layer inside the model; "
-                    "name projections such as q_proj, or all-linear"
-                )
+                raise ConfigError(f"{asked} names {name}, which is not a linear layer inside the model; {advice}")
         for name, parameter in model.named_parameters():
             if name.split(".")[0] in heads:
                 parameter.requires_grad_(True)
@@ -81,9 +81,21 @@ class Lora:
             parameter.data = parameter.data.float()  # peft makes them in the type of the model
         self.trained = list(learns)
         """The names, in the model, of what learns, in float32."""
-        path = config.lora_adapter_path
-        self.values = self._draw(model, seed) if path is None else self._read(model, Path(path))
-        """Name -> first value of every adapter weight, the same on every rank; of a head too where the adapter has one."""
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in learns.items()}
+        self._seed, self._files = seed, None
+        if config.lora_adapter_path is not None:
+            self._files = WeightFiles(Path(config.lora_adapter_path), ADAPTER_WEIGHTS)
+            self._check_shapes(self._files.shapes, f"{key}.lora_adapter_path={config.lora_adapter_path}", f"{key}.path")
+
+    @cached_property
+    def values(self) -> dict[str, Tensor]:
+        """Name -> first value of every adapter weight, the same on every rank; of a head too where the adapter has one.
+
+        A head that the adapter does not have stays as the model has it."""
+        if self._files is None:
+            return self._draw()
+        names = {adapter_name(name): name for name in self.trained}
+        return {names[name]: self._files.read(name, 0, shape[0]) for name, shape in self._files.shapes.items()}
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, W + s B A) from the model's own names and whole tensors, in the model's order, all in float32."""
@@ -130,39 +142,42 @@ class Lora:
         """Write adapter_config.json."""
         self._config.save_pretrained(str(folder))
 
-    def _draw(self, model: nn.Module, seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+    def _draw(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self._seed)
         values = {}
-        for name, parameter in model.named_parameters():
+        for name, shape in self._shapes.items():
             if ".lora_A." in name:
-                bound = 1 / math.sqrt(parameter.shape[1])
-                values[name] = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                bound = 1 / math.sqrt(shape[1])
+                values[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
             elif ".lora_B." in name:
-                values[name] = torch.zeros(parameter.shape)
+                values[name] = torch.zeros(shape)
         return values
 
-    def _read(self, model: nn.Module, folder: Path) -> dict[str, Tensor]:
-        """The adapter's own values. A head that it does not have stays as the model has it."""
-        files = WeightFiles(folder, ADAPTER_WEIGHTS)
-        wanted = {adapter_name(name): name for name in self.trained}
-        shapes = {file_name: tuple(model.get_parameter(name).shape) for file_name, name in wanted.items()}
-        for name in sorted(files.shapes.keys() | {name for name in wanted if is_adapter(name)}):
-            if files.shapes.get(name) != shapes.get(name):
+    def _check_shapes(self, found: dict[str, tuple[int, ...]], asked: str, model_key: str) -> None:
+        """Raise DataError unless the adapter has every tensor of these layers, and no other but a head's."""
+        wanted = {adapter_name(name): shape for name, shape in self._shapes.items()}
+        for name in sorted(found.keys() | {name for name in wanted if is_adapter(name)}):
+            if found.get(name) != wanted.get(name):
                 raise DataError(
-                    f"model.lora_adapter_path={folder} does not fit the model: {name} has shape {files.shapes.get(name, 'none')} there "
-                    f"and {shapes.get(name, 'none')} here; set model.path to the model that the adapter was trained beside"
+                    f"{asked} does not fit the model: {name} has shape {found.get(name, 'none')} there and {wanted.get(name, 'none')} "
+                    f"here; set {model_key} to the model that the adapter was trained beside"
                 )
-        return {wanted[name]: files.read(name, 0, shape[0]) for name, shape in files.shapes.items()}
 
 
-def _check_names(model: PreTrainedModel, names: Iterable[str], asked: str) -> None:
-    """Raise ConfigError for a name that no module has: peft leaves it out without a word while another is found."""
-    modules, output = dict(model.named_modules()), model.get_output_embeddings()
+def _check_names(model: PreTrainedModel, names: Iterable[str], heads: list[str], asked: str) -> None:
+    """Raise ConfigError for a name that no module has, which peft leaves out without a word while another is found, and for one of
+    modules that cannot have an adapter."""
+    inside = {
+        path: type(module) is nn.Linear for path, module in model.named_modules() if module is not model.get_output_embeddings()
+    }
+    linear = [path for path, is_linear in inside.items() if is_linear and path not in heads]
+    known = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linear))
     for name in names:
-        if not any(path == name or path.endswith(f".{name}") for path in modules):
-            linear = [path for path, module in modules.items() if isinstance(module, nn.Linear) and module is not output]
-            known = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linear))
+        meant = [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
+        if not meant:
             raise ConfigError(f"{asked} names {name}, which no layer of the model is called; its linear layers are {known}")
+        if other := [path for path in meant if path not in linear]:
+            raise ConfigError(f"{asked} names {other[0]}, which is not a linear layer inside the model; these are {known}")
 
 
 def linear_layers(model: PreTrainedModel) -> str | list[str]:

@@ -26,7 +26,7 @@ def opened(config: RewardTrainConfig) -> Iterator[RewardModelTrainer]:
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
     from lockstep.workers.reward_loss import make_reward_loss
 
-    check_stage_engine(config, config.data.max_length)
+    check_stage_engine(config, config.data.max_length, scores=True)
     tokenizer = read_tokenizer(config.model)
     separate_padding(tokenizer)
     make_loss = functools.partial(make_reward_loss, STAGE_KEYS.name, config.loss.center_rewards_coefficient)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.best import check_best
 from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.manifest import check_manifest
 from lockstep.checkpoint.saver import Saver, is_write_failure
@@ -228,6 +229,8 @@ class Run(ABC):
             metrics["training/left_out_batches"] = len(self.left_out)
         if self._validates_after(self.global_steps) and not stop.asked:
             metrics |= self._timed_validation()
+        if config.best_metric is not None:
+            check_best(config, metrics, self.validation_before, self.global_steps, self.display.message)
         alarms = self.alarms.step(self.global_steps, metrics, samples)
         self._is_alarmed = bool(alarms) and config.on_alarm == "stop"
         is_last = bool(stop.asked) or self._is_alarmed
@@ -386,8 +389,6 @@ class Run(ABC):
     def _run_state(self, metrics: dict[str, float]) -> dict[str, Any]:
         """What is the same for every recipe in trainer_state.json."""
         best = self.section.best_metric
-        if best is not None and best not in metrics and "testing" in self.timer.seconds:
-            raise ConfigError(f"trainer.best_metric={best} is not among the metrics: {', '.join(sorted(metrics))}")
         return {
             "global_steps": self.global_steps,
             "recipe": type(self.config).__name__,

@@ -49,6 +49,8 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
     """
     import torch
 
+    from lockstep.models.fit import check_fit
+    from lockstep.models.load import Head
     from lockstep.models.routers import check_replay
     from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
@@ -58,19 +60,24 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
 
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    choices: list[tuple[EngineChoice, ModelConfig, int, str]] = [(policy.actor, policy.model, ranks, "actor_rollout_ref.actor")]
+    language, actor = Head.LANGUAGE_MODEL, "actor_rollout_ref.actor"
+    choices: list[tuple[EngineChoice, ModelConfig, Head, int, str, str]] = [
+        (policy.actor, policy.model, language, ranks, actor, "actor_rollout_ref.model")
+    ]
     if policy.ref.model.path is not None:
-        choices.append((policy.reference_engine, policy.reference_model, ranks, "actor_rollout_ref.actor"))
+        choices.append((policy.reference_engine, policy.reference_model, language, ranks, actor, "actor_rollout_ref.ref.model"))
     if config.use_critic:
         own = critic.n_gpus_per_node * critic.nnodes if critic.enable_resource_pool else ranks
-        choices.append((critic, critic.model if critic.model.path else policy.model, own, "critic"))
+        model = dataclasses.replace(critic.model, path=critic.model.path or policy.model.path)
+        choices.append((critic, model, Head.VALUE, own, "critic", "critic.model"))
     if judge.enable:
         own = judge.n_gpus_per_node * judge.nnodes if judge.enable_resource_pool else ranks
-        choices.append((judge, judge.model, own, "reward_model"))
+        choices.append((judge, judge.model, Head.SCORE, own, "reward_model", "reward_model.model"))
     where = device or resolve_device(config.trainer.device)
-    for choice, model, world_size, key in choices:
+    for choice, model, head, world_size, key, model_key in choices:
         hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
         check_engine(choice, hf_config, world_size, where, key)
+        check_fit(model, head, model_key, learns=head is not Head.SCORE)
         if choice is policy.actor and policy.rollout.router_replay:
             check_replay(hf_config, where)
         if choice is policy.actor and policy.rollout.keeps_float8:
@@ -78,8 +85,11 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
             check_float8_config(hf_config, where, dtype, policy.rollout.name)
 
 
-def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length") -> None:
-    """The same for the model of a recipe that learns from files, whose rows have up to `longest` tokens, the value of `key`."""
+def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length", scores: bool = False) -> None:
+    """The same for the model of a recipe that learns from files, whose rows have up to `longest` tokens, the value of `key`; a model that
+    `scores` gets one number a row."""
+    from lockstep.models.fit import check_fit
+    from lockstep.models.load import Head
     from lockstep.utils.device import resolve_device
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.registry import check_engine
@@ -91,6 +101,7 @@ def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_l
         raise ConfigError(f"{key}={longest} tokens, but {model.path} holds {context}; lower data.max_length")
     ranks = section.n_gpus_per_node * section.nnodes
     check_engine(config.engine, hf_config, ranks, resolve_device(section.device), "engine")
+    check_fit(model, Head.SCORE if scores else Head.LANGUAGE_MODEL, "model")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from lockstep.errors import ConfigError, DataError
@@ -15,7 +16,8 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
     """The model's config.json with some entries replaced.
 
     Raises DataError when `path` is not a model, or one of its files of weights is cut short or missing; ConfigError for an override that
-    the model's config does not have.
+    the model's config does not have, a value of another type than it is, and a mixture whose tokens would go to more experts than there
+    are.
     """
     path = model_folder(path)
     folder = Path(path)
@@ -31,6 +33,10 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
         config, unknown = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
         )
+    except StrictDataclassError as error:
+        wrong = " ".join(str(error).split())
+        named = "model.override_config, or " if overrides else ""
+        raise ConfigError(f"{named}config.json of {path} has a value that cannot be: {wrong}") from error
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         if folder.is_dir():
@@ -42,6 +48,12 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
     if unknown:
         raise ConfigError(
             f"model.override_config names {', '.join(unknown)}, which {type(config).__name__} of {path} does not have"
+        )
+    experts, chosen = (getattr(config, name, None) for name in ("num_local_experts", "num_experts_per_tok"))
+    experts = experts or getattr(config, "num_experts", None)
+    if experts and chosen is not None and not 1 <= chosen <= experts:
+        raise ConfigError(
+            f"{path}: num_experts_per_tok={chosen} must be between 1 and its {experts} experts (model.override_config)"
         )
     return config
 

@@ -31,11 +31,12 @@ def grpo(embedded_config_in: Callable[..., Any], tmp_path: Path) -> Grpo:
     """`grpo(folder, family, steps, "key=value", ...)`: the steps' metrics."""
 
     def run(name: str, family: str, steps: int, *more: str) -> list[dict[str, Any]]:
-        path = save_tiny_model(tmp_path / family, family, **MIXTURES[family])
+        path = save_tiny_model(tmp_path / family, family, **MIXTURES.get(family, {}))
         last = (f"actor_rollout_ref.model.path={path}", f"trainer.total_training_steps={steps}")
         reward = RewardManager(hf_tokenizer(path), num_examine=0, compute_score=num_letters, num_workers=1)
         config = embedded_config_in(tmp_path / name, *GRPO, *last, *more)
-        return train(config, {"p": [1]}, roles("ActorRolloutRef", pool="p"), reward_fn=reward)
+        names = ("ActorRolloutRef", "Critic") if config.use_critic else ("ActorRolloutRef",)
+        return train(config, {"p": [1]}, roles(*names, pool="p"), reward_fn=reward)
 
     return run
 
@@ -53,6 +54,20 @@ def test_adapters_sample_as_they_train_resume_and_start_from_pefts_folder(grpo: 
     (given,) = grpo("given", "qwen2_moe", 1, f"actor_rollout_ref.model.lora_adapter_path={folder}")
     assert given[GAP] < 5e-5
     assert abs(given["actor/reward_kl_penalty"]) > 1e-3
+
+
+def test_the_routers_of_a_critic_have_metrics_of_their_own(grpo: Grpo, tmp_path: Path) -> None:
+    """Under one name, the actor's would stand for both, and those of the critic for an actor that has none."""
+    gae = "algorithm.adv_estimator=gae"
+    (both,) = grpo("both", "mixtral", 1, gae, LORA, "critic.optim.lr=1e-2", "critic.ppo_epochs=2")
+    critic = save_tiny_model(tmp_path / "critic", "qwen3_moe", **MIXTURES["qwen3_moe"])
+    (one,) = grpo("one", "llama", 1, gae, f"critic.model.path={critic}")
+    for name in ("aux_loss", "max_load", "idle_experts"):
+        assert both[f"critic/moe/{name}"] >= 0.0
+        assert both[f"moe/{name}"] >= 0.0
+        assert f"critic/moe/{name}" in one
+        assert f"moe/{name}" not in one
+    assert both["critic/moe/aux_loss"] != both["moe/aux_loss"], "the critic has learned between two passes, the actor has not"
 
 
 def test_in_bfloat16_the_samplers_routing_brings_sampler_and_trainer_together(grpo: Grpo) -> None:

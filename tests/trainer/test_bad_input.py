@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, OlmoeConfig
 
 from lockstep import cli
 from lockstep.checkpoint.lock import FolderLock
@@ -114,6 +114,22 @@ def without_tokenizer(folder):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
 
 
+def olmoe(key):
+    """A family for which transformers has no head but the language model's."""
+
+    def make(folder, good):
+        shutil.copytree(good / "model", folder / "model")
+        OlmoeConfig(num_experts=2, num_experts_per_tok=1).save_pretrained(folder / "model")
+        return [f"{key}={folder / 'model'}"]
+
+    return make
+
+
+def judge(setting):
+    """A reward model that is a language model."""
+    return lambda folder, good: [f"reward_model.model.path={good / 'model'}", setting]
+
+
 HELD = []
 
 
@@ -123,6 +139,7 @@ def used_folder(folder, good):
 
 
 REWARD = "reward.custom_reward_function.path={file}"
+RANK, LAYERS = "actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.model.target_modules"
 CASES = [
     # -- the command line
     ("an unknown command", "pop", [], 2, "ppo"),
@@ -135,6 +152,19 @@ CASES = [
     ("a section as a value", "ppo", ["data=3"], 1, "data"),
     ("a word for a number", "ppo", ["data.train_batch_size=many"], 1, "data.train_batch_size"),
     ("no steps", "ppo", ["trainer.total_training_steps=-1"], 1, "trainer.total_training_steps"),
+    ("a number for a file", "ppo", ["data.train_files=1"], 1, "data.train_files=1 is not a file"),
+    ("a number for the file of validation", "ppo", ["data.val_files=0"], 1, "data.val_files=0 is not a file"),
+    ("nothing in a list of files", "dpo", ["data.train_files=[null]"], 1, "data.train_files=[None] is not a file"),
+    ("a number for prompts", "sft", ["sampled.files=[1]"], 1, "sampled.files=[1] is not a file"),
+    ("a number that is none", "ppo", ["actor_rollout_ref.actor.entropy_coeff=nan"], 1, "actor_rollout_ref.actor.entropy_coeff=nan"),
+    ("a temperature without end", "ppo", ["actor_rollout_ref.rollout.temperature=inf"], 1, "actor_rollout_ref.rollout.temperature=inf"),
+    ("a rate without end", "sft", ["optim.lr=inf"], 1, "optim.lr=inf"),
+    ("a weight that is none", "ppo", ["+reward.weights={gsm8k: {rule: nan}}"], 1, "reward.weights.gsm8k.rule=nan"),
+    ("a number for a switch", "ppo", ["trainer.val_before_train=-1"], 1, "trainer.val_before_train=-1 is neither true nor false"),
+    ("one in YAML", "ppo", text("x.yaml", "data: {shuffle: 2}", "--config {file}"), 1, "data.shuffle=2 is neither"),
+    ("no samples", "dpo", ["data.train_max_samples=0"], 1, "data.train_max_samples=0 leaves nothing; set it to -1 for all"),
+    ("fewer samples than none", "ppo", ["data.val_max_samples=-7"], 1, "data.val_max_samples=-7 leaves nothing"),
+    ("no prompts", "sft", ["sampled.max_samples=0"], 1, "sampled.max_samples=0 leaves nothing"),
     ("no rows", "ppo", ["data.train_batch_size=0"], 1, "data.train_batch_size"),
     ("no processes", "ppo", ["trainer.n_gpus_per_node=0"], 1, "trainer.n_gpus_per_node"),
     ("a device that is none", "ppo", ["trainer.device=tpu"], 1, "trainer.device"),
@@ -149,8 +179,8 @@ CASES = [
     ("YAML that is a list", "ppo", text("x.yaml", "- data", "--config {file}"), 1, "x.yaml"),
     ("an unknown key in YAML", "ppo", text("x.yaml", "data: {seeed: 1}", "--config {file}"), 1, "data.seed"),
     # -- algorithms and engines
-    ("an unknown estimator", "ppo", ["algorithm.adv_estimator=grp0"], 1, "grp0"),
-    ("an unknown loss", "ppo", ["actor_rollout_ref.actor.policy_loss.loss_mode=nope"], 1, "nope"),
+    ("an unknown estimator", "ppo", ["algorithm.adv_estimator=grp0"], 1, "algorithm.adv_estimator: unknown advantage estimator 'grp0'"),
+    ("an unknown loss", "ppo", ["actor_rollout_ref.actor.policy_loss.loss_mode=nope"], 1, "policy_loss.loss_mode: unknown policy loss"),
     ("groups of one", "ppo", ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1"], 1, "actor_rollout_ref.rollout.n"),
     ("an unknown kind of KL", "ppo", ["algorithm.kl_penalty=k9"], 1, "algorithm.kl_penalty"),
     ("an unknown aggregation", "ppo", ["actor_rollout_ref.actor.loss_agg_mode=mean"], 1, "loss_agg_mode"),
@@ -198,20 +228,36 @@ CASES = [
     ("no tokenizer", "ppo", model(without_tokenizer), 1, "tokenizer"),
     ("an override that the model lacks", "ppo", ["+actor_rollout_ref.model.override_config.hiden=1"], 1, "hiden"),
     ("longer rows than the model holds", "ppo", ["data.max_response_length=100"], 1, "data.max_response_length"),
+    ("layers that are not there", "ppo", [RANK, f"{LAYERS}=[q_proj,q_prj]"], 1, f"{LAYERS}=['q_proj', 'q_prj'] names q_prj"),
+    ("layers that have no adapter", "ppo", [RANK, f"{LAYERS}=[self_attn]"], 1, "layers.0.self_attn, which is not a linear layer"),
+    ("the output layer", "sft", ["model.lora_rank=2", "model.target_modules=[lm_head]"], 1, "names lm_head, which is not"),
+    ("one layer without a list", "ppo", [RANK, f"{LAYERS}=q_proj"], 1, f"{LAYERS}=q_proj must be all-linear or a list"),
+    ("layers without brackets", "ppo", [RANK, f"{LAYERS}=q_proj,v_proj"], 1, f"or write a list in brackets: {LAYERS}=[a,b]"),
+    ("no layers", "ppo", [RANK, f"{LAYERS}=null"], 1, f"{LAYERS}=null must be"),
+    ("layers by number", "ppo", [RANK, f"{LAYERS}=[0]"], 1, f"{LAYERS}=[0] must be"),
+    ("layers, and no rank", "ppo", [f"{LAYERS}=[q_proj]"], 1, "set actor_rollout_ref.model.lora_rank"),
+    ("alpha, and no rank", "dpo", ["model.lora_alpha=32"], 1, "set model.lora_rank"),
+    ("layers of the critic", "ppo", ["critic.model.lora_rank=2", "critic.model.target_modules=[score]"], 1, "critic.model.target_modules"),
+    ("a balanced load without experts", "ppo", ["critic.model.router_aux_loss_coef=0.1"], 1, "critic.model.router_aux_loss_coef=0.1, but"),
+    ("a critic that cannot be", "ppo", olmoe("critic.model.path"), 1, "has none for its family; set critic.model.path"),
+    ("a reward model that cannot be", "reward-model", olmoe("model.path"), 1, "model cannot have a score head"),
     # -- rewards
     ("no such reward file", "ppo", ["reward.custom_reward_function.path=none.py"], 1, "none.py"),
+    ("a reward function in no file", "ppo", ["reward.custom_reward_function.name=mine"], 1, "but reward.custom_reward_function.path is"),
     ("no such reward function", "ppo", text("r.py", "def score(): pass", REWARD), 1, "compute_score"),
     ("a reward of other arguments", "ppo", text("r.py", "def compute_score(answer, truth): pass", REWARD), 1, "answer, truth"),
     ("a reward that is no function", "ppo", text("r.py", "compute_score = 3", REWARD), 1, "compute_score"),
     ("an unknown judge", "ppo", ["reward.weights={gsm8k: {modle: 1.0}}"], 1, "modle"),
     ("a rule without a function", "ppo", ["reward.rules={gsm8k: mine.py}"], 1, "reward.rules.gsm8k"),
     ("a reward model without a path", "ppo", ["reward_model.enable=true"], 1, "reward_model.model.path"),
+    ("a reward model without a head", "ppo", judge("reward_model.enable=true"), 1, "has no score head; name a model that scores"),
+    ("a reward model with adapters", "ppo", judge("reward_model.model.lora_rank=2"), 1, "reward_model.model.lora_rank is for a model"),
     # -- other recipes
     ("sft: no such file", "sft", ["data.train_files=none.jsonl"], 1, "none.jsonl"),
     ("sft: no answer", "sft", text("x.jsonl", '{"prompt": "abc"}', "data.train_files={file}"), 1, "x.jsonl"),
     ("sft: longer rows than the model holds", "sft", ["data.max_length=9999"], 1, "data.max_length"),
     ("dpo: nothing rejected", "dpo", text("x.jsonl", '{"prompt": "a", "chosen": "b"}', "data.train_files={file}"), 1, "rejected"),
-    ("dpo: an unknown loss", "dpo", ["loss.loss_mode=nope"], 1, "nope"),
+    ("dpo: an unknown loss", "dpo", ["loss.loss_mode=nope"], 1, "loss.loss_mode: unknown preference loss 'nope'"),
     ("reward-model: nothing rejected", "reward-model", text("x.jsonl", '{"chosen": "b"}', "data.train_files={file}"), 1, "rejected"),
     ("distill: no teacher", "distill", ["teacher.path=./none", "distill.max_response_length=8"], 1, "./none"),
 ]  # fmt: skip
@@ -249,8 +295,10 @@ def test_bad_input_is_one_line_that_names_it(command, bad, status, named, files,
 
 
 def test_good_input_goes_as_far_as_the_models(files, tmp_path, monkeypatch, offline):
+    endless = {"ppo": ["actor_rollout_ref.actor.clip_ratio_high=inf", "actor_rollout_ref.rollout.exactness_bound=inf"]}
     for command in ("ppo", "sft", "dpo", "reward-model"):
         base = [text.format(data=files, model=files / "model", folder=tmp_path / command) for text in BASE[command]]
+        base += endless.get(command, [])
         monkeypatch.setattr("sys.argv", ["lockstep", command, *base])
         with pytest.raises(AssertionError, match="models would be loaded now"):
             cli.main()

@@ -294,8 +294,30 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
     result = Rising(tmp_path, 5, save_freq=1, test_freq=2, **best).fit()
     assert saved(tmp_path) == ["global_step_2", "global_step_5"]
     assert result.best_checkpoint == tmp_path / "global_step_2"
-    with pytest.raises(ConfigError, match=r"best_metric=nothing is not among the metrics: count, val-core/count"):
-        Counting(tmp_path / "other", 1, best_metric="nothing").fit()
+
+
+def test_a_best_metric_that_is_not_there_is_said_before_work_is_lost(tmp_path):
+    """After the first step where it can be known then, or else with the work kept."""
+    told = r"best_metric=\S+ is not among the metrics: count"
+    for number, (best, options) in enumerate({"val-core/acc": {}, "cuont": {}, "count_": {"has_validation": False}}.items()):
+        folder = tmp_path / f"early{number}"
+        with pytest.raises(ConfigError, match=told):
+            Counting(folder, 3, best_metric=best, **options).fit()
+        assert not saved(folder)
+    late = Counting(tmp_path / "late", 3, best_metric="val-core/acc", val_before_train=False)
+    assert late.fit().best_checkpoint is None
+    assert saved(tmp_path / "late") == ["global_step_3"]
+    assert any("warning: trainer.best_metric=val-core/acc is not among the metrics: count" in text for text in late.display.texts)
+    part = Counting(
+        tmp_path / "part", 2, at_step=lambda run: run.validation_before.update({"val-aux/share_of_rows": 0.1}), test_freq=0
+    )
+    part.section.best_metric = "val-core/of_other_rows"
+    part.fit()
+    idle = Counting(tmp_path / "idle", 3, best_metric="actor/loss", critic_warmup=2)
+    idle.fit()
+    warned = [text for text in idle.display.texts if "warning" in text]
+    assert warned
+    assert all("trainer.best_metric=actor/loss" in text for text in warned)
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])

@@ -1,6 +1,8 @@
 import json
+import shutil
 
 import pytest
+from helpers.mixtures import MIXTURES
 from helpers.tiny import save_tiny_model
 
 from lockstep.errors import ConfigError, DataError
@@ -21,6 +23,29 @@ def test_entries_of_the_config_can_be_replaced(model):
 def test_an_entry_that_the_config_does_not_have_is_an_error(model):
     with pytest.raises(ConfigError, match=r"model\.override_config names max_positions, .*LlamaConfig"):
         read_model_config(model, max_positions=128)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_token_goes_to_no_more_experts_than_there_are(tmp_path, family):
+    path = save_tiny_model(tmp_path, family, **MIXTURES[family])
+    assert read_model_config(path, num_experts_per_tok=4).num_experts_per_tok == 4
+    for wrong in (0, 5):
+        with pytest.raises(
+            ConfigError, match=rf"num_experts_per_tok={wrong} must be between 1 and its 4 experts \(model\.override"
+        ):
+            read_model_config(path, num_experts_per_tok=wrong)
+
+
+def test_a_value_of_another_type_is_an_error_that_names_it(model, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^model\.override_config, or config\.json of .*'hidden_size' expected int, got str.*'abc'"
+    ):
+        read_model_config(model, hidden_size="abc")
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"hidden_size": "32"}))
+    with pytest.raises(ConfigError, match=r"^config\.json of .*'hidden_size' expected int, got str"):
+        read_model_config(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

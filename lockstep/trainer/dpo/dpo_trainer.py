@@ -172,7 +172,10 @@ class DPOTrainer(StageRun):
 def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """The loss that is asked for. Raises ConfigError unless it exists, every number that it requires is given, every number that is
     given is an argument of it, and it can be called."""
-    loss: PreferenceLoss = load_reference(config.loss_mode) or get_preference_loss(config.loss_mode)
+    try:
+        loss: PreferenceLoss = load_reference(config.loss_mode) or get_preference_loss(config.loss_mode)
+    except ConfigError as error:
+        raise ConfigError(f"loss.loss_mode: {error}") from error
     names = preference_inputs(loss)
     for key, value in config.parameters.items():
         if value is not None and key not in names:

@@ -1,7 +1,7 @@
 """What can be checked before any process is started or any model loaded."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -47,7 +47,7 @@ def check_algorithm(config: PPOConfig) -> None:
     one_of("critic.loss_agg_mode", config.critic.loss_agg_mode, [m for m in LOSS_AGG_MODES if not m.endswith("-norm")])
     one_of("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, KL_KINDS)
     one_of("algorithm.kl_penalty", algorithm.kl_penalty, KL_KINDS)
-    estimator = load_reference(algorithm.adv_estimator) or get_adv_estimator(algorithm.adv_estimator)
+    estimator = _by_name("algorithm.adv_estimator", algorithm.adv_estimator, get_adv_estimator)
     required = required_inputs(estimator)
     if {"group", "index"} & set(required) and config.actor_rollout_ref.rollout.n == 1:
         raise ConfigError(
@@ -100,10 +100,19 @@ def _try_estimator(algorithm: AlgorithmConfig) -> None:
         )
 
 
+def _by_name(key: str, name: str, get: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+    """What `name`, the value of `key`, stands for: a function in a file of the user's own, or what `get` knows by that name."""
+    try:
+        found: Callable[..., Any] = load_reference(name) or get(name)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return found
+
+
 def _check_policy_loss(actor: ActorConfig) -> None:
     """The loss exists, every number it requires is given, and every value of loss_kwargs is an argument of it."""
     policy_loss = actor.policy_loss
-    loss = load_reference(policy_loss.loss_mode) or get_policy_loss(policy_loss.loss_mode)
+    loss = _by_name("actor_rollout_ref.actor.policy_loss.loss_mode", policy_loss.loss_mode, get_policy_loss)
     names = loss_inputs(loss)
     for key in policy_loss.loss_kwargs:
         if key not in names:

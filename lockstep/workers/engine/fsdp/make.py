@@ -4,14 +4,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lockstep.config.engine import EngineChoice, ModelConfig
-from lockstep.errors import ConfigError
+from lockstep.config.engine import EngineChoice
 from lockstep.models.compile import compile_layers
 from lockstep.models.fast_layers import install_fast_layers
-from lockstep.models.load import Head, check_packing, model_on_meta
+from lockstep.models.fit import check_fit
+from lockstep.models.load import Head, check_packing
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
-from lockstep.models.routers import FAMILIES, routers
+from lockstep.models.routers import routers
 from lockstep.workers.engine.fsdp import sharded_model
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.fsdp.mixture import MixtureEngine
@@ -23,10 +23,7 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     """See registry.make_engine."""
     config, model, device = choice.fsdp_config, spec.model, spec.device
     adapts = model.adapts and spec.optim is not None
-    if adapts and model.lora_adapter_path is not None:
-        _check_adapter(spec)
-    if model.router_aux_loss_coef:
-        engine_class(model, model_on_meta(model, spec.head, spec.pad_token_id), spec.head)
+    check_fit(model, spec.head, "model", learns=spec.optim is not None)
     # A rank that will keep a part of the model never holds the whole of it. One rank keeps what was loaded, without a copy.
     module, source = spec.load() if dist.get_world_size() > 1 else (spec.load_whole(), None)
     decoder = spec.decoder(module)
@@ -38,7 +35,7 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     apply_recompute(module, spec.recompute(module, dtype, fast))
     if config.use_torch_compile:
         compile_layers(module)
-    engine = engine_class(model, module, spec.head)(
+    engine = engine_class(module, spec.head)(
         module,
         spec,
         version=_version(choice, adapts),
@@ -54,25 +51,9 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     return engine
 
 
-def engine_class(model: ModelConfig, module: PreTrainedModel, head: Head) -> type[FSDPEngine]:
-    """The engine of this model. Raises ConfigError for a load-balance loss in a model without routers."""
-    if routers(module) and head is not Head.SCORE:  # scores are not read where responses are predicted
-        return MixtureEngine
-    if model.router_aux_loss_coef:
-        raise ConfigError(
-            f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}, but {type(module).__name__} as {head.name.lower()} has no "
-            f"router that can be balanced (those of {', '.join(FAMILIES)} can); set it to 0"
-        )
-    return FSDPEngine
-
-
-def _check_adapter(spec: EngineSpec) -> None:
-    """Raise what Lora raises for an adapter that does not fit the model, before its weights are read."""
-    try:
-        module = model_on_meta(spec.model, spec.head, spec.pad_token_id)
-    except ValueError:
-        return  # loading says what is wrong with the model
-    Lora(module, spec.model, spec.head, spec.seed)
+def engine_class(module: PreTrainedModel, head: Head) -> type[FSDPEngine]:
+    """The engine of this model. Scores are not read where responses are predicted, so nobody watches the routers of their model."""
+    return MixtureEngine if routers(module) and head is not Head.SCORE else FSDPEngine
 
 
 def _version(choice: EngineChoice, adapts: bool) -> int:

@@ -30,11 +30,13 @@ class MixtureEngine(FSDPEngine):
 
     _routing: Routing | None = None
     _replays: bool = False
+    _prefix = ""
 
     def __init__(self, module: PreTrainedModel, spec: EngineSpec, **options: Any) -> None:
         super().__init__(module, spec, **options)
         if spec.optim is not None and self.token_ranks == 1:
             self._num_routers, self._replays = len(routers(module)), spec.head is Head.LANGUAGE_MODEL
+            self._prefix = "critic/" if spec.head is Head.VALUE else ""  # an actor of the same step says moe/* too
             self._routing = Routing(routers(module), spec.model.router_aux_loss_coef, self.gradient_ranks)
 
     def forward_backward(self, data: DataProto, *args: Any, **options: Any) -> dict[str, Metric]:
@@ -42,7 +44,7 @@ class MixtureEngine(FSDPEngine):
             return super().forward_backward(data, *args, **options)
         self._routing.begin(int((data.ragged("responses").lengths > 0).sum()), self.device)
         metrics, chosen = super().forward_backward(data, *args, **options), self._routing.end()
-        return metrics | chosen if self.reports else metrics
+        return metrics | {f"{self._prefix}{name}": metric for name, metric in chosen.items()} if self.reports else metrics
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:

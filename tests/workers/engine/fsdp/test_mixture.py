@@ -17,6 +17,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig, check_learner
 from lockstep.errors import ConfigError
+from lockstep.models.fit import check_fit
+from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.workers.engine.base import TokenOutputs, TokenRows
@@ -93,10 +95,16 @@ def test_the_load_balance_loss_is_transformers_own_row_by_row(
         assert 0.0 <= found["moe/idle_experts"] < 1.0
 
 
-def test_a_load_balance_loss_needs_a_mixture_and_whole_rows() -> None:
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.3, but LlamaForCausalLM as language_model has no router"):
-        engine_class(ModelConfig(**COEF), tiny_model(), LM)
-    assert engine_class(ModelConfig(**COEF), tiny_model("mixtral", **MIXTURES["mixtral"]), LM) is MixtureEngine
+def test_a_load_balance_loss_needs_a_mixture_and_whole_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^a\.router_aux_loss_coef=0.3, but LlamaForCausalLM as language_model has no router"):
+        check_fit(ModelConfig(save_tiny_model(tmp_path / "llama"), **COEF), LM, "a")
+    mixture = save_tiny_model(tmp_path / "mixtral", "mixtral", **MIXTURES["mixtral"])
+    check_fit(ModelConfig(mixture, **COEF), LM, "a")
+    with pytest.raises(
+        ConfigError, match=r"^a\.router_aux_loss_coef=0.3, but MixtralForSequenceClassification as score has no router"
+    ):
+        check_fit(ModelConfig(mixture, **COEF), Head.SCORE, "a")
+    assert engine_class(tiny_model("mixtral", **MIXTURES["mixtral"]), LM) is MixtureEngine
     divided = EngineChoice("fsdp2", fsdp_config=FSDPConfig(ulysses_sequence_parallel_size=2))
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.3 needs whole rows on each rank: set b\.fsdp_config\.ulysses"):
         check_learner(ModelConfig(**COEF), divided, "b", "a")
