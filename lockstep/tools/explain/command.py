@@ -18,9 +18,18 @@ _EMBEDDED_ROWS = 2048
 def main(arguments: Sequence[str]) -> int:
     """Print the configuration in words; returns the exit status: 1 for one that cannot work."""
     options = _parser().parse_intermixed_args(list(arguments))
-    for part in _parts(read_asked(options.words, options.config, None if options.gpu else _device_of), options.gpu):
+    asked = read_asked(options.words, options.config, None if options.gpu else _device_of)
+    _check(asked, options.gpu)
+    for part in _parts(asked, options.gpu):
         print(f"{part}\n")
     return 0
+
+
+def _check(asked: Asked, gpu: str | None) -> None:
+    from lockstep.planner.hardware import find_device
+    from lockstep.tools.plan.refused import check_run
+
+    check_run(asked.config, None if gpu is None else find_device(gpu))
 
 
 def _parts(asked: Asked, gpu: str | None) -> Iterator[str]:

@@ -6,7 +6,7 @@ from transformers import Qwen2Config
 
 from benchmarks.workload import SHAPES
 from lockstep.config.load import load_config, to_yaml
-from lockstep.planner.hardware import find_device
+from lockstep.planner.hardware import DEVICES, find_device
 from lockstep.planner.predict import Lengths
 from lockstep.tools.plan.command import main
 from lockstep.tools.plan.measured import one_line, predicted
@@ -76,13 +76,32 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
         (["MODEL", "--count", "12"], "up to 8 GPUs, or machines of 8"),
         (["MODEL", "--price", "-3"], "--price -3 is no price"),
         (["MODEL", "--count", "8", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size"),
+        (["grpo", "MODEL", "actor_rollout_ref.rollout.n=1"], "set actor_rollout_ref.rollout.n to 2 or more"),
+        (["MODEL", "data.max_response_length=99999999"], "lower one of them"),
+        (["sft", "STAGE", "data.max_length=99999999"], "lower data.max_length"),
+        (["sft", "STAGE", "--count", "12"], "up to 8 GPUs, or machines of 8"),
+        (["sft", "STAGE", "--count", "0"], "up to 8 GPUs, or machines of 8"),
+        (["sft", "STAGE", "--prompt-length", "-5"], "--prompt-length -5 is no mean of lengths up to data.max_length"),
     ],
 )
 def test_a_wrong_call_is_one_line(arguments, said, model, capsys):
-    assert main([word for given in arguments for word in (keys(model) if given == "MODEL" else [given])]) == 1
+    ways = {"MODEL": keys(model), "STAGE": ["data.train_files=x", f"model.path={model}"]}
+    assert main([word for given in arguments for word in ways.get(given, [given])]) == 1
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_float8_pages_are_refused_for_the_gpus_that_the_engine_refuses(model, capsys):
+    for gpu, device in DEVICES.items():
+        status = main([*keys(model, "actor_rollout_ref.rollout.kv_cache_dtype=fp8"), "--gpu", gpu, "--json"])
+        assert status == (1 if gpu.startswith("a100") else 0), gpu
+        error = capsys.readouterr().err
+        if status:
+            assert (
+                "kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or newer, and this one has 8.0; set it to auto" in error
+            )
+        assert (device.capability >= (8, 9)) == (status == 0)
 
 
 def test_a_run_is_compared_with_its_prediction(model, tmp_path, capsys):
@@ -114,6 +133,8 @@ def test_what_learns_from_files_is_planned_too(model, capsys):
         assert ("\nref " in text) == (command == "dpo")
         steps[command] = float(re.search(r"a step: ([\d.]+) s", text)[1])
     assert steps["dpo"] > steps["reward-model"] > 0  # a reference beside it, and an output layer
+    assert main(["sft", "data.train_files=x", f"model.path={model}", "--response-length", "400", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(steps["sft"], abs=0.05)
     assert main(["sft", "data.train_files=x", f"model.path={model}", "--gpu", "rtx-4090", "engine.max_token_len_per_gpu=9999999",
-                 "data.max_length=65536", "data.train_batch_size=4096"]) == 1  # fmt: skip
+                 "data.max_length=32768", "data.train_batch_size=4096"]) == 1  # fmt: skip
     assert "lower engine.max_token_len_per_gpu" in capsys.readouterr().err
