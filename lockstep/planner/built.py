@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import ModelConfig
@@ -24,7 +25,10 @@ def build(model: ModelConfig, head: Head) -> PreTrainedModel:
     if kept is not None and key in kept and not model.adapts:
         return kept[key]
     try:
-        built = model_on_meta(model, head)
+        with torch.device(
+            "meta"
+        ):  # otherwise each parameter is in memory for a moment: 30 GB for the experts of a DeepSeek-V3 layer
+            built = model_on_meta(model, head)
     except ValueError as error:
         first = str(error).strip().splitlines()[0]
         raise DataError(f"{model.path} cannot be built as {head.name.lower()}: {first}") from error
