@@ -57,7 +57,8 @@ NODE_LINK = 40e9
 def find_device(name: str) -> Device:
     """The GPU of this name, in the words of the table or of CUDA ("NVIDIA H200"). Raises ConfigError, which names the nearest."""
     word = name.lower().replace(" ", "-").replace("_", "-")
-    found = next((device for key, device in DEVICES.items() if key in word), None)
+    # CUDA has more between the parts of a name: "NVIDIA A100-SXM4-80GB".
+    found = next((device for key, device in DEVICES.items() if all(part in word for part in key.split("-"))), None)
     if found is None:
         near = difflib.get_close_matches(word, DEVICES, n=1, cutoff=0.0)[0]
         raise ConfigError(f"--gpu {name} is not known; the nearest is {near} (all: {', '.join(DEVICES)})")

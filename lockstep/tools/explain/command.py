@@ -8,7 +8,7 @@ from lockstep.config.arithmetic import describe
 from lockstep.config.auto import tokens_in_words
 from lockstep.config.data import EMBEDDED
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import LockstepError, as_command
+from lockstep.errors import ConfigError, LockstepError, as_command
 from lockstep.tools.asked import Asked, read_asked
 
 _EMBEDDED_ROWS = 2048
@@ -80,7 +80,13 @@ def _cost(config: PPOConfig, gpu: str | None) -> str:
 
     if config.actor_rollout_ref.model.path == EMBEDDED:
         return "about a second on two CPU cores"
-    device = find_device(gpu or _gpu_here() or "h200")
+    here = None if gpu else _gpu_here()
+    try:
+        device = find_device(gpu or here or "h200")
+    except ConfigError:
+        if here is None:
+            raise
+        return f"not known: lockstep plan has no numbers of the GPU that is here, {here}; --gpu NAME says it of one that it knows"
     found = predicted(config, device, Lengths(config.data.max_prompt_length, config.data.max_response_length))
     times = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in found.seconds.items() if seconds >= 0.05)
     return (

@@ -63,7 +63,11 @@ def _plan(options: argparse.Namespace) -> int:
         found = ask(config)
     except ResourceError as error:
         print(f"{head}\n\nit does not fit: {error}\n")
-        _print_proposals("what would fit, any of:", what_fits(config, ask))
+        _print_proposals(
+            "what would fit, any of:",
+            what_fits(config, ask),
+            "no other size of micro-batch or number of GPUs fits, nor do adapters",
+        )
         return 1
     if options.json:
         print(_json(found))
@@ -77,7 +81,9 @@ def _plan(options: argparse.Namespace) -> int:
     if found.num_gpus > 1:
         print("  communication between GPUs is arithmetic, not measured")
     print("  a reward function takes what it takes: it is not counted\n")
-    _print_proposals("proposal (nothing of it changes what is computed):", proposals(config, found, ask))
+    _print_proposals(
+        "proposal (nothing of it changes what is computed):", proposals(config, found, ask), "proposal: leave it as it is"
+    )
     return 0
 
 
@@ -147,9 +153,9 @@ def _json(found: "Prediction") -> str:
     return json.dumps(numbers, indent=1)
 
 
-def _print_proposals(title: str, found: Sequence[Any]) -> None:
+def _print_proposals(title: str, found: Sequence[Any], without: str) -> None:
     if not found:
-        print("proposal: leave it as it is")
+        print(without)
         return
     print(title)
     for proposal in found:

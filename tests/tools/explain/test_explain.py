@@ -103,6 +103,12 @@ def test_other_recipes_are_explained_too(model, capsys):
     assert set(ROOTS) >= {"sft", "dpo", "reward-model"}
 
 
+def test_a_gpu_here_that_the_plan_does_not_know_is_no_error(model, capsys, monkeypatch):
+    monkeypatch.setattr("lockstep.tools.explain.command._gpu_here", lambda: "NVIDIA L4")
+    assert main(["ppo", "data.train_files=x.parquet", f"actor_rollout_ref.model.path={model}", *SHORT]) == 0
+    assert "not known: lockstep plan has no numbers of the GPU that is here, NVIDIA L4; --gpu NAME" in capsys.readouterr().out
+
+
 FP8 = "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
 SHORT = ("data.max_prompt_length=32", "data.max_response_length=32")
 

@@ -63,6 +63,31 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
     assert main(["ppo", *keys(tmp_path), "--gpu", "a100-80gb", "--count", str(count), "--json"]) == 0
 
 
+def test_what_nothing_makes_fit_is_not_left_as_it_is(tmp_path, capsys):
+    wide = {"num_hidden_layers": 1, "hidden_size": 131_072, "intermediate_size": 131_072, "num_attention_heads": 1024}
+    Qwen2Config(**SHAPES["7b"] | wide, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    assert main(["ppo", *keys(tmp_path), "--gpu", "rtx-4090"]) == 1
+    text = capsys.readouterr().out
+    assert text.endswith("no other size of micro-batch or number of GPUs fits, nor do adapters\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("L40S", "l40s"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_cuda_gives_it(name, found):
+    assert find_device(name).name == found
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
