@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from lockstep.config.auto import CACHE_SHARE, PASS_TOKENS, SEATS, TOKENS, auto_or, auto_or_at_least, auto_or_in_range
-from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
+from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, finite, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.sampling import check_sampling, check_stop
@@ -130,6 +130,7 @@ class ActorConfig(EngineChoice):
         self.optim.check(f"{prefix}.optim")
         at_least(self, prefix, 1, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")
         auto_or_at_least(self, prefix, 1, "ppo_max_token_len_per_gpu")
+        finite(self, prefix, "entropy_coeff", "kl_loss_coef")
         at_least(self, prefix, 1.0, "clip_ratio_c")
         at_least(self, prefix, 0.0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
         above(self, prefix, 0.0, "tau_pos", "tau_neg", "loss_scale_factor")

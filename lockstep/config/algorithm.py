@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import above, absolute_reference, at_least, in_range, one_of
+from lockstep.config.check import above, absolute_reference, at_least, finite, in_range, one_of
 from lockstep.errors import ConfigError
 
 
@@ -23,6 +23,7 @@ class KLControlConfig:
     def __post_init__(self) -> None:
         one_of("algorithm.kl_ctrl.type", self.type, ("fixed", "adaptive"))
         at_least(self, "algorithm.kl_ctrl", 1, "horizon")
+        finite(self, "algorithm.kl_ctrl", "kl_coef")
         at_least(self, "algorithm.kl_ctrl", 0.0, "kl_coef")
         above(self, "algorithm.kl_ctrl", 0.0, "target_kl")
 

@@ -1,5 +1,6 @@
 """Checks that the sections share. Each raises ConfigError with the key, what came, and what would do."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -42,6 +43,14 @@ def in_range(section: object, prefix: str, low: float, high: float, *names: str)
         value = getattr(section, name)
         if not low <= value <= high:
             raise ConfigError(f"{prefix}.{name}={value} is out of range; it must be between {low} and {high}")
+
+
+def finite(section: object, prefix: str, *names: str) -> None:
+    """These values of the section must be finite: what is multiplied or divided by them would not be. None passes (the key is unset)."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{prefix}.{name}={value} is not finite; write a number")
 
 
 def absolute_reference(text: str) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.adapter import read_adapter
-from lockstep.config.check import at_least, auto_or_bool, in_range, one_of
+from lockstep.config.check import at_least, auto_or_bool, finite, in_range, one_of
 from lockstep.errors import ConfigError
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "torchtitan", "veomni")
@@ -245,6 +245,7 @@ class OptimConfig:
         """See `ModelConfig.check`."""
         one_of(f"{prefix}.lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
         in_range(self, prefix, 0.0, 1.0, "lr_warmup_steps_ratio", "min_lr_ratio", "lr_decay_steps_ratio")
+        finite(self, prefix, "lr", "weight_decay")
         at_least(self, prefix, 0.0, "lr", "clip_grad", "weight_decay")
         at_least(self, prefix, -1, "lr_warmup_steps")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
