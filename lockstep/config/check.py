@@ -45,6 +45,14 @@ def in_range(section: object, prefix: str, low: float, high: float, *names: str)
             raise ConfigError(f"{prefix}.{name}={value} is out of range; it must be between {low} and {high}")
 
 
+def all_or_at_least_one(section: object, prefix: str, *names: str) -> None:
+    """These values of the section must be -1, which stands for all, or 1 or more."""
+    for name in names:
+        value = getattr(section, name)
+        if value != -1 and value < 1:
+            raise ConfigError(f"{prefix}.{name}={value} must be at least 1, or -1 for all")
+
+
 def finite(section: object, prefix: str, *names: str) -> None:
     """These values of the section must be finite: what is multiplied or divided by them would not be. None passes (the key is unset)."""
     for name in names:

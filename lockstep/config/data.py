@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import all_or_at_least_one, at_least, one_of
 
 EMBEDDED = "embedded"
 """The value of data.train_files and actor_rollout_ref.model.path that stands for the task and the model shipped with the package."""
@@ -56,3 +56,4 @@ class DataConfig:
     def __post_init__(self) -> None:
         one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
         at_least(self, "data", 1, "max_prompt_length", "max_response_length", "train_batch_size", "val_batch_size")
+        all_or_at_least_one(self, "data", "train_max_samples", "val_max_samples")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import SamplingConfig
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import all_or_at_least_one, at_least, one_of
 from lockstep.config.reward import JudgeConfig
 from lockstep.config.stage import FilesConfig, StageConfig
 from lockstep.errors import ConfigError
@@ -51,6 +51,7 @@ class SampledConfig(SamplingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, "sampled", 1, "max_prompt_length", "max_response_length", "batch_size")
+        all_or_at_least_one(self, "sampled", "max_samples")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.auto import auto_or_at_least
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import all_or_at_least_one, at_least, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.run_name import default_name
 from lockstep.config.trainer import RayConfig, RunConfig
@@ -56,6 +56,7 @@ class FilesConfig:
         one_of("data.truncation", self.truncation, ("error", "left", "right", "middle"))
         at_least(self, "data", 2, "max_length")
         at_least(self, "data", 1, "train_batch_size")
+        all_or_at_least_one(self, "data", "train_max_samples", "val_max_samples")
 
 
 STAGE_KEYS = PolicyKeys(

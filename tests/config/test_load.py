@@ -90,6 +90,8 @@ def test_a_section_is_not_a_value(value, tmp_path):
         ("data.shuffle", "perhaps", " must be true or false, not perhaps"),
         ("trainer.logger", "3", r" must be a list such as \[a,b\]"),
         ("algorithm.kl_ctrl.type", "[fixed]", ""),
+        ("data.train_max_samples", "0", "=0 must be at least 1, or -1 for all"),
+        ("data.val_max_samples", "-2", "=-2 must be at least 1, or -1 for all"),
         ("actor_rollout_ref.actor.optim.lr", "inf", "=inf is not finite"),
         ("actor_rollout_ref.actor.optim.weight_decay", "nan", "=nan is not finite"),
         ("actor_rollout_ref.actor.entropy_coeff", "nan", "=nan is not finite"),

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(list(arguments))
     asked = read_asked(options.words, options.config, None if options.gpu else _device_of)
     _check(asked, options.gpu)
-    for part in _parts(asked, options.gpu):
+    for part in list(_parts(asked, options.gpu)):  # all of it, or an error alone
         print(f"{part}\n")
     return 0
 
@@ -41,12 +41,16 @@ def _parts(asked: Asked, gpu: str | None) -> Iterator[str]:
     if not isinstance(asked.config, PPOConfig):
         yield _stage_words(asked.config)
         return
+    from lockstep.data.schedule import PromptSchedule
     from lockstep.tools.explain.ppo import places, stages
 
     config = asked.config
     device = _device_of(section.device)
     rows = _rows(config)
     if isinstance(rows, int):
+        PromptSchedule(
+            rows, config.data.train_batch_size, config.data.shuffle, config.data_seed
+        )  # raises where a batch has too few
         total = section.total_training_steps or rows // config.data.train_batch_size * section.total_epochs
         yield "what a step is:\n" + _indented(describe(config, rows, total, device))
     else:

@@ -125,6 +125,7 @@ SHORT = ("data.max_prompt_length=32", "data.max_response_length=32")
             f"{FP8} needs heads of 32, 64, 128 or 256 numbers, and this model's have 8",
         ),
         (["ppo", "MODEL", *SHORT, "--gpu", "h300"], "--gpu h300 is not known"),
+        (["ppo", "MODEL", *SHORT, "data.train_files=ROWS", "data.train_batch_size=4"], "between 1 and the number of rows, 3"),
         (["sft", "STAGE", "data.max_length=65"], "data.max_length=65 tokens, but MODEL holds 64"),
         (
             ["distill", "STAGE", "teacher.path=MODEL", "data.max_length=60", "distill.max_response_length=5"],
@@ -133,7 +134,9 @@ SHORT = ("data.max_prompt_length=32", "data.max_response_length=32")
         (["dpo", "data.train_files=x.parquet", "model.path=nowhere/at/all"], "nowhere/at/all does not exist"),
     ],
 )
-def test_what_training_would_refuse_is_refused_in_its_words_and_nothing_else_is_said(words, said, model, capsys):
+def test_what_training_would_refuse_is_refused_in_its_words_and_nothing_else_is_said(words, said, model, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    words = [word.replace("ROWS", str(tmp_path / "rows.jsonl")) for word in words]
     ways = {"MODEL": f"data.train_files=x.parquet actor_rollout_ref.model.path={model}".split()}
     ways["STAGE"] = f"data.train_files=x.parquet model.path={model}".split()
     assert main([word.replace("MODEL", model) for given in words for word in ways.get(given, [given])]) == 1
