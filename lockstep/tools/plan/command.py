@@ -22,6 +22,9 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; returns the exit status: 1 where it does not fit or cannot be made."""
     options = _parser().parse_intermixed_args(list(arguments))
     if options.run is not None:
+        others = (options.config, options.count, options.price, options.prompt_length, options.response_length)
+        if options.words or options.json or any(value is not None for value in others):
+            raise ConfigError("--run has keys, lengths and number of GPUs from the run's folder; beside it only --gpu is read")
         from lockstep.tools.plan.measured import compare_run
 
         print(compare_run(options.run, options.gpu))

@@ -96,6 +96,8 @@ def test_a_gpu_is_found_by_the_name_that_cuda_gives_it(name, found):
         (["data.trainfiles=x"], "the nearest valid key is 'data.train_files'"),
         (["distill", "data.train_files=x", "model.path=y", "teacher.path=z"], "does not know distill"),
         (["--run", "/nonexistent"], "is not the folder of a run"),
+        (["grpo", "--run", "/nonexistent"], "beside it only --gpu is read"),
+        (["--run", "/nonexistent", "--count", "2"], "beside it only --gpu is read"),
         (["MODEL", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
         (["MODEL", "--prompt-length", "0"], "no mean of lengths"),
         (["MODEL", "--count", "12"], "up to 8 GPUs, or machines of 8"),
@@ -146,6 +148,10 @@ def test_a_run_is_compared_with_its_prediction(model, tmp_path, capsys):
     assert "measured (+0%); a step" in line
     assert line.endswith("measured (-50%)")
     assert "no prediction for this run" in one_line(config, tmp_path / "metrics.jsonl", "a toaster")
+    on_cpu = [{name: value for name, value in step.items() if not name.startswith("perf/")} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in on_cpu))
+    assert main(["--run", str(tmp_path)]) == 1
+    assert "is a run on a CPU: what lockstep plan predicts is for GPUs" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text(json.dumps(steps[0]) + "\n")
     assert one_line(config, tmp_path / "metrics.jsonl", "NVIDIA H200") is None
 
