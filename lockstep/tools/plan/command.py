@@ -69,7 +69,7 @@ def _plan(options: argparse.Namespace) -> int:
         _print_proposals(
             "what would fit, any of:",
             what_fits(config, ask),
-            "no other size of micro-batch or number of GPUs fits, nor do adapters",
+            "no smaller micro-batch, fewer sequences at once, more GPUs or adapters make it fit",
         )
         return 1
     if options.json:

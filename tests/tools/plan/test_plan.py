@@ -63,12 +63,23 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
     assert main(["ppo", *keys(tmp_path), "--gpu", "a100-80gb", "--count", str(count), "--json"]) == 0
 
 
+def test_long_rows_fit_with_fewer_sequences_at_once(tmp_path, capsys):
+    config = SHAPES["0.5b"] | {"num_key_value_heads": 14, "max_position_embeddings": 2**18}  # a cache of 50 KB a token and layer
+    Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    words = ["grpo", *keys(tmp_path, "data.max_response_length=60000"), "--gpu", "h100"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert "set actor_rollout_ref.rollout.max_num_seqs below 64, so that fewer are generated at once, or lower data" in text
+    change = re.search(r"(actor_rollout_ref.rollout.max_num_seqs=\d+)\n +fewer sequences are generated at once", text)[1]
+    assert main([*words, change, "--json"]) == 0
+
+
 def test_what_nothing_makes_fit_is_not_left_as_it_is(tmp_path, capsys):
     wide = {"num_hidden_layers": 1, "hidden_size": 131_072, "intermediate_size": 131_072, "num_attention_heads": 1024}
     Qwen2Config(**SHAPES["7b"] | wide, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     assert main(["ppo", *keys(tmp_path), "--gpu", "rtx-4090"]) == 1
     text = capsys.readouterr().out
-    assert text.endswith("no other size of micro-batch or number of GPUs fits, nor do adapters\n")
+    assert text.endswith("no smaller micro-batch, fewer sequences at once, more GPUs or adapters make it fit\n")
 
 
 @pytest.mark.parametrize(
