@@ -1,5 +1,6 @@
 """Checks that the sections share. Each raises ConfigError with the key, what came, and what would do."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -57,6 +58,14 @@ def file_names(key: str, value: object) -> None:
     names = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if value is not None and not all(isinstance(name, str | os.PathLike) for name in names):
         raise ConfigError(f"{key}={value} is not a file; name one parquet, json or jsonl file, or a list of them")
+
+
+def finite(section: object, prefix: str, *names: str) -> None:
+    """These values of the section must be finite: what is multiplied or divided by them would not be. None passes (the key is unset)."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{prefix}.{name}={value} is not finite; set it to a number")
 
 
 def absolute_reference(text: str) -> str:

@@ -56,17 +56,17 @@ class ModelConfig:
             self._check_layers(prefix)
 
     def _check_layers(self, prefix: str) -> None:
-        """Layers are named in a list, and nothing is said of adapters where the whole model would learn."""
+        """Layers of adapters are named in a list, and not where the whole model would learn. (`lora_alpha` may be: scripts set it with any
+        rank.)"""
         names = self.target_modules
         if names != "all-linear" and not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
             shown = "null" if names is None else names
             raise ConfigError(f"{prefix}.target_modules={shown} must be all-linear or a list of names such as [q_proj,v_proj]")
-        for name in ("lora_alpha", "target_modules"):
-            if not self.adapts and getattr(self, name) != getattr(ModelConfig, name):
-                raise ConfigError(
-                    f"{prefix}.{name}={getattr(self, name)} is of adapters, and {prefix}.lora_rank=0 trains the whole model; set "
-                    f"{prefix}.lora_rank, such as 16, or leave {prefix}.{name} out"
-                )
+        if names != "all-linear" and not self.adapts:
+            raise ConfigError(
+                f"{prefix}.target_modules={names} are layers of adapters, and {prefix}.lora_rank=0 trains the whole model; set "
+                f"{prefix}.lora_rank, such as 16, or leave {prefix}.target_modules out"
+            )
 
     def _check_adapter(self, prefix: str, path: str) -> None:
         """What is said of adapters here is what the folder says, or nothing."""

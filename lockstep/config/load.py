@@ -366,7 +366,7 @@ def _check_numbers(values: Any) -> None:
         for number in value if isinstance(value, list) else [value]:
             endless = isinstance(number, float) and not math.isfinite(number)
             if endless and (math.isnan(number) or not _BOUND.search(key)):
-                raise ConfigError(f"{key}={value} cannot be used in a computation; set it to a finite number")
+                raise ConfigError(f"{key}={value} is not finite; set it to a number")
 
 
 @contextmanager
@@ -382,7 +382,24 @@ def readable_errors() -> Iterator[None]:
         raise (cause or ConfigError(_one_line(error))) from error
 
 
+_EXPECTED = (
+    (r"Value '(.*)' of type '\w+' could not be converted to Integer", "must be a whole number, not"),
+    (r"Value '(.*)' of type '\w+' could not be converted to Float", "must be a number, not"),
+    (r"Value '(.*)' is not a valid bool.*", "must be true or false, not"),
+    (r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[int, str\]'", "must be a whole number or auto, not"),
+    (
+        r"(?:field '.*' is not Optional|Incompatible value 'None' for field of type '.*')()",
+        "must have a value; leave it out and it has its default: it cannot be null",
+    ),
+    (r"Invalid value assigned: .* is not a ListConfig, list or tuple\.?()", "must be a list such as [a,b]"),
+)
+"""What OmegaConf says of a value of another type, and what was expected instead."""
+
+
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
+    for pattern, expected in _EXPECTED if key else ():
+        if found := re.fullmatch(pattern, lines[0]):
+            return f"{key} {expected} {found[1]}".rstrip()
     return f"{key}: {lines[0]}" if key else lines[0]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.check import at_least, in_range
+from lockstep.config.check import at_least, finite, in_range
 from lockstep.errors import ConfigError
 
 
@@ -56,6 +56,7 @@ def check_stop(prefix: str, stop: Sequence[str]) -> None:
 
 def check_sampling(prefix: str, section: Any, *counts: str) -> None:
     """Raise ConfigError for the first value that cannot be sampled with; `prefix` stands before its name. `counts` must be 1 or more."""
+    finite(section, prefix, "temperature")
     at_least(section, prefix, 0.0, "temperature")
     in_range(section, prefix, 0.0, 1.0, "top_p", "min_p")
     in_range(section, prefix, 1e-4, 1e4, "repetition_penalty")

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.models.load import Head, model_on_meta
+from lockstep.models.load import Head, outline
 from lockstep.models.lora import Lora
 from lockstep.models.meta import WeightFiles, missing_weights
 from lockstep.models.routers import FAMILIES, routers
@@ -23,7 +23,7 @@ def check_fit(config: ModelConfig, head: Head, key: str, learns: bool = True) ->
     if head is Head.LANGUAGE_MODEL and not adapts and not config.router_aux_loss_coef:
         return
     try:
-        module = model_on_meta(config, head)
+        module = outline(config, head)
     except ValueError as error:
         if not str(error).startswith(_NO_HEAD):
             return  # loading says what is wrong with the model

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import DataError
-from lockstep.models.load import Head, model_on_meta
+from lockstep.models.load import Head, outline
 
 _kept: ContextVar[dict[Any, PreTrainedModel] | None] = ContextVar("kept", default=None)
 
@@ -24,7 +24,7 @@ def build(model: ModelConfig, head: Head) -> PreTrainedModel:
     if kept is not None and key in kept and not model.adapts:
         return kept[key]
     try:
-        built = model_on_meta(model, head)
+        built = outline(model, head)
     except ValueError as error:
         first = str(error).strip().splitlines()[0]
         raise DataError(f"{model.path} cannot be built as {head.name.lower()}: {first}") from error

@@ -120,6 +120,16 @@ def count_model(
     )
 
 
+def _cache_remedy(config: RolloutConfig, share: float, seats: int) -> str:
+    """The key to turn where a cache of `share` of what is free, for `seats` sequences, is too large."""
+    if config.name == "native" and share < _LEFT:
+        return "raise actor_rollout_ref.rollout.gpu_memory_utilization"
+    shorter = "lower data.max_response_length"
+    if seats <= 1:
+        return shorter
+    return f"set actor_rollout_ref.rollout.max_num_seqs below {seats}, so that fewer are generated at once, or {shorter}"
+
+
 def count_rollout(
     config: RolloutConfig,
     model: ModelConfig,
@@ -136,7 +146,8 @@ def count_rollout(
     size = head_size(text)
     token = cache_bytes(2 * text.num_hidden_layers * heads * size, size, element, config.keeps_float8)
     seats = LEAST_SEQUENCES if config.max_num_seqs == AUTO else min(LEAST_SEQUENCES, config.seats)
-    cache = min(seats, load.step_rows) * load.longest * token
+    seats = min(seats, load.step_rows)
+    cache = seats * load.longest * token
     share = _LEFT if config.gpu_memory_utilization == AUTO else config.cache_share
     in_process = config.name in ("native", "hf")
     plain = actor is not None and actor.strategy != "megatron" and not model.adapts
@@ -144,11 +155,7 @@ def count_rollout(
         weights=element * sum(p.numel() for p in module.parameters()),
         # The native cache gets this share of what is free.
         cache=int(cache / share) if config.name == "native" else cache,
-        remedy=(
-            "raise actor_rollout_ref.rollout.gpu_memory_utilization"
-            if config.name == "native" and share < _LEFT
-            else "lower data.max_response_length"
-        ),
+        remedy=_cache_remedy(config, share, seats),
         source="actor" if actor is not None else None,
         shares=in_process and plain and world_size == 1 and element == _FLOAT,
         # A copy on one rank keeps its place for captured graphs; gathered ones go. vllm's weights sleep with its cache, sglang's do not.

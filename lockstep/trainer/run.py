@@ -37,7 +37,7 @@ from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.skipped import heed_skipped
-from lockstep.trainer.stop import StopSignals
+from lockstep.trainer.stop import StopSignals, unvalidated
 from lockstep.utils.garbage import frozen_objects, unfreeze_objects
 
 
@@ -185,11 +185,12 @@ class Run(ABC):
                 self._resume()
                 self.alarms.resume(self._metrics_file, self.global_steps)
                 (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
-                with self._tracking() as tracking, self.display, frozen_objects():
+                owed = unvalidated(self._metrics_file, self.global_steps) if self._validates_after(self.global_steps) else None
+                with self._tracking(owed is not None) as tracking, self.display, frozen_objects():
                     self._introduce()
-                    if self.has_validation and (config.val_only or (config.val_before_train and not self.global_steps)):
+                    if self.has_validation and (config.val_only or owed or (config.val_before_train and not self.global_steps)):
                         metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
-                        tracking.log(metrics, self.global_steps)
+                        tracking.log((owed or {}) | metrics, self.global_steps)
                         self.alarms.step(self.global_steps, metrics, [])
                         self.display.step(self.global_steps, metrics)
                     while self.global_steps < self.total_steps and not (config.val_only or stop.asked or self._is_alarmed):
@@ -199,7 +200,8 @@ class Run(ABC):
                         self.global_steps += 1
                         self._after_step(metrics, tracking, stop)
                     self._end_save()
-            if stop.asked and self.global_steps < self.total_steps:
+            is_validated = "testing" in self.timer.seconds or not self._validates_after(self.global_steps)
+            if stop.asked and not (self.global_steps >= self.total_steps and is_validated):
                 raise Stopped(stop.asked, self._ended(stop.asked.name))
             if self._is_alarmed:
                 self.alarms.stop(self._ended)
@@ -236,9 +238,7 @@ class Run(ABC):
         is_last = bool(stop.asked) or self._is_alarmed
         saves = self.is_due(config.save_freq, self.global_steps) or (is_last and config.save_freq != 0)
         draft = self._begin_save(metrics) if saves else None
-        for name in ("testing", "save_checkpoint"):
-            if name in self.timer.seconds:
-                metrics[f"timing_s/{name}"] = self.timer.seconds[name]
+        metrics |= {f"timing_s/{name}": s for name, s in self.timer.seconds.items() if name in ("testing", "save_checkpoint")}
         tracking.log(metrics, self.global_steps)
         if self.global_steps == 1 or alarms or {"testing", "save_checkpoint"} & set(self.timer.seconds):
             tracking.samples(samples, self.global_steps)
@@ -276,14 +276,14 @@ class Run(ABC):
         saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
         return f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
 
-    def _tracking(self) -> Tracking:
+    def _tracking(self, logs_step_again: bool) -> Tracking:
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
             experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
-            resume_step=self.global_steps or None,
+            resume_step=self.global_steps - logs_step_again if self.global_steps else None,
         )
 
     def _introduce(self) -> None:

@@ -42,10 +42,10 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
 
 
-def check_engines(config: PPOConfig, device: str | None = None) -> None:
+def check_engines(config: PPOConfig, device: str | None = None, capability: tuple[int, int] | None = None) -> None:
     """Raise ConfigError, before any process is started, for a model that its training engine cannot hold on the ranks it gets.
 
-    `device` (cpu or cuda) is the configuration's where it is None.
+    `device` (cpu or cuda) is the configuration's where it is None. `capability` is that of its GPUs, where the caller knows them.
     """
     import torch
 
@@ -56,7 +56,7 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.precision import compute_dtype
     from lockstep.workers.engine.registry import check_engine
-    from lockstep.workers.rollout.native.family import check_float8_config
+    from lockstep.workers.rollout.native.family import check_float8_capability, check_float8_config
 
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -83,9 +83,13 @@ def check_engines(config: PPOConfig, device: str | None = None) -> None:
         if choice is policy.actor and policy.rollout.keeps_float8:
             dtype = compute_dtype(choice.engine.dtype, torch.device(where))
             check_float8_config(hf_config, where, dtype, policy.rollout.name)
+            if capability is not None and policy.rollout.name == "native":
+                check_float8_capability(capability)
 
 
-def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_length", scores: bool = False) -> None:
+def check_stage_engine(
+    config: StageConfig, longest: int, key: str = "data.max_length", scores: bool = False, device: str | None = None
+) -> None:
     """The same for the model of a recipe that learns from files, whose rows have up to `longest` tokens, the value of `key`; a model that
     `scores` gets one number a row."""
     from lockstep.models.fit import check_fit
@@ -100,7 +104,7 @@ def check_stage_engine(config: StageConfig, longest: int, key: str = "data.max_l
     if context is not None and longest > context:
         raise ConfigError(f"{key}={longest} tokens, but {model.path} holds {context}; lower data.max_length")
     ranks = section.n_gpus_per_node * section.nnodes
-    check_engine(config.engine, hf_config, ranks, resolve_device(section.device), "engine")
+    check_engine(config.engine, hf_config, ranks, device or resolve_device(section.device), "engine")
     check_fit(model, Head.SCORE if scores else Head.LANGUAGE_MODEL, "model")
 
 

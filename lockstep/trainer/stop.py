@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -52,6 +55,17 @@ class StopSignals:
             assert self.asked is not None
             why = "a second signal" if number != signal.SIGALRM else f"{self._deadline_s:g} s (trainer.stop_deadline_s) were over"
             raise Stopped(self.asked, self._ended(f"{self.asked.name}: {why} before this step was saved"))
+
+
+def unvalidated(metrics_file: Path, step: int) -> dict[str, Any] | None:
+    """The metrics of a step in the run's file, where it has no validation; else None. A stop does not wait for one that is due."""
+    lines = metrics_file.read_text(errors="replace").splitlines() if step and metrics_file.is_file() else []
+    for line in lines:
+        with suppress(ValueError):  # a line that a crash cut
+            row = json.loads(line)
+            if isinstance(row, dict) and row.get("step") == step and "timing_s/testing" not in row:
+                return {name: value for name, value in row.items() if name not in ("step", "time")}
+    return None
 
 
 def end_on_sigterm() -> None:

@@ -80,24 +80,40 @@ def test_a_section_is_not_a_value(value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "expected"),
     [
-        ("data.train_batch_size", "many"),
-        ("data.train_batch_size", "1.5"),
-        ("data.train_batch_size", "null"),
-        ("actor_rollout_ref.actor.optim.lr", "fast"),
-        ("data.shuffle", "perhaps"),
-        ("trainer.logger", "3"),
-        ("algorithm.kl_ctrl.type", "[fixed]"),
+        ("data.train_batch_size", "many", " must be a whole number, not many"),
+        ("data.train_batch_size", "1.5", " must be a whole number, not 1.5"),
+        ("data.train_batch_size", "null", " must have a value; leave it out and it has its default"),
+        ("actor_rollout_ref.actor.optim.lr", "fast", " must be a number, not fast"),
+        ("actor_rollout_ref.rollout.max_num_seqs", "2.5", " must be a whole number or auto, not 2.5"),
+        ("data.shuffle", "perhaps", " must be true or false, not perhaps"),
+        ("trainer.logger", "3", r" must be a list such as \[a,b\]"),
+        ("algorithm.kl_ctrl.type", "[fixed]", ""),
+        ("data.train_max_samples", "0", "=0 leaves nothing; set it to -1 for all"),
+        ("data.val_max_samples", "-2", "=-2 leaves nothing; set it to -1 for all"),
+        ("actor_rollout_ref.actor.optim.lr", "inf", "=inf is not finite"),
+        ("actor_rollout_ref.actor.optim.weight_decay", "nan", "=nan is too small"),
+        ("actor_rollout_ref.actor.entropy_coeff", "nan", "=nan is not finite"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "inf", "=inf is not finite"),
+        ("algorithm.kl_ctrl.kl_coef", "inf", "=inf is not finite"),
+        ("actor_rollout_ref.rollout.temperature", "inf", "=inf is not finite"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "nan", "=nan is not finite"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(key, value, tmp_path):
+def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(key, value, expected, tmp_path):
     section, leaf = key.rsplit(".", 1)
     nested = OmegaConf.create()
     OmegaConf.update(nested, section, OmegaConf.create(f"{leaf}: {value}"))
     for load in (lambda: load_config([f"{key}={value}"]), lambda: as_config(nested)):
-        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.") + expected):
             load()
+
+
+def test_a_bound_may_be_infinite():
+    """No clip is a clip that nothing reaches."""
+    keys = ("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.optim.clip_grad")
+    assert load_config([f"{key}=inf" for key in keys]).actor_rollout_ref.actor.clip_ratio_high == float("inf")
 
 
 @pytest.mark.parametrize(

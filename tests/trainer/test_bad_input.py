@@ -236,7 +236,6 @@ CASES = [
     ("no layers", "ppo", [RANK, f"{LAYERS}=null"], 1, f"{LAYERS}=null must be"),
     ("layers by number", "ppo", [RANK, f"{LAYERS}=[0]"], 1, f"{LAYERS}=[0] must be"),
     ("layers, and no rank", "ppo", [f"{LAYERS}=[q_proj]"], 1, "set actor_rollout_ref.model.lora_rank"),
-    ("alpha, and no rank", "dpo", ["model.lora_alpha=32"], 1, "set model.lora_rank"),
     ("layers of the critic", "ppo", ["critic.model.lora_rank=2", "critic.model.target_modules=[score]"], 1, "critic.model.target_modules"),
     ("a balanced load without experts", "ppo", ["critic.model.router_aux_loss_coef=0.1"], 1, "critic.model.router_aux_loss_coef=0.1, but"),
     ("a critic that cannot be", "ppo", olmoe("critic.model.path"), 1, "has none for its family; set critic.model.path"),

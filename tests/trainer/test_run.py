@@ -367,6 +367,29 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number
     assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_validation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_path, at):
+    """After the step that the signal came in, also after the last one: such a run is not done."""
+
+    def interrupt(run):
+        if run.global_steps == at - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Counting(tmp_path / "whole", 4, test_freq=1).fit()
+    with pytest.raises(Stopped, match=f"ended after step {at} of 4; the newest checkpoint is .*global_step_{at}"):
+        Counting(tmp_path / "cut", 4, at_step=interrupt, test_freq=1).fit()
+    assert "val-core/count" not in logged(tmp_path / "cut")[-1]
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "co')  # what a crash leaves
+    with pytest.warns(UserWarning, match="which a crash left unreadable"):
+        result = Counting(tmp_path / "cut", 4, test_freq=1).fit()
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+    assert result.last_validation == {"val-core/count": 8.0}
+    again = Counting(tmp_path / "cut", 4, test_freq=1)
+    again.fit()
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole"), "it is not made a third time"
+
+
 def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
     def twice(run):
         os.kill(os.getpid(), signal.SIGTERM)

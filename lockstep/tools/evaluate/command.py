@@ -122,7 +122,9 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     tokenizer = None if server else hf_tokenizer(find_model(options.model, options.adapter).path, options.trust_remote_code)
     judging = reward_arguments(config.reward)
     files = options.data or (config.data.val_files if is_run and not options.task else None)
-    if (files is None) == (options.task is None):
+    if files is not None and options.task is not None:
+        raise ConfigError(f"--data and --task {options.task} are two things to ask; name one of them")
+    if files is None and options.task is None:
         raise ConfigError("name what to ask: --task NAME, or --data FILES; only a PPO run has files of its own (data.val_files)")
     stop: tuple[str, ...] = ()
     max_tokens: int = config.data.max_response_length

@@ -8,7 +8,7 @@ from lockstep.config.arithmetic import describe
 from lockstep.config.auto import tokens_in_words
 from lockstep.config.data import EMBEDDED
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import LockstepError, as_command
+from lockstep.errors import ConfigError, LockstepError, as_command
 from lockstep.tools.asked import Asked, read_asked
 
 _EMBEDDED_ROWS = 2048
@@ -18,9 +18,18 @@ _EMBEDDED_ROWS = 2048
 def main(arguments: Sequence[str]) -> int:
     """Print the configuration in words; returns the exit status: 1 for one that cannot work."""
     options = _parser().parse_intermixed_args(list(arguments))
-    for part in _parts(read_asked(options.words, options.config, None if options.gpu else _device_of), options.gpu):
+    asked = read_asked(options.words, options.config, None if options.gpu else _device_of)
+    _check(asked, options.gpu)
+    for part in list(_parts(asked, options.gpu)):  # all of it, or an error alone
         print(f"{part}\n")
     return 0
+
+
+def _check(asked: Asked, gpu: str | None) -> None:
+    from lockstep.planner.hardware import find_device
+    from lockstep.tools.plan.refused import check_run
+
+    check_run(asked.config, None if gpu is None else find_device(gpu))
 
 
 def _parts(asked: Asked, gpu: str | None) -> Iterator[str]:
@@ -32,12 +41,16 @@ def _parts(asked: Asked, gpu: str | None) -> Iterator[str]:
     if not isinstance(asked.config, PPOConfig):
         yield _stage_words(asked.config)
         return
+    from lockstep.data.schedule import PromptSchedule
     from lockstep.tools.explain.ppo import places, stages
 
     config = asked.config
     device = _device_of(section.device)
     rows = _rows(config)
     if isinstance(rows, int):
+        PromptSchedule(
+            rows, config.data.train_batch_size, config.data.shuffle, config.data_seed
+        )  # raises where a batch has too few
         total = section.total_training_steps or rows // config.data.train_batch_size * section.total_epochs
         yield "what a step is:\n" + _indented(describe(config, rows, total, device))
     else:
@@ -71,7 +84,13 @@ def _cost(config: PPOConfig, gpu: str | None) -> str:
 
     if config.actor_rollout_ref.model.path == EMBEDDED:
         return "about a second on two CPU cores"
-    device = find_device(gpu or _gpu_here() or "h200")
+    here = None if gpu else _gpu_here()
+    try:
+        device = find_device(gpu or here or "h200")
+    except ConfigError:
+        if here is None:
+            raise
+        return f"not known: lockstep plan has no numbers of the GPU that is here, {here}; --gpu NAME says it of one that it knows"
     found = predicted(config, device, Lengths(config.data.max_prompt_length, config.data.max_response_length))
     times = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in found.seconds.items() if seconds >= 0.05)
     return (

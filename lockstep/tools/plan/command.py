@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.data import EMBEDDED
 from lockstep.config.load import with_changes
@@ -13,12 +13,18 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, ResourceError, as_command
 from lockstep.tools.asked import Asked, read_asked
 
+if TYPE_CHECKING:
+    from lockstep.planner.predict import Prediction
+
 
 @as_command
 def main(arguments: Sequence[str]) -> int:
     """Print the plan; returns the exit status: 1 where it does not fit or cannot be made."""
     options = _parser().parse_intermixed_args(list(arguments))
     if options.run is not None:
+        others = (options.config, options.count, options.price, options.prompt_length, options.response_length)
+        if options.words or options.json or any(value is not None for value in others):
+            raise ConfigError("--run has keys, lengths and number of GPUs from the run's folder; beside it only --gpu is read")
         from lockstep.tools.plan.measured import compare_run
 
         print(compare_run(options.run, options.gpu))
@@ -39,8 +45,8 @@ def _plan(options: argparse.Namespace) -> int:
     from lockstep.planner.predict import Lengths
     from lockstep.tools.plan.measured import predicted
     from lockstep.tools.plan.propose import proposals, what_fits
-    from lockstep.tools.plan.table import GIB, columns, outcome, stages_table
-    from lockstep.trainer.setup import check_engines
+    from lockstep.tools.plan.refused import check_run
+    from lockstep.tools.plan.table import outcome, stages_table
 
     if asked.config.actor_rollout_ref.model.path == EMBEDDED:
         raise ConfigError(
@@ -52,8 +58,7 @@ def _plan(options: argparse.Namespace) -> int:
         _length("--prompt-length", options.prompt_length, data.max_prompt_length, "data.max_prompt_length"),
         _length("--response-length", options.response_length, data.max_response_length, "data.max_response_length"),
     )
-    if {config.actor_rollout_ref.actor.strategy, config.critic.strategy} <= {"fsdp", "fsdp2"}:  # others may not be installed here
-        check_engines(config, "cuda")
+    check_run(config, device)
     ask = functools.partial(predicted, device=device, lengths=lengths)
     rows = f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens in the mean"
     head = f"{asked.command}: {config.actor_rollout_ref.model.path}; {rows}"
@@ -61,21 +66,14 @@ def _plan(options: argparse.Namespace) -> int:
         found = ask(config)
     except ResourceError as error:
         print(f"{head}\n\nit does not fit: {error}\n")
-        _print_proposals("what would fit, any of:", what_fits(config, ask))
+        _print_proposals(
+            "what would fit, any of:",
+            what_fits(config, ask),
+            "no smaller micro-batch, fewer sequences at once, more GPUs or adapters make it fit",
+        )
         return 1
     if options.json:
-        memory = {
-            stage: {name: round(size / GIB, 3) for name, size in columns(parts).items()} for stage, parts in found.memory.items()
-        }
-        peaks = {stage: round(parts.total() / GIB, 3) for stage, parts in found.memory.items()}
-        numbers = {
-            "peak_gib": peaks,
-            "memory_gib": memory,
-            "seconds": found.seconds,
-            "step_s": found.step_s,
-            "chosen": found.chosen,
-        }
-        print(json.dumps(numbers, indent=1))
+        print(_json(found))
         return 0
     print(f"{head}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
     print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
@@ -86,7 +84,9 @@ def _plan(options: argparse.Namespace) -> int:
     if found.num_gpus > 1:
         print("  communication between GPUs is arithmetic, not measured")
     print("  a reward function takes what it takes: it is not counted\n")
-    _print_proposals("proposal (nothing of it changes what is computed):", proposals(config, found, ask))
+    _print_proposals(
+        "proposal (nothing of it changes what is computed):", proposals(config, found, ask), "proposal: leave it as it is"
+    )
     return 0
 
 
@@ -95,18 +95,24 @@ def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
     from lockstep.planner.hardware import find_device
     from lockstep.planner.predict import Lengths
     from lockstep.planner.predict_stage import predict_stage
+    from lockstep.tools.plan.refused import check_run
     from lockstep.tools.plan.table import outcome, stages_table
 
     if asked.command == "distill":
         raise ConfigError("lockstep plan does not know distill: its teacher computes beside the student")
     config, device, longest = asked.config, find_device(options.gpu), asked.config.data.max_length
     if options.count is not None:
-        trainer = dataclasses.replace(config.trainer, n_gpus_per_node=min(options.count, 8), nnodes=-(-options.count // 8))
+        each, machines = _machines(options.count)
+        trainer = dataclasses.replace(config.trainer, n_gpus_per_node=each, nnodes=machines)
         config = dataclasses.replace(config, trainer=trainer)
-    prompt = options.prompt_length or 0.0
+    check_run(config, device)
+    prompt = 0.0 if options.prompt_length is None else _length("--prompt-length", options.prompt_length, longest, "data.max_length")
     response = _length("--response-length", options.response_length, longest, "data.max_length")
     lengths = Lengths(prompt, min(response, longest - prompt))
     found = predict_stage(config, device, lengths)
+    if options.json:
+        print(_json(found))
+        return 0
     rows = f"rows of {lengths.prompt + lengths.response:g} tokens in the mean"
     print(f"{asked.command}: {config.model.path}; {rows}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
     print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
@@ -124,15 +130,35 @@ def _on(config: PPOConfig, count: int | None) -> PPOConfig:
     """The configuration on `count` GPUs, eight to a machine."""
     if count is None:
         return config
+    each, machines = _machines(count)
+    return with_changes(config, {"trainer.n_gpus_per_node": each, "trainer.nnodes": machines, "trainer.worker_group": "auto"})
+
+
+def _machines(count: int) -> tuple[int, int]:
+    """GPUs of a machine, and how many machines."""
     if count < 1 or (count > 8 and count % 8):
         raise ConfigError(f"--count {count}: up to 8 GPUs, or machines of 8")
     each = min(count, 8)
-    return with_changes(config, {"trainer.n_gpus_per_node": each, "trainer.nnodes": count // each, "trainer.worker_group": "auto"})
+    return each, count // each
 
 
-def _print_proposals(title: str, found: Sequence[Any]) -> None:
+def _json(found: "Prediction") -> str:
+    from lockstep.tools.plan.table import GIB, columns
+
+    memory = {stage: {name: round(size / GIB, 3) for name, size in columns(parts).items()} for stage, parts in found.memory.items()}
+    numbers = {
+        "peak_gib": {stage: round(parts.total() / GIB, 3) for stage, parts in found.memory.items()},
+        "memory_gib": memory,
+        "seconds": found.seconds,
+        "step_s": found.step_s,
+        "chosen": found.chosen,
+    }
+    return json.dumps(numbers, indent=1)
+
+
+def _print_proposals(title: str, found: Sequence[Any], without: str) -> None:
     if not found:
-        print("proposal: leave it as it is")
+        print(without)
         return
     print(title)
     for proposal in found:

@@ -32,6 +32,8 @@ def compare_run(folder: str | Path, gpu: str | None = None) -> str:
     Raises DataError where the folder has no run that trained on a GPU for two steps, ConfigError for a GPU that is not known.
     """
     metrics, config = _read(Path(folder))
+    if not any(name.startswith(_PEAK) for name in metrics):
+        raise DataError(f"{folder} is a run on a CPU: what lockstep plan predicts is for GPUs")
     found = predicted(config, find_device(gpu or "h200"), lengths_of(metrics))
     lines = [f"{'stage':16}{'GiB predicted':>15}{'measured':>10}{'error':>8}{'s predicted':>14}{'measured':>10}{'error':>8}"]
     for stage, (memory, seconds) in errors(found, metrics).items():

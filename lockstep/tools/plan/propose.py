@@ -8,10 +8,12 @@ from lockstep.config.auto import AUTO
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, ResourceError
+from lockstep.planner.count import LEAST_SEQUENCES
 from lockstep.planner.predict import Prediction
 
 _BUDGETS = (8192, 16384, 24576, 32768)
 _SEATS = (256, 512, 1024)
+_FEW_SEATS = (48, 32, 24, 16, 8, 4, 2, 1)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _WORTH = 0.02
 """A change is proposed where it saves this share of a step."""
@@ -43,12 +45,18 @@ def proposals(config: PPOConfig, found: Prediction, predict: Predict) -> list[Pr
 
 
 def what_fits(config: PPOConfig, predict: Predict) -> list[Proposal]:
-    """Ways to make a configuration fit that does not: a smaller micro-batch, more GPUs, adapters."""
+    """Ways to make a configuration fit that does not: a smaller micro-batch, fewer sequences at once, more GPUs, adapters."""
     policy, trainer = "actor_rollout_ref", config.trainer
     longest = config.data.max_prompt_length + config.data.max_response_length
+    rollout = config.actor_rollout_ref.rollout
+    seats = LEAST_SEQUENCES if rollout.max_num_seqs == AUTO else min(LEAST_SEQUENCES, rollout.seats)
     per_node, present = trainer.n_gpus_per_node, trainer.n_gpus_per_node * trainer.nnodes
     tries: list[tuple[str, list[dict[str, Any]]]] = [
         ("fewer tokens at once", [_budget(config, size) for size in (*reversed(_BUDGETS), longest) if size >= longest]),
+        (
+            "fewer sequences are generated at once",
+            [{f"{policy}.rollout.max_num_seqs": size} for size in _FEW_SEATS if size < seats],
+        ),
         ("more GPUs share the models", [_gpus(count, per_node) for count in _COUNTS if count > present]),
         ("adapters learn instead of the model", [{f"{policy}.model.lora_rank": 32}]),
     ]

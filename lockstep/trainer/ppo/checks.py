@@ -200,7 +200,8 @@ def check_models(config: PPOConfig, tokenizer: Any) -> None:
         raise DataError("the tokenizer has no pad token; load it with lockstep.utils.tokenizer.hf_tokenizer")
 
 
-def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
+def check_context(model: ModelConfig, config: PPOConfig) -> Any:
+    """Raise ConfigError unless the model holds the longest sequence; returns the model's config."""
     hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     context = getattr(hf_config, "max_position_embeddings", None)
@@ -208,6 +209,11 @@ def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {model.path} holds {context}; lower one of them"
         )
+    return hf_config
+
+
+def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
+    hf_config = check_context(model, config)
     vocabulary = getattr(hf_config, "vocab_size", None)
     if vocabulary is not None and len(tokenizer) > vocabulary:
         raise DataError(

@@ -15,9 +15,8 @@ _AROUND_STAGES = ("step", "testing", "save_checkpoint")
 
 
 def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: int, judged: bool = True) -> dict[str, float]:
-    """critic/{score, rewards, advantages, returns, values}/*, vf_explained_var, response_length/*, response_length_non_aborted/* (without
-    empty responses), prompt_length/*; docs/metrics.md has them all. Scores are those of rows that are trained on, where they were `judged`.
-    """
+    """critic/*, response_length/* (without rows that failed), response_length_non_aborted/* (without empty responses), prompt_length/*;
+    docs/metrics.md has them all. Scores are those of rows that are trained on, where they were `judged`."""
     mask = batch.ragged("response_mask").values.bool()
     # A row with tokens of which none is the policy's has been left out, for want of a reward; an empty one has no token to hold a score.
     counted = row_sums(batch, "response_mask") > 0
@@ -32,15 +31,17 @@ def data_metrics(batch: DataProto, max_response_length: int, max_prompt_length: 
         if len(returns) > 1 and (variance := returns.var()) > 0:
             metrics["critic/vf_explained_var"] = (1 - (returns - values).var() / (variance + 1e-5)).item()
     responses, prompts = (batch.ragged(name).lengths.float() for name in ("responses", "prompts"))
+    reasons = batch.non_tensor_batch.get("finish_reason")
+    there = responses if reasons is None else responses[torch.tensor(reasons != "error")]  # without a response there is no length
     for name, lengths, limit in (
-        ("response_length", responses, max_response_length),
+        ("response_length", there, max_response_length),
         ("response_length_non_aborted", responses[responses > 0], max_response_length),
         ("prompt_length", prompts, max_prompt_length),
     ):
         if len(lengths):
             metrics |= _spread(name, lengths) | {f"{name}/clip_ratio": (lengths >= limit).float().mean().item()}
-    if "finish_reason" in batch.non_tensor_batch:
-        metrics["response/error_ratio"] = float((batch.non_tensor_batch["finish_reason"] == "error").mean())
+    if reasons is not None:
+        metrics["response/error_ratio"] = float((reasons == "error").mean())
     metrics["response/aborted_ratio"] = (responses == 0).float().mean().item()
     return metrics
 
@@ -98,7 +99,6 @@ def row_sums(batch: DataProto, name: str) -> Tensor:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
-    if not len(values):
-        return {}
-    values = values.to(torch.float64)
-    return {f"{name}/mean": values.mean().item(), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}
+    found = values.to(torch.float64)
+    spread = {"mean": found.mean(), "max": found.max(), "min": found.min()} if len(found) else {}
+    return {f"{name}/{key}": number.item() for key, number in spread.items()}

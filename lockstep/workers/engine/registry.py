@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from lockstep.config.check import one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, check_learner
+from lockstep.errors import ConfigError
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -35,6 +36,11 @@ def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, device_t
 
     `device_type` is cpu or cuda, and `key` is where the choice stands in the configuration, such as actor_rollout_ref.actor.
     """
+    if not getattr(hf_config.get_text_config(), "num_attention_heads", None):
+        raise ConfigError(
+            f"a {hf_config.model_type} has no attention heads: the rows of a micro-batch are packed, and attention keeps them apart; "
+            "choose a model with causal softmax attention"
+        )
     folder, section = _backend(choice)
     where = f"{key}.{section}" if key else section
     import_module(f"{__package__}.{folder}.check").check(choice, hf_config, world_size, device_type, where)

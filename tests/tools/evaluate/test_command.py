@@ -99,6 +99,7 @@ def test_a_question_that_was_trained_on_is_counted_and_left_out(evaluate, embedd
     ("arguments", "message"),
     [
         ([], "name what to ask: --task NAME, or --data FILES"),
+        (["--task", "gsm8k", "--data", "x.parquet"], "--data and --task gsm8k are two things to ask; name one of them"),
         (["--data", "VAL", "--n", "2"], "draws the same answer 2 times"),
         (["--data", "VAL", "--against", "none.json"], "is not a result file"),
         (["--data", "none.parquet"], "none.parquet"),

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from helpers.tiny import tiny_config
 
 from lockstep.config.load import valid_keys
 from lockstep.config.reference import ROOTS
@@ -85,13 +86,64 @@ def test_the_command_says_all_of_it(command, capsys):
     assert all(word in text for word in ("where the models are:", "stages of a step:", "what a step will cost:"))
 
 
-def test_other_recipes_are_explained_too(capsys):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of heads of 8 that holds 64 tokens; its config alone."""
+    folder = tmp_path_factory.mktemp("models") / "m"
+    tiny_config(max_position_embeddings=64).save_pretrained(folder)
+    return str(folder)
+
+
+def test_other_recipes_are_explained_too(model, capsys):
     for command in ("sft", "dpo", "reward-model"):
-        assert main([command, "data.train_files=x.parquet", "model.path=m", "optim.lr=1e-4"]) == 0
+        assert main([command, "data.train_files=x.parquet", f"model.path={model}", "optim.lr=1e-4", "data.max_length=64"]) == 0
         text = capsys.readouterr().out
         assert re.search(r"optim.lr=0.0001 +command line", text)
         assert f"run {command}-m-" in text
     assert set(ROOTS) >= {"sft", "dpo", "reward-model"}
+
+
+def test_a_gpu_here_that_the_plan_does_not_know_is_no_error(model, capsys, monkeypatch):
+    monkeypatch.setattr("lockstep.tools.explain.command._gpu_here", lambda: "NVIDIA L4")
+    assert main(["ppo", "data.train_files=x.parquet", f"actor_rollout_ref.model.path={model}", *SHORT]) == 0
+    assert "not known: lockstep plan has no numbers of the GPU that is here, NVIDIA L4; --gpu NAME" in capsys.readouterr().out
+
+
+FP8 = "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
+SHORT = ("data.max_prompt_length=32", "data.max_response_length=32")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["grpo", "MODEL", *SHORT, "actor_rollout_ref.rollout.n=1"], "set actor_rollout_ref.rollout.n to 2 or more"),
+        (["ppo", "MODEL", *SHORT, "actor_rollout_ref.actor.policy_loss.loss_mode=nonsense"], "unknown policy loss 'nonsense'"),
+        (["ppo", "MODEL", "data.max_prompt_length=64", "data.max_response_length=32"], "= 96 tokens, but MODEL holds 64"),
+        (["ppo", "MODEL", *SHORT, FP8, "trainer.device=cpu"], f"{FP8} needs a GPU, and the device is cpu"),
+        (
+            ["ppo", "MODEL", *SHORT, FP8, "--gpu", "h200"],
+            f"{FP8} needs heads of 32, 64, 128 or 256 numbers, and this model's have 8",
+        ),
+        (["ppo", "MODEL", *SHORT, "--gpu", "h300"], "--gpu h300 is not known"),
+        (["ppo", "MODEL", *SHORT, "data.train_files=ROWS", "data.train_batch_size=4"], "between 1 and the number of rows, 3"),
+        (["sft", "STAGE", "data.max_length=65"], "data.max_length=65 tokens, but MODEL holds 64"),
+        (
+            ["distill", "STAGE", "teacher.path=MODEL", "data.max_length=60", "distill.max_response_length=5"],
+            "=65 tokens, but MODEL holds 64",
+        ),
+        (["dpo", "data.train_files=x.parquet", "model.path=nowhere/at/all"], "nowhere/at/all does not exist"),
+    ],
+)
+def test_what_training_would_refuse_is_refused_in_its_words_and_nothing_else_is_said(words, said, model, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    words = [word.replace("ROWS", str(tmp_path / "rows.jsonl")) for word in words]
+    ways = {"MODEL": f"data.train_files=x.parquet actor_rollout_ref.model.path={model}".split()}
+    ways["STAGE"] = f"data.train_files=x.parquet model.path={model}".split()
+    assert main([word.replace("MODEL", model) for given in words for word in ways.get(given, [given])]) == 1
+    shown = capsys.readouterr()
+    assert said.replace("MODEL", model) in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
 
 
 def test_a_wrong_configuration_is_one_line(capsys):

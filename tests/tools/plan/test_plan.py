@@ -6,7 +6,7 @@ from transformers import Qwen2Config
 
 from benchmarks.workload import SHAPES
 from lockstep.config.load import load_config, to_yaml
-from lockstep.planner.hardware import find_device
+from lockstep.planner.hardware import DEVICES, find_device
 from lockstep.planner.predict import Lengths
 from lockstep.tools.plan.command import main
 from lockstep.tools.plan.measured import one_line, predicted
@@ -63,6 +63,42 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
     assert main(["ppo", *keys(tmp_path), "--gpu", "a100-80gb", "--count", str(count), "--json"]) == 0
 
 
+def test_long_rows_fit_with_fewer_sequences_at_once(tmp_path, capsys):
+    config = SHAPES["0.5b"] | {"num_key_value_heads": 14, "max_position_embeddings": 2**18}  # a cache of 50 KB a token and layer
+    Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    words = ["grpo", *keys(tmp_path, "data.max_response_length=60000"), "--gpu", "h100"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert "set actor_rollout_ref.rollout.max_num_seqs below 64, so that fewer are generated at once, or lower data" in text
+    change = re.search(r"(actor_rollout_ref.rollout.max_num_seqs=\d+)\n +fewer sequences are generated at once", text)[1]
+    assert main([*words, change, "--json"]) == 0
+
+
+def test_what_nothing_makes_fit_is_not_left_as_it_is(tmp_path, capsys):
+    wide = {"num_hidden_layers": 1, "hidden_size": 131_072, "intermediate_size": 131_072, "num_attention_heads": 1024}
+    Qwen2Config(**SHAPES["7b"] | wide, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    assert main(["ppo", *keys(tmp_path), "--gpu", "rtx-4090"]) == 1
+    text = capsys.readouterr().out
+    assert text.endswith("no smaller micro-batch, fewer sequences at once, more GPUs or adapters make it fit\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("L40S", "l40s"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_cuda_gives_it(name, found):
+    assert find_device(name).name == found
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -71,18 +107,39 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
         (["data.trainfiles=x"], "the nearest valid key is 'data.train_files'"),
         (["distill", "data.train_files=x", "model.path=y", "teacher.path=z"], "does not know distill"),
         (["--run", "/nonexistent"], "is not the folder of a run"),
+        (["grpo", "--run", "/nonexistent"], "beside it only --gpu is read"),
+        (["--run", "/nonexistent", "--count", "2"], "beside it only --gpu is read"),
         (["MODEL", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
         (["MODEL", "--prompt-length", "0"], "no mean of lengths"),
         (["MODEL", "--count", "12"], "up to 8 GPUs, or machines of 8"),
         (["MODEL", "--price", "-3"], "--price -3 is no price"),
         (["MODEL", "--count", "8", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size"),
+        (["grpo", "MODEL", "actor_rollout_ref.rollout.n=1"], "set actor_rollout_ref.rollout.n to 2 or more"),
+        (["MODEL", "data.max_response_length=99999999"], "lower one of them"),
+        (["sft", "STAGE", "data.max_length=99999999"], "lower data.max_length"),
+        (["sft", "STAGE", "--count", "12"], "up to 8 GPUs, or machines of 8"),
+        (["sft", "STAGE", "--count", "0"], "up to 8 GPUs, or machines of 8"),
+        (["sft", "STAGE", "--prompt-length", "-5"], "--prompt-length -5 is no mean of lengths up to data.max_length"),
     ],
 )
 def test_a_wrong_call_is_one_line(arguments, said, model, capsys):
-    assert main([word for given in arguments for word in (keys(model) if given == "MODEL" else [given])]) == 1
+    ways = {"MODEL": keys(model), "STAGE": ["data.train_files=x", f"model.path={model}"]}
+    assert main([word for given in arguments for word in ways.get(given, [given])]) == 1
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_float8_pages_are_refused_for_the_gpus_that_the_engine_refuses(model, capsys):
+    for gpu, device in DEVICES.items():
+        status = main([*keys(model, "actor_rollout_ref.rollout.kv_cache_dtype=fp8"), "--gpu", gpu, "--json"])
+        assert status == (1 if gpu.startswith("a100") else 0), gpu
+        error = capsys.readouterr().err
+        if status:
+            assert (
+                "kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or newer, and this one has 8.0; set it to auto" in error
+            )
+        assert (device.capability >= (8, 9)) == (status == 0)
 
 
 def test_a_run_is_compared_with_its_prediction(model, tmp_path, capsys):
@@ -102,6 +159,10 @@ def test_a_run_is_compared_with_its_prediction(model, tmp_path, capsys):
     assert "measured (+0%); a step" in line
     assert line.endswith("measured (-50%)")
     assert "no prediction for this run" in one_line(config, tmp_path / "metrics.jsonl", "a toaster")
+    on_cpu = [{name: value for name, value in step.items() if not name.startswith("perf/")} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in on_cpu))
+    assert main(["--run", str(tmp_path)]) == 1
+    assert "is a run on a CPU: what lockstep plan predicts is for GPUs" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text(json.dumps(steps[0]) + "\n")
     assert one_line(config, tmp_path / "metrics.jsonl", "NVIDIA H200") is None
 
@@ -114,6 +175,8 @@ def test_what_learns_from_files_is_planned_too(model, capsys):
         assert ("\nref " in text) == (command == "dpo")
         steps[command] = float(re.search(r"a step: ([\d.]+) s", text)[1])
     assert steps["dpo"] > steps["reward-model"] > 0  # a reference beside it, and an output layer
+    assert main(["sft", "data.train_files=x", f"model.path={model}", "--response-length", "400", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(steps["sft"], abs=0.05)
     assert main(["sft", "data.train_files=x", f"model.path={model}", "--gpu", "rtx-4090", "engine.max_token_len_per_gpu=9999999",
-                 "data.max_length=65536", "data.train_batch_size=4096"]) == 1  # fmt: skip
+                 "data.max_length=32768", "data.train_batch_size=4096"]) == 1  # fmt: skip
     assert "lower engine.max_token_len_per_gpu" in capsys.readouterr().err

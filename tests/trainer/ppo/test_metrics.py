@@ -1,6 +1,7 @@
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,6 +66,17 @@ def test_data_metrics_equal_a_plain_loop(shape, seed, with_values):
     expected["response_length/clip_ratio"] = sum(t >= 3 for _, t in shape) / len(shape)
     expected["response/aborted_ratio"] = sum(t == 0 for _, t in shape) / len(shape)
     assert data_metrics(batch, max_response_length=3, max_prompt_length=4) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_row_without_a_response_has_no_length():
+    batch = make_batch([(1, 0), (1, 3), (1, 0), (1, 1)])
+    batch.non_tensor_batch["finish_reason"] = np.array(["error", "length", "abort", "stop"], dtype=object)
+    found = data_metrics(batch, 3, 3)
+    assert (found["response_length/mean"], found["response_length/min"]) == (pytest.approx(4 / 3), 0.0)  # one ended before a token
+    assert found["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert (found["response/error_ratio"], found["response/aborted_ratio"]) == (0.25, 0.5)
+    batch.non_tensor_batch["finish_reason"] = np.array(["error"] * 4, dtype=object)
+    assert not [name for name in data_metrics(batch, 3, 3) if name.startswith("response_length/")]
 
 
 def test_equal_returns_have_no_variance_to_explain():

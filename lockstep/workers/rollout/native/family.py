@@ -37,7 +37,11 @@ _FLOAT8_SINCE = (8, 9)
 def check_float8(module: PreTrainedModel) -> None:
     """Raise ConfigError unless keys and values of this model can be kept in eight bits where it is. It must have its weights."""
     check_float8_config(module.config, module.device.type, module.dtype)
-    capability = torch.cuda.get_device_capability(module.device)
+    check_float8_capability(torch.cuda.get_device_capability(module.device))
+
+
+def check_float8_capability(capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a GPU that is too old."""
     if capability < _FLOAT8_SINCE:
         _refuse_float8("a GPU of compute capability 8.9 or newer", "this one has {}.{}".format(*capability))
 
