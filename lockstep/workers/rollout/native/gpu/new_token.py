@@ -145,9 +145,11 @@ def _norm_and_rotate(x1, x2, NORM, cos, sin, d, eps, D: tl.constexpr, NORMED: tl
 @triton.jit
 def _new_heads(
     new, row, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, TYPE: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The halves of the queries and of the new key, normed and rotated, and the new value, of what the kernel before has left (`new`)."""
+    """The halves of the queries and of the new key, normed and rotated, and the new value, of what the kernel before has left (`new`);
+    waits for it."""
+    begin(EARLY, LETS_NEXT=True)
     QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part = new
     HEADS: tl.constexpr = KV_HEADS * GROUP
     H2: tl.constexpr = D // 2
@@ -225,6 +227,134 @@ def _store_new_float8(
 
 
 @triton.jit
+def _over_pages(
+    new, cut, KP, VP, TABLE,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Peak, total and weighted values [ROWS, DP] of the tokens of a split, the new one among them where it falls into it. LOADS_FIRST: the
+    kernel waits for the one before it in the first turn of its loop, whose first loads the compiler puts before that."""
+    row, kv_head, slot, is_last, first, low, stop, high, end, scale = cut
+    H2: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    t = tl.arange(0, TILE)
+    in_half = (d < H2)[None, :]
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
+    v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
+    if LOADS_FIRST:
+        new_score, peak, new_v = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([DP], TYPE)
+        q1, q2 = tl.zeros([ROWS, HALF], TYPE), tl.zeros([ROWS, HALF], TYPE)
+    else:
+        heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+        new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
+        q1, q2 = heads[0], heads[1]
+    for start in range(low, stop, TILE):
+        page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
+        base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
+        place = start + t
+        seen = place < high
+        if WINDOW:
+            seen = seen & (place >= first)
+        k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+        k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+        if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
+            if start == low:
+                heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+                new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
+                q1, q2 = heads[0], heads[1]
+        score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
+        score = tl.where(seen[None, :], score * scale, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(peak - safe)
+        total = total * fade + tl.sum(weight, 1)
+        v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        peak = new_peak
+    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
+    new_share = new_weight.to(TYPE).to(tl.float32)
+    return peak, total + new_weight, acc + new_share[:, None] * new_v.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _over_float8_pages(
+    new, cut, KP, VP, SCALES, TABLE,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr,
+    TYPE: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The same over float8 pages. Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and
+    another token's numbers begin, only scales are masked: all numbers are finite."""
+    row, kv_head, slot, is_last, first, low, stop, high, end, scale = cut
+    t = tl.arange(0, TILE)
+    tl.static_assert(D == 2 * HALF, "the numbers of a head are taken in pairs")
+    PAIRS: tl.constexpr = D // 2
+    values = VP.to(tl.pointer_type(tl.int16), bitcast=True)
+    in_page = t if TILE <= PAGE else t % PAGE
+    k_offsets = in_page[:, None] * D + tl.arange(0, D)[None, :]
+    v_offsets = in_page[None, :] * PAIRS + tl.arange(0, PAIRS)[:, None]
+    totals = tl.zeros([TILE, ROWS], tl.float32)
+    acc_first = tl.zeros([PAIRS, ROWS], tl.float32)
+    acc_second = tl.zeros([PAIRS, ROWS], tl.float32)
+    if LOADS_FIRST:
+        new_score, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        new_v, v_scale = tl.zeros([DP], tl.float32).to(KP.dtype.element_ty), tl.zeros([1], tl.float32)
+        q, q_scale = tl.zeros([D, ROWS], tl.float16), scale
+    else:
+        heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+        new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
+            heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
+        )
+    for start in range(low, stop, TILE):
+        place = start + t
+        seen = place < high
+        if WINDOW:
+            seen = seen & (place >= first)
+        page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
+        if TILE <= PAGE:
+            held = page * KV_HEADS + kv_head
+            packed = tl.load(SCALES + held * PAGE + start % PAGE + t, mask=seen, other=0)
+            k = tl.load(KP + held * (PAGE * D) + start % PAGE * D + k_offsets)
+            v_pairs = tl.load(values + held * (PAGE * PAIRS) + start % PAGE * PAIRS + v_offsets)
+        else:
+            tl.static_assert(TILE == 2 * PAGE)
+            next_page = tl.load(TABLE + tl.minimum(start + PAGE, end) // PAGE).to(tl.int64)
+            held = tl.where(t < PAGE, page, next_page) * KV_HEADS + kv_head
+            packed = tl.load(SCALES + held * PAGE + in_page, mask=seen, other=0)
+            k = tl.load(KP + (held * (PAGE * D))[:, None] + k_offsets)
+            v_pairs = tl.load(values + (held * (PAGE * PAIRS))[None, :] + v_offsets)
+        if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
+            if start == low:
+                heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+                new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
+                    heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
+                )
+        score = tl.dot(k.to(tl.float16), q)
+        score = tl.where(seen[:, None], score * (key_scale(packed) * q_scale)[:, None], float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score + value_power(packed)[:, None], 0))
+        # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[None, :])
+        fade = tl.exp2(peak - safe)[None, :]
+        totals = totals * fade + weight
+        weight = (weight * value_scale(packed)[:, None]).to(tl.float16)
+        v_first, v_second = split_pairs(v_pairs, ASM)
+        acc_first = tl.dot(v_first, weight, acc_first * fade)
+        acc_second = tl.dot(v_second, weight, acc_second * fade)
+        peak = new_peak
+    total, acc = tl.sum(totals, 0), tl.join(acc_first, acc_second).permute(1, 0, 2).reshape([ROWS, D])
+    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
+    new_share = (new_weight * v_scale).to(tl.float16).to(tl.float32)
+    return peak, total + new_weight, acc + new_share[:, None] * new_v.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _attend_new(
     QKV, BIASES, COS, SIN, POSITION, SLOT, KP, VP, SCALES, TABLE, CONTEXT, Q_NORM, K_NORM, OUT, PART, SUMS, ARRIVED, eps, scale, window,
     stride_table, stride_part,
@@ -232,7 +362,6 @@ def _attend_new(
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """LOADS_FIRST: the kernel waits for the one before it in the first turn of its loop, whose first loads the compiler puts before it."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     H2: tl.constexpr = D // 2
     TYPE: tl.constexpr = OUT.dtype.element_ty
@@ -257,7 +386,6 @@ def _attend_new(
     d = tl.arange(0, HALF)
     whole = tl.arange(0, DP)
     t = tl.arange(0, TILE)
-    in_half = (d < H2)[None, :]
     position = tl.load(POSITION + row)
     cos = tl.load(COS + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(SIN + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
@@ -275,115 +403,19 @@ def _attend_new(
         fetch(KP + at[:, None] + line[None, :])
         fetch(VP + at[:, None] + line[None, :])
     new = (QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part)
-    scale *= LOG2_E
-    # A split without a token takes one turn too, in which it sees none.
+    # A split without a token takes one turn too where it waits in it, and sees none.
     stop = tl.maximum(high, low + 1) if LOADS_FIRST else high
+    cut = (row, kv_head, slot, is_last, first, low, stop, high, end, scale * LOG2_E)
     if FLOAT8:
-        # Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and another token's numbers begin,
-        # only scales are masked: all numbers are finite.
-        tl.static_assert(D == 2 * HALF, "the numbers of a head are taken in pairs")
-        PAIRS: tl.constexpr = D // 2
-        values = VP.to(tl.pointer_type(tl.int16), bitcast=True)
-        in_page = t if TILE <= PAGE else t % PAGE
-        k_offsets = in_page[:, None] * D + tl.arange(0, D)[None, :]
-        v_offsets = in_page[None, :] * PAIRS + tl.arange(0, PAIRS)[:, None]
-        totals = tl.zeros([TILE, ROWS], tl.float32)
-        acc_first = tl.zeros([PAIRS, ROWS], tl.float32)
-        acc_second = tl.zeros([PAIRS, ROWS], tl.float32)
-        if LOADS_FIRST:
-            new_score, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-            new_v, v_scale = tl.zeros([DP], tl.float32).to(KP.dtype.element_ty), tl.zeros([1], tl.float32)
-            q, q_scale = tl.zeros([D, ROWS], tl.float16), scale
-        else:
-            begin(EARLY, LETS_NEXT=True)
-            heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
-            new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
-                heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
-            )
-        for start in range(low, stop, TILE):
-            place = start + t
-            seen = place < high
-            if WINDOW:
-                seen = seen & (place >= first)
-            page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
-            if TILE <= PAGE:
-                held = page * KV_HEADS + kv_head
-                packed = tl.load(SCALES + held * PAGE + start % PAGE + t, mask=seen, other=0)
-                k = tl.load(KP + held * (PAGE * D) + start % PAGE * D + k_offsets)
-                v_pairs = tl.load(values + held * (PAGE * PAIRS) + start % PAGE * PAIRS + v_offsets)
-            else:
-                tl.static_assert(TILE == 2 * PAGE)
-                next_page = tl.load(TABLE + tl.minimum(start + PAGE, end) // PAGE).to(tl.int64)
-                held = tl.where(t < PAGE, page, next_page) * KV_HEADS + kv_head
-                packed = tl.load(SCALES + held * PAGE + in_page, mask=seen, other=0)
-                k = tl.load(KP + (held * (PAGE * D))[:, None] + k_offsets)
-                v_pairs = tl.load(values + (held * (PAGE * PAIRS))[None, :] + v_offsets)
-            if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
-                if start == low:
-                    begin(EARLY, LETS_NEXT=True)
-                    heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
-                    new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
-                        heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
-                    )
-            score = tl.dot(k.to(tl.float16), q)
-            score = tl.where(seen[:, None], score * (key_scale(packed) * q_scale)[:, None], float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(score + value_power(packed)[:, None], 0))
-            # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(score - safe[None, :])
-            fade = tl.exp2(peak - safe)[None, :]
-            totals = totals * fade + weight
-            weight = (weight * value_scale(packed)[:, None]).to(tl.float16)
-            v_first, v_second = split_pairs(v_pairs, ASM)
-            acc_first = tl.dot(v_first, weight, acc_first * fade)
-            acc_second = tl.dot(v_second, weight, acc_second * fade)
-            peak = new_peak
-        total, acc = tl.sum(totals, 0), tl.join(acc_first, acc_second).permute(1, 0, 2).reshape([ROWS, D])
-        new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
-        new_share = (new_weight * v_scale).to(tl.float16)
+        peak, total, acc = _over_float8_pages(
+            new, cut, KP, VP, SCALES, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, ASM,
+            LOADS_FIRST, EARLY,
+        )  # fmt: skip
     else:
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DP], tl.float32)
-        k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
-        v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
-        if LOADS_FIRST:
-            new_score, peak, new_v = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([DP], TYPE)
-            q1, q2 = tl.zeros([ROWS, HALF], TYPE), tl.zeros([ROWS, HALF], TYPE)
-        else:
-            begin(EARLY, LETS_NEXT=True)
-            heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
-            new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
-            q1, q2 = heads[0], heads[1]
-        for start in range(low, stop, TILE):
-            page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
-            base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
-            place = start + t
-            seen = place < high
-            if WINDOW:
-                seen = seen & (place >= first)
-            k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
-            k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
-            if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
-                if start == low:
-                    begin(EARLY, LETS_NEXT=True)
-                    heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE)
-                    new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
-                    q1, q2 = heads[0], heads[1]
-            score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-            score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
-            score = tl.where(seen[None, :], score * scale, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(score, 1))
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(score - safe[:, None])
-            fade = tl.exp2(peak - safe)
-            total = total * fade + tl.sum(weight, 1)
-            v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
-            acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-            peak = new_peak
-        new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
-        new_share = new_weight.to(TYPE)
-    total += new_weight
-    acc += new_share.to(tl.float32)[:, None] * new_v.to(tl.float32)[None, :]
+        peak, total, acc = _over_pages(
+            new, cut, KP, VP, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, PRECISION,
+            LOADS_FIRST, EARLY,
+        )  # fmt: skip
     head = kv_head * GROUP + g
     i = row * HEADS + head
     mask = (g < GROUP)[:, None] & (whole < D)[None, :]
