@@ -373,9 +373,7 @@ def _attend_new(
     first = 0
     if WINDOW:
         first = tl.maximum(end + 1 - window, 0)
-    low = first // TILE * TILE
-    high = end
-    is_last = split == 0
+    low, high, is_last = first // TILE * TILE, end, split == 0
     if SPLITS > 1:
         share = tl.cdiv(tl.cdiv(end + 1 - low, TILE), SPLITS) * TILE
         is_last = (end - low) // share == split
@@ -416,8 +414,7 @@ def _attend_new(
             new, cut, KP, VP, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, PRECISION,
             LOADS_FIRST, EARLY,
         )  # fmt: skip
-    head = kv_head * GROUP + g
-    i = row * HEADS + head
+    i = row * HEADS + (kv_head * GROUP + g)
     mask = (g < GROUP)[:, None] & (whole < D)[None, :]
     if SPLITS > 1:
         stride = tl.num_programs(0) * HEADS
