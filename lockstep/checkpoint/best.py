@@ -18,7 +18,7 @@ def check_best(
     whole = "val-aux/share_of_rows" not in before  # a part of the rows need not have every data source
     known = {**before, **metrics} if step == first and whole else metrics
     is_validated = any(name.startswith("val") for name in known)
-    if best in known or (best.startswith("val") and not is_validated) or (step != first and not is_validated):
+    if step < first or best in known or (best.startswith("val") and not is_validated) or (step != first and not is_validated):
         return
     said = f"trainer.best_metric={best} is not among the metrics: {', '.join(sorted(known))}"
     if step == 1:
