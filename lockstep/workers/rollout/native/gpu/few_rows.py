@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.workers.rollout.native.gpu.early import begin, early, fetch, let_next
 
-MOST_ROWS, MOST_GATED_ROWS, _MOST_WIDE_ROWS = 96, 64, 32
+MOST_ROWS, MOST_GATED_ROWS, MOST_HEAD_ROWS, _MOST_WIDE_ROWS = 96, 64, 32, 32
 """With more rows the library's products are faster, in wide models sooner (measured, docs/generation_gpu.md)."""
 _WIDE = 2048
 """Wider models than this: by the smaller side of a weight, which is the hidden size."""
@@ -31,7 +31,7 @@ def takes(x: Tensor, weight: Tensor, most: int = MOST_ROWS) -> bool:
     """Whether the product of x [rows, K] and the weight [N, K] is computed here. Descriptors want rows of a multiple of 16 bytes."""
     if min(weight.shape) > _WIDE:
         most = _MOST_WIDE_ROWS
-    return len(x) <= most and x.is_cuda and x.element_size() == 2 and weight.shape[1] % 8 == 0
+    return 0 < len(x) <= most and x.is_cuda and x.element_size() == 2 and weight.shape[1] % 8 == 0
 
 
 def partial_products(x: Tensor, weight: Tensor, lets_first: bool = False) -> Tensor:
@@ -41,6 +41,8 @@ def partial_products(x: Tensor, weight: Tensor, lets_first: bool = False) -> Ten
     step, stages = _pipeline(rows)
     most = _MOST_PARTS if inputs < 4096 else 2 * _MOST_PARTS
     parts = max(1, min(_PROGRAMS // triton.cdiv(outputs, _OUTPUTS), triton.cdiv(inputs, step) // 2, most))
+    # No room for tiles that a part does not have: the next kernel's programs, which begin beside these, need it.
+    stages = min(stages, triton.cdiv(triton.cdiv(inputs, step), parts) + 1)
     out = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
     padded = _padded(rows)
     _product[(triton.cdiv(outputs, _OUTPUTS), parts)](
