@@ -2,6 +2,7 @@
 
     python -m benchmarks.updates --shape 1.5b
     python -m benchmarks.updates --recipes grpo --prompt 384 --response 16000 32384 --rows 8 4 --name 1.5b_long
+    python -m benchmarks.updates --shape thin --recipes sft --rows 64 --prompt 4 --response 4 --updates 20 --name host
     python -m benchmarks.updates --shape tiny --rows 8 --prompt 32 --response 16 --device cpu
 
 Random weights of a real shape, random tokens, on the real workers in one process. `sft` trains every token but the first of a row;

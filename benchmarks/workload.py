@@ -28,12 +28,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18_944,
         "vocab_size": 152_064, "tie_word_embeddings": False,
     },
+    "thin": {
+        "hidden_size": 128, "num_hidden_layers": 30, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128,
+        "vocab_size": 512, "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
         "vocab_size": 512, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Arguments of transformers.Qwen2Config: the shapes of SmolLM2 and Qwen2.5, and one for a look at the script itself."""
+"""Arguments of transformers.Qwen2Config: the shapes of SmolLM2 and Qwen2.5, SmolLM2's layers with next to nothing in them (what is left is
+the host's time), and one for a look at the script itself."""
 MIXTURES: dict[str, dict[str, Any]] = {
     "1.5b-moe": {
         "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128,

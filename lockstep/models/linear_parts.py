@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 
 def parts_of(linear: Any) -> Parts | None:
     """The parts of a linear layer, plain or of peft; None where it is something else, or divided among ranks."""
-    base = linear.get_base_layer() if hasattr(linear, "lora_A") else linear
+    base = linear if type(linear) is nn.Linear or not hasattr(linear, "lora_A") else linear.get_base_layer()
     if type(base) is not nn.Linear or isinstance(base.weight, DTensor):
         return None
     if base is linear or linear.disable_adapters:
@@ -89,13 +89,16 @@ def gradients(
     of_weights = (grad.t() @ x).split(sizes) if any(needs[::4]) else ()
     of_biases = grad.sum(0).split(sizes) if any(needs[1::4]) else ()
     out: list[Tensor | None] = []
-    for number, (layer, own) in enumerate(zip(layers, grad.split(sizes, 1), strict=True)):
+    place = 0
+    for number, layer in enumerate(layers):
         weight, bias, down, up = needs[4 * number : 4 * number + 4]
         out += [of_weights[number] if weight else None, of_biases[number] if bias else None]
+        start, place = place, place + sizes[number]
         own_small = small[number]
         if layer.down is None or layer.up is None or own_small is None:
             out += [None, None]
             continue
+        own = grad[:, start:place]
         inner = _scaled(own, layer.up, layer.scaling)
         if dx is not None:
             dx.addmm_(inner, layer.down)

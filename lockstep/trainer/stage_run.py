@@ -4,12 +4,15 @@
 rows of the files -> prepare -> update (-> evaluate on the validation rows)
 ```
 
-A recipe is a subclass: it opens its data, and makes readable metrics of what the workers measured.
+Rows are read and tokenised one step ahead, beside the update. A recipe is a subclass: it opens its data, and makes readable metrics of
+what the workers measured.
 """
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +95,8 @@ class StageRun(Run):
         self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
         self.rows_per_step, self.longest = data.train_batch_size, data.max_length
         self._worker_cls, self._make_loss = worker_cls, make_loss
+        self._ahead: tuple[int, Future[DataProto]] | None = None
+        """The number of a batch that was read ahead, and its rows."""
         counts = {"global_pool": [section.n_gpus_per_node] * section.nnodes}
         pools = dict.fromkeys((self.role, *self.more_roles), "global_pool")
         self.workers = Workers(section, ResourcePoolManager(counts, pools), group_cls, self.display.message)
@@ -120,7 +125,9 @@ class StageRun(Run):
 
     def _train_batch(self) -> DataProto:
         """The rows of this step's update."""
-        return self._prepare(self.train_data.batch(self.schedule.batch(batch_at(self.global_steps, self.left_out))))
+        number, ahead = batch_at(self.global_steps, self.left_out), self._ahead
+        self._ahead = None
+        return self._prepare(ahead[1].result() if ahead is not None and ahead[0] == number else self._read(number))
 
     @abstractmethod
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
@@ -128,13 +135,29 @@ class StageRun(Run):
 
     # -- what is the same for all ------------------------------------------------------------------------------------------
 
+    def _read(self, number: int) -> DataProto:
+        """The rows of the files that are batch `number`, which is all that decides them."""
+        return self.train_data.batch(self.schedule.batch(number))
+
+    @contextmanager
+    def _reading_ahead(self) -> Iterator[None]:
+        """Inside, a thread reads the next step's rows; it is done when this ends, so that nothing else uses the tokenizer meanwhile. What
+        it raises is raised when the rows are asked for."""
+        if self.global_steps + 1 >= self.total_steps:
+            yield
+            return
+        number = batch_at(self.global_steps + 1, self.left_out)
+        with ThreadPoolExecutor(1, "rows") as thread:
+            self._ahead = number, thread.submit(self._read, number)
+            yield
+
     def _step(self) -> dict[str, float]:
         """One batch, one update."""
         timer = self.timer
         with timer.stage("step"):
             with timer.stage("data"):
                 batch = self._train_batch()
-            with timer.stage("update"):
+            with timer.stage("update"), self._reading_ahead():
                 measured = merge_metrics(self.model_wg.update_actor(batch, denominators=denominators_of(batch)))
         tokens, seconds = int(batch.token_counts().sum()), timer.seconds["step"]
         found = values(measured)

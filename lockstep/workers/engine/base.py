@@ -227,7 +227,8 @@ class TrainEngine(SavedEngine):
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float, entropy_grad: bool
     ) -> tuple[Sequence[PackedRows], LossPass]:
         """The micro-batches of a backward pass, and what is asked of each."""
-        self.module.train()
+        if not self.module.training:  # to say it again takes a walk over all modules
+            self.module.train()
         data, _ = join_rows(data, self.model_group)
         return self._packs(data, budget), LossPass(loss, temperature, entropy_grad, self.gradient_ranks)
 

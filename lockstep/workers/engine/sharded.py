@@ -1,4 +1,4 @@
-"""Parameters that are DTensors, of whatever engine: what this rank has of one, the whole of it, filling it, and the gradient's norm."""
+"""Parameters that may be DTensors, of whatever engine: what this rank has of one, the whole of it, filling it, and the gradient's norm."""
 
 from collections.abc import Callable, Iterable
 
@@ -21,22 +21,21 @@ def local_part(tensor: Tensor) -> Tensor:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, without a gradient, gathered along one dimension of the ranks after the other: asked for several at once, torch
     does the same and warns. As it is, not a copy, where this rank has all of it. A collective."""
-    assert isinstance(tensor, DTensor)
-    placements = list(tensor.placements)
-    for dim in range(len(placements) if tensor.device_mesh.size() > 1 else 0):
+    placements = list(tensor.placements) if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1 else []
+    for dim in range(len(placements)):
         placements[dim] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local().detach()
+        tensor = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local_part(tensor).detach()
 
 
 @torch.no_grad()
 def read_shards(parameters: Iterable[tuple[str, Tensor]], read: ReadRows) -> None:
     """Fill named parameters: each rank reads the rows of its shards, and keeps its columns of them."""
     for name, parameter in parameters:
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
+        local, offset = local_part(parameter), [0, 0]
         if local.numel():
-            _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+            if isinstance(parameter, DTensor):
+                offset[:] = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
             rows = read(name, offset[0], offset[0] + len(local))
             local.copy_(rows if local.dim() < 2 else rows[:, offset[1] : offset[1] + local.shape[1]])
 

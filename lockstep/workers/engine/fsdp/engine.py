@@ -31,7 +31,7 @@ from lockstep.workers.engine.spec import EngineSpec
 
 
 class FSDPEngine(TrainEngine):
-    """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard.
+    """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard; one rank shards nothing.
 
     `source` fills a `module` on the meta device. `lora` are the adapters in it, which are all that learns then. With
     `config.ulysses_sequence_parallel_size` the ranks of a group have a part of the tokens of a micro-batch each.

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from lockstep.models.weight_file import TensorSpec
 from lockstep.workers.engine import moments
@@ -37,9 +36,7 @@ def whole_moments(
             yield name, _join(part, runs[name], module).view(specs[name][1])
     else:
         for name, parameter in parameters.items():
-            part = moment_of(optimizer, parameter, kind)
-            assert isinstance(part, DTensor)
-            yield name, whole_tensor(part.to(device))
+            yield name, whole_tensor(moment_of(optimizer, parameter, kind).to(device))
 
 
 def read_moments(

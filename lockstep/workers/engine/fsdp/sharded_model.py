@@ -1,4 +1,4 @@
-"""A model that FSDP or FSDP2 shards, as the few operations of a step in which they differ; sharding.py makes and fills one.
+"""A model that FSDP or FSDP2 shards, or one rank has whole, as the few operations of a step that differ; sharding.py makes and fills one.
 
 Traps that are handled here, all seen on CPU with torch 2.13: with FSDP1 a full state dict with CPU offload of a CPU model is a
 segmentation fault (weights are gathered one unit at a time instead). FSDP2 hangs its pre-backward hook on the model's outputs and warns
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lockstep.workers.engine import sharded
-from lockstep.workers.engine.sharded import whole_tensor
+from lockstep.workers.engine.fsdp.whole_model import WholeModel
 
 
 def own_logits(module: nn.Module, args: Any, output: Any) -> None:
@@ -26,7 +26,7 @@ def own_logits(module: nn.Module, args: Any, output: Any) -> None:
 def reshard(module: nn.Module) -> None:
     """Free what forward passes without a backward pass have gathered: it would not follow the next update."""
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if isinstance(part, FSDPModule | WholeModel):
             part.reshard()
 
 
@@ -36,16 +36,16 @@ def gradient_sync(module: nn.Module, enabled: bool, keep_gathered: bool) -> Iter
 
     With `keep_gathered` whole parameters stay until the pass that reduces (FSDP2): the passes before it gather nothing again.
     """
+    if isinstance(module, FullyShardedDataParallel) and not enabled:
+        with module.no_sync():
+            yield
+        return
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(enabled)
         module.set_reshard_after_backward(enabled or not keep_gathered)
-        yield
-    elif enabled:
-        yield
-    else:
-        assert isinstance(module, FullyShardedDataParallel)
-        with module.no_sync():
-            yield
+    yield
+    if isinstance(module, WholeModel) and enabled:
+        module.reshard()
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
@@ -72,7 +72,7 @@ def whole_tensors(module: nn.Module, chosen: Callable[[str], bool] = all_names) 
                 yield name, parameter.detach().clone()
     else:
         reshard(module)
-        yield from ((name, whole_tensor(p)) for name, p in module.named_parameters() if chosen(name))
+        yield from ((name, sharded.whole_tensor(p)) for name, p in module.named_parameters() if chosen(name))
     yield from ((name, buffer) for name, buffer in saved_buffers(module) if chosen(name))
 
 

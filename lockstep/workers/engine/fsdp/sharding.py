@@ -1,7 +1,7 @@
 """Sharding a model with one of the two versions of FSDP, filling it, and what a rank has of it.
 
-FSDP1 is FullyShardedDataParallel, for ranks that share a model; FSDP2 is fully_shard, for any number of ranks. (FSDP1's
-`sync_module_states` raises on a CPU with torch 2.13: every rank reads the same weights instead.)
+FSDP1 is FullyShardedDataParallel, FSDP2 is fully_shard, both for several ranks; one rank keeps the model whole (whole_model.py).
+(FSDP1's `sync_module_states` raises on a CPU with torch 2.13: every rank reads the same weights instead.)
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
@@ -29,6 +28,7 @@ from lockstep.models.meta import WeightSource
 from lockstep.models.outputs import ScoreLayer
 from lockstep.workers.engine.fsdp.sharded_model import all_names, hf_name, own_logits, reshard, saved_buffers, whole_units
 from lockstep.workers.engine.fsdp.tensor_parallel import split_layers
+from lockstep.workers.engine.fsdp.whole_model import keep_whole
 from lockstep.workers.engine.sharded import ReadRows, local_part, read_shards
 
 _STRATEGIES = {
@@ -72,13 +72,18 @@ def shard(
     device: torch.device,
     source: WeightSource | None = None,
 ) -> nn.Module:
-    """Shard the model layer by layer. Parameters stay float32; computation runs in `dtype`, of a score layer in float32.
+    """Shard the model layer by layer; one rank keeps it whole. Parameters stay float32; computation runs in `dtype`, of a score layer in
+    float32.
 
     `source` gives its weights to a model on the meta device: no rank ever holds all of them.
     """
-    # One rank has every weight anyway; what it would free and make again is the copy in the type of the computation.
-    reshard_after_forward = config.reshard_after_forward and dist.get_world_size() > 1
+    reshard_after_forward = config.reshard_after_forward
     layers = {type(m) for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())}
+    if dist.get_world_size() == 1:
+        assert source is None, "one rank keeps the model that was loaded"
+        for parameter in model.parameters():  # a map of the file that it was loaded from can be neither freed nor trusted to stay
+            parameter.data = parameter.data.to(device, copy=True)
+        return keep_whole(model.to(device), dtype, layers)  # type: ignore[arg-type]
     if version == 1:
         assert source is not None, "FSDP1 shards a model on the meta device"
         wrapped = FullyShardedDataParallel(
@@ -150,10 +155,12 @@ def _fill_parameters(module: nn.Module, read: ReadRows, chosen: Callable[[str], 
 def shards(module: nn.Module) -> Iterator[Tensor]:
     """What this rank keeps of the parameters; layers that FSDP2 still holds gathered are dropped."""
     reshard(module)
+    if not isinstance(module, FullyShardedDataParallel):
+        yield from map(local_part, module.parameters())
+        return
     for part in module.modules():
         if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
             yield getattr(part._handle.flat_param, "_local_shard", part._handle.flat_param)
-    yield from (local_part(parameter) for parameter in module.parameters() if isinstance(parameter, DTensor))
 
 
 def gradient_shards(module: nn.Module) -> Iterator[Tensor]:
