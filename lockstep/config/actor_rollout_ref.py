@@ -42,6 +42,7 @@ class PolicyKeys:
     model: str = "actor_rollout_ref.model"
     reference_tokens: str = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
     reference_offload: str = "actor_rollout_ref.ref.param_offload"
+    length: str = "data.max_prompt_length or data.max_response_length"
 
 
 PPO_KEYS = PolicyKeys()
