@@ -138,8 +138,8 @@ def candidates(load: Load) -> tuple[int, ...]:
     return (least, *larger)
 
 
-def choose_rollout(rollout: Rollout, load: Load, free: int) -> RolloutNumbers:
-    """What `rollout` computes at once where `free` bytes are left when it starts."""
+def choose_rollout(rollout: Rollout, load: Load, free: int, most_share: float = MOST_SHARE) -> RolloutNumbers:
+    """What `rollout` computes at once where `free` bytes are left when it starts, and its cache may take `most_share` of them."""
     if rollout.engine in ("vllm", "sglang"):
         return replace(PLAIN, max_num_seqs=max(1, min(load.step_rows, MOST_SENT_SEATS)))
     if rollout.engine != "native":
@@ -149,36 +149,30 @@ def choose_rollout(rollout: Rollout, load: Load, free: int) -> RolloutNumbers:
     while tokens < most and 2 * tokens * rollout.prompt_bytes <= PROMPTS_SHARE * free:
         tokens *= 2
     if rollout.in_one_shape:
-        return replace(PLAIN, gpu_memory_utilization=_share(rollout, PLAIN.max_num_seqs, tokens, load, free))
+        return replace(PLAIN, gpu_memory_utilization=_share(rollout, PLAIN.max_num_seqs, tokens, load, free, most_share))
     # Responses are half as long as they may be, or so: one that finds no page waits, and its prompt is computed again.
-    most = int(MOST_SHARE * free) * 2 // max(1, rollout.token_bytes * load.longest)
+    most = int(most_share * free) * 2 // max(1, rollout.token_bytes * load.longest)
     seats = min(load.step_rows, MOST_SEATS, max(rollout.seats, most))
-    return RolloutNumbers(seats, tokens, _share(rollout, seats, tokens, load, free))
+    return RolloutNumbers(seats, tokens, _share(rollout, seats, tokens, load, free, most_share))
 
 
-def _share(rollout: Rollout, seats: int, tokens: int, load: Load, free: int) -> float:
-    """Of `free`, what is left for the cache."""
+def _share(rollout: Rollout, seats: int, tokens: int, load: Load, free: int, most: float) -> float:
+    """Of `free`, what is left for the cache. No less than one of the longest rows needs, with the page that it ends in, one to copy and the
+    scratch page: the plan has found room for it."""
     beside = seats * rollout.row_bytes + tokens * rollout.prompt_bytes + GRAPHS
-    return _rounded(min(MOST_SHARE, 1 - beside / max(1, free)), rollout, load, free)
-
-
-def _rounded(share: float, rollout: Rollout, load: Load, free: int) -> float:
-    """No less than one of the longest rows needs, whatever else would: with the page that it ends in, one to copy and the scratch page."""
+    share = int(100 * min(most, 1 - beside / max(1, free))) / 100
     row = math.ceil(100 * rollout.token_bytes * (load.longest + 3 * PAGE) / max(1, free)) / 100
-    return max(LEAST_SHARE, int(share * 100) / 100, min(MOST_SHARE, row))
+    return max(LEAST_SHARE, share, min(MOST_SHARE, row))
 
 
 def _rollout_numbers(models: Sequence[Model], rollout: Rollout | None, plans: Plans, load: Load, free: int) -> RolloutNumbers:
     if rollout is None:
         return PLAIN
-    left = max(1, free - held_bytes(models, rollout, plans))
-    numbers = choose_rollout(rollout, load, left)
-    if rollout.keeps_cache and rollout.engine == "native":  # it is there in all other stages too
-        stages = stage_bytes(models, replace(rollout, cache=0), plans)
-        spare = SHARE * free - max(stages.values())
-        share = min(numbers.gpu_memory_utilization, spare / left)
-        numbers = replace(numbers, gpu_memory_utilization=_rounded(share, rollout, load, left))
-    return numbers
+    left, most = max(1, free - held_bytes(models, rollout, plans)), MOST_SHARE
+    if rollout.keeps_cache:  # it is there in all other stages too
+        spare = SHARE * free - max(stage_bytes(models, replace(rollout, cache=0), plans).values())
+        most = min(most, max(0, spare) / left)
+    return choose_rollout(rollout, load, left, most)
 
 
 def describe_chosen(values: Mapping[str, float | str]) -> str | None:
