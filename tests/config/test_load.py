@@ -192,6 +192,22 @@ def test_one_word_for_a_list_is_a_list_of_one(tmp_path, word):
     assert load_config(["trainer.logger=[console,wandb]"]).trainer.logger == ["console", "wandb"]
 
 
+STOP = "actor_rollout_ref.rollout.stop"
+
+
+@pytest.mark.parametrize("given", ['["\\n"]', "['\\n\\nQ:']", "\\n"])
+def test_a_stop_string_with_a_backslash_for_a_line_break_is_an_error_that_says_how_it_is_written(given):
+    with pytest.raises(ConfigError, match=rf"^{STOP} has \\n.*; a line break is \$'\.\.\.\\n\.\.\.' around the whole word"):
+        load_config([*NAMED, f"{STOP}={given}"])
+
+
+def test_a_stop_string_may_have_a_line_break_or_a_backslash(tmp_path):
+    found = load_config([*NAMED, f'{STOP}=["\n","\\boxed","\\nabla"]'])
+    assert found.actor_rollout_ref.rollout.stop == ["\n", "\\boxed", "\\nabla"]
+    file = write(tmp_path, 'actor_rollout_ref: {rollout: {stop: ["\\n"]}}')
+    assert load_config(NAMED, file).actor_rollout_ref.rollout.stop == ["\n"]
+
+
 def test_without_data_and_model_the_embedded_preset_applies():
     config = load_config()
     assert config == as_config(EMBEDDED_PRESET)

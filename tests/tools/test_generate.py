@@ -73,6 +73,7 @@ def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypa
         ([], "there is no prompt"),
         (["abc", "--n", "0"], "--n must be at least 1"),
         (["abc", "--temperature", "-1"], "temperature"),
+        (["abc", "--stop", "\\n"], "--stop has \\n, with a backslash"),
         (["--file", "none.txt"], "--file none.txt cannot be read"),
     ],
 )
