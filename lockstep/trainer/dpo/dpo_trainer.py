@@ -141,11 +141,10 @@ class DPOTrainer(StageRun):
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         count = len(batch) // 2 if self._takes_pairs else len(batch)
         low, high = wilson_interval(measured["train/accuracy"] * count, count)
-        return measured | {
-            "train/margin": measured["train/chosen_reward"] - measured["train/rejected_reward"],
-            "train/accuracy_low": low,
-            "train/accuracy_high": high,
-        }
+        rewards = [measured[name] for name in ("train/chosen_reward", "train/rejected_reward") if name in measured]
+        # A batch of answers with labels may have good ones alone, or bad ones.
+        margin = {"train/margin": rewards[0] - rewards[1]} if len(rewards) == 2 else {}
+        return measured | margin | {"train/accuracy_low": low, "train/accuracy_high": high}
 
     def _describe(self) -> str:
         return f"{super()._describe()}\n{WHY_CHOSEN_FALLS}"
