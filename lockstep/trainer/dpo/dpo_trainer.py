@@ -92,6 +92,16 @@ class DPOTrainer(StageRun):
             raise DataError(
                 f"loss.loss_mode={config.loss.loss_mode} learns from pairs, but there are rows with one answer and a label; use kto"
             )
+        if self._prepare_loss is not None:
+            for key, count in (
+                ("data.train_batch_size", data.train_batch_size),
+                ("rows of data.val_files", len(val) if val else 2),
+            ):
+                if count < 2:
+                    raise ConfigError(
+                        f"loss.loss_mode={config.loss.loss_mode} compares with answers to other prompts of a batch, and {key}={count} has "
+                        "none; make it 2 or more"
+                    )
         if self.reference_mode == "model" and config.reference.path is not None:
             _check_vocabulary(config.model, config.reference.path)
         self.role = AdapterRole.ActorRef if self.reference_mode == "adapter" else Role.Actor

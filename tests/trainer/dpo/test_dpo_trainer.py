@@ -82,6 +82,23 @@ def test_answers_with_a_label_are_learned_by_kto_alone(folder: Path, tmp_path: P
         make_trainer(dpo_config(folder, labels))
 
 
+def test_kto_validates_on_any_number_of_rows_but_one(folder: Path, tmp_path: Path) -> None:
+    """A batch of one row has no other prompt to compare with: what is left is measured with the last whole batch."""
+    rows = (folder / "labels.jsonl").read_text().splitlines()[:5]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "one.jsonl").write_text(rows[0])
+    keys = ["loss.loss_mode=kto", "data.train_batch_size=4", "trainer.total_training_steps=1"]
+    files = [f"data.train_files={folder / 'labels.jsonl'}", f"data.val_files={tmp_path / 'rows.jsonl'}"]
+    steps = train(dpo_config(folder, *fresh(tmp_path, *files, *keys)))
+    assert "val/accuracy" in steps[-1]
+    for more, named in (
+        ("data.train_batch_size=1", "data.train_batch_size=1"),
+        (f"data.val_files={tmp_path / 'one.jsonl'}", "rows of data.val_files=1"),
+    ):
+        with pytest.raises(ConfigError, match=f"kto compares with answers to other prompts of a batch, and {named} has none"):
+            make_trainer(dpo_config(folder, *files, *keys, more))
+
+
 @pytest.mark.parametrize("label", [True, False])
 def test_a_batch_of_good_or_of_bad_answers_alone_is_learned_and_has_no_margin(folder: Path, tmp_path: Path, label: bool) -> None:
     rows = [row for row in (folder / "labels.jsonl").read_text().splitlines() if json.loads(row)["label"] is label]
