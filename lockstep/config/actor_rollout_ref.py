@@ -7,7 +7,7 @@ from lockstep.config.auto import CACHE_SHARE, PASS_TOKENS, SEATS, TOKENS, auto_o
 from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
-from lockstep.config.sampling import check_sampling, check_stop
+from lockstep.config.sampling import check_line_breaks, check_sampling, check_stop
 from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
 
@@ -42,6 +42,7 @@ class PolicyKeys:
     model: str = "actor_rollout_ref.model"
     reference_tokens: str = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
     reference_offload: str = "actor_rollout_ref.ref.param_offload"
+    length: str = "data.max_prompt_length or data.max_response_length"
 
 
 PPO_KEYS = PolicyKeys()
@@ -280,6 +281,7 @@ class RolloutConfig:
         check_sampling(prefix, self, "n")
         auto_or_at_least(self, prefix, 1, "max_num_seqs", "max_num_batched_tokens")
         check_stop(prefix, self.stop)
+        check_line_breaks(f"{prefix}.stop", self.stop)
         auto_or_in_range(self, prefix, 0.01, 1.0, "gpu_memory_utilization")
         at_least(self, prefix, 0.0, "exactness_bound")
         at_least(self, prefix, 0.001, "weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s")

@@ -26,15 +26,15 @@ from lockstep.errors import ConfigError
 T = TypeVar("T")
 
 REMOVED_KEYS = {
-    "use_dynamic_bsz": "rows are always cut by tokens, unless ppo_micro_batch_size_per_gpu is set",
+    "use_dynamic_bsz": "rows are always cut by tokens, unless a micro_batch_size_per_gpu is set",
     "use_remove_padding": "rows are always packed without padding",
     "max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
     "hybrid_engine": "the roles in role_worker_mapping say what shares a process",
-    "loss_type": "bypass_mode uses actor.policy_loss.loss_mode: vanilla is ppo_clip, cispo with clip_ratio_low=1 is reinforce",
+    "rollout_correction.loss_type": "use actor.policy_loss.loss_mode: vanilla is ppo_clip, cispo with clip_ratio_low=1 is reinforce",
     "load_format": "the native engine uses the trainer's own weights",
 }
-"""Keys of other systems that need no counterpart here, and why."""
+"""Keys of other systems, or how they end, that need no counterpart here, and why."""
 _BOUND = re.compile(r"(clip\w*|_s|_bound)$")
 """Keys that bound something, where an infinity means no bound: a clip, a time, a difference."""
 
@@ -225,9 +225,9 @@ def _section_type(hint: Any) -> Any:
 
 def _unknown_key(key: str, root: Any) -> str:
     keys = list(valid_keys(root))
-    removed = REMOVED_KEYS.get(key.rsplit(".", 1)[-1])
-    if removed:
-        return f"unknown key '{key}': {removed}"
+    for name, removed in REMOVED_KEYS.items():
+        if f".{key}".endswith(f".{name}"):
+            return f"unknown key '{key}': {removed}"
     # Without its first sections it names the first of them: the policy's before the critic's.
     near = [k for k in keys if k.endswith(f".{key}")][:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]

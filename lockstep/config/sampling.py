@@ -1,5 +1,6 @@
 """How tokens are drawn: what the trainer asks of the generation engines."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,15 @@ def check_stop(prefix: str, stop: Sequence[str]) -> None:
     """Raise ConfigError, with `prefix` before the name, when one of the strings is empty."""
     if "" in stop:
         raise ConfigError(f"{prefix}.stop={list(stop)} has an empty string, which every response ends with; leave it out")
+
+
+def check_line_breaks(name: str, stop: Sequence[str]) -> None:
+    """Raise ConfigError for a string with a backslash and an n: a command line makes no line break of them, so it would end nothing."""
+    if found := [text for text in stop if re.search(r"\\[nrt](?![a-z])", text)]:
+        raise ConfigError(
+            f"{name} has {found[0]}, with a backslash and a letter as they are, which a model hardly writes; a line break is $'...\\n...' "
+            'around the whole word in a shell, and "\\n" in double quotes in a YAML file'
+        )
 
 
 def check_sampling(prefix: str, section: Any, *counts: str) -> None:

@@ -68,6 +68,7 @@ STAGE_KEYS = PolicyKeys(
     model="model",
     reference_tokens="engine.max_token_len_per_gpu",
     reference_offload="engine.fsdp_config.param_offload",
+    length="data.max_length",
 )
 """What the workers' messages call these sections."""
 

@@ -201,14 +201,27 @@ class ChatTemplate:
                 return span[0], span[1] - len(_PROBE)
         speaks = messages[i]["role"] == "assistant"
         try:
-            before = self.render(messages[:i], tools, add_generation_prompt=speaks)
+            before = self._before(text, messages, i, tools)
             after = text if i + 1 == len(messages) else self._start_of(text, self.render(messages[: i + 1], tools))
-        except DataError:  # some templates take no empty list, or no list that ends so
+        except DataError:  # some templates take no list that ends so
             return None
-        before = before if speaks else self._start_of(text, before)
         if not (text.startswith(after) and after.startswith(before)):
             return None
         return (len(before), self._end_of_turn(text, len(before), len(after)) if speaks else len(after))
+
+    def _before(self, text: str, messages: Sequence[Message], i: int, tools: Any) -> str:
+        """The text before message `i`, with the words that open it where it is an answer. Raises DataError where that cannot be told."""
+        speaks = messages[i]["role"] == "assistant"
+        if i > 0:
+            before = self.render(messages[:i], tools, add_generation_prompt=speaks)
+            return before if speaks else self._start_of(text, before)
+        # An empty list is not rendered: a first answer begins where the words stand that open any.
+        asked = [{"role": "user", "content": _PROBE}]
+        opened = self.render(asked, tools, add_generation_prompt=True)
+        opening = opened.removeprefix(self._start_of(opened, self.render(asked, tools)))
+        if not speaks or not opening or opening not in text:
+            raise DataError("nothing stands before the first message")
+        return text[: text.index(opening) + len(opening)]
 
     def _start_of(self, text: str, rendered: str) -> str:
         """`rendered` without the special tokens and blanks that some templates put after the last message only."""
@@ -240,8 +253,8 @@ class ChatTemplate:
     def _refusal(self, trained: Sequence[bool]) -> str:
         return (
             f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} renders a conversation otherwise when it goes on "
-            "(it drops earlier thinking, moves the system message, or its generation prompt has a text that the answer lacks), so what a "
-            "message became cannot be told"
+            "(it drops earlier thinking, moves the system message, or its generation prompt has a text that the answer lacks), or does not "
+            "say where a first message begins, so what a message became cannot be told"
             + ("; train_on=last trains the last message alone" if sum(trained) > 1 else "")
             + "; a template with {% generation %} markers, or data.apply_chat_template_kwargs, may fix it"
         )

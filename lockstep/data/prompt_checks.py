@@ -54,7 +54,7 @@ def find_overlong(
     with progress("checking prompts", len(rows), "prompts") as seen:
         for numbers, prompts in read_column(files, column, rows):
             for prompt, number in zip(prompts, numbers, strict=True):
-                _check_prompt(prompt, number)
+                check_prompt(prompt, f"row {number}")
             found += map(num_bytes, encoder.render(prompts, numbers))
             seen.done = len(found)
     sizes = np.array(found)
@@ -87,19 +87,20 @@ def _objects(values: Values, rows: list[int]) -> list[Any]:
         raise DataError(f"row {rows[0]}: the prompt is not valid UTF-8: {error}") from error
 
 
-def _check_prompt(prompt: Any, index: int) -> None:
+def check_prompt(prompt: Any, place: str) -> None:
+    """Raise DataError, with `place` before it, unless this is a text or a list of messages."""
     if not isinstance(prompt, str | list):
-        raise DataError(f"row {index}: the prompt must be a string or a list of messages, not {prompt!r}")
+        raise DataError(f"{place}: the prompt must be a string or a list of messages, not {prompt!r}")
     if not prompt:
-        raise DataError(f"row {index}: the prompt is empty")
+        raise DataError(f"{place}: the prompt is empty")
     if isinstance(prompt, list) and not all(map(_is_message, prompt)):
-        raise DataError(f"row {index}: a message must be a dict with role and content; the prompt is {prompt!r}")
+        raise DataError(f"{place}: a message must be a dict with role and content; the prompt is {prompt!r}")
     for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
         try:
             if isinstance(text, str):
                 text.encode()
         except UnicodeEncodeError:  # JSON can spell halves of a character, which no tokenizer takes
-            raise DataError(f"row {index}: the prompt is not valid Unicode: {text!r}") from None
+            raise DataError(f"{place}: the prompt is not valid Unicode: {text!r}") from None
 
 
 def _is_message(message: Any) -> bool:

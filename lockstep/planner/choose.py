@@ -5,20 +5,22 @@ goes on after a stop keeps the numbers it had (`Kept`), whatever memory is free 
 """
 
 import itertools
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.config.auto import AUTO, CACHE_SHARE, PASS_TOKENS, SEATS
 from lockstep.errors import ResourceError
-from lockstep.planner.count import Load
-from lockstep.planner.memory import GENERATION, SHARE, MemoryPlan, Model, Plans, Rollout, plan_memory, stage_bytes
+from lockstep.planner.count import LEAST_SEQUENCES, Load
+from lockstep.planner.decode import PAGE
+from lockstep.planner.memory import GENERATION, SHARE, MemoryPlan, Model, Plans, Rollout, held_bytes, plan_memory, stage_bytes
 
 CANDIDATES = (8192, 16384, 32768, 65536)
 """Tokens of a micro-batch. Small models gain up to the last: the host launches fewer kernels."""
 MOST_SEATS, MOST_SENT_SEATS = 2048, 1024
 """Sequences at once: of the native engine, and of one in a process of its own, which starts longer the more it captures."""
 MOST_PASS_TOKENS = 32768
-LEAST_SEATS = 64
 PROMPTS_SHARE = 1 / 32
 """Of the free memory, what prompts may take that are computed at once."""
 SMALL_PROMPTS = 40_000
@@ -81,7 +83,8 @@ def choose(options: Mapping[int, Counted], load: Load, free: int, before: Kept |
 
     `options` has what was counted for each size of micro-batches that may be chosen, the smallest first. The largest is taken for which
     nothing more is offloaded or recomputed than for the smallest. Raises ResourceError where that one does not fit. Numbers from `before`
-    are taken instead, where they are for the same load and fit, if more is offloaded and recomputed for it.
+    are taken instead, where they are for the same load and fit, if more is offloaded and recomputed for it. They do not where the cache
+    would hold fewer of the longest rows than it should, and half as many sequences at once would be chosen: they would take turns.
     """
     is_same = before is not None and (before.longest, before.step_rows) == (load.longest, load.step_rows)
     if before is None or not is_same or before.tokens not in options:
@@ -90,20 +93,41 @@ def choose(options: Mapping[int, Counted], load: Load, free: int, before: Kept |
         chosen = _choose({before.tokens: options[before.tokens]}, load, free)
     except ResourceError:
         return replace(_choose(options, load, free), is_new=True)
+    wanted, rollout = options[before.tokens][1], chosen.rollout
+    has_fewer = wanted is not None and rollout is not None and rollout.seats < wanted.seats
+    if has_fewer and 2 * chosen.numbers.max_num_seqs <= before.max_num_seqs:
+        return replace(_choose(options, load, free), is_new=True)
     seats = {"max_num_seqs": before.max_num_seqs, "max_num_batched_tokens": before.max_num_batched_tokens}
     return replace(chosen, numbers=replace(chosen.numbers, **seats))
 
 
 def _choose(options: Mapping[int, Counted], load: Load, free: int) -> Chosen:
-    found: list[tuple[int, list[MemoryPlan]]] = []
-    for tokens, (models, rollout) in options.items():
-        if not found:
-            found.append((tokens, plan_memory(models, rollout, free)))
-        elif max(stage_bytes(models, rollout, found[0][1]).values()) <= SHARE * free:
-            found.append((tokens, found[0][1]))
-    tokens, plans = found[-1]
-    models, rollout = options[tokens]
+    tokens = next(iter(options))
+    rollout, plans = _fitting(*options[tokens], free)
+    for larger, (models, _) in options.items():
+        if max(stage_bytes(models, rollout, plans).values()) <= SHARE * free:
+            tokens = larger
+    models = options[tokens][0]
     return Chosen(tokens, models, rollout, plans, _rollout_numbers(models, rollout, plans, load, free))
+
+
+def _fitting(models: Sequence[Model], rollout: Rollout | None, free: int) -> tuple[Rollout | None, list[MemoryPlan]]:
+    """The rollout with as many sequences as it should hold, or as fit where it takes fewer, and the plans for it."""
+    try:
+        return rollout, plan_memory(models, rollout, free)
+    except ResourceError:
+        if rollout is None or not rollout.takes_fewer:
+            raise
+    choices = [rollout.holding(seats) for seats in range(1, rollout.seats)] or [rollout]
+
+    def is_too_large(fewer: Rollout) -> bool:
+        try:
+            return stage_bytes(models, fewer, plan_memory(models, fewer, free))[GENERATION] > SHARE * free
+        except ResourceError:
+            return True
+
+    fewer = choices[max(1, bisect_left(choices, True, key=is_too_large)) - 1]  # one sequence may fill more than SHARE
+    return fewer, plan_memory(models, fewer, free)
 
 
 def candidates(load: Load) -> tuple[int, ...]:
@@ -114,43 +138,41 @@ def candidates(load: Load) -> tuple[int, ...]:
     return (least, *larger)
 
 
-def choose_rollout(rollout: Rollout, load: Load, free: int) -> RolloutNumbers:
-    """What `rollout` computes at once where `free` bytes are left when it starts."""
+def choose_rollout(rollout: Rollout, load: Load, free: int, most_share: float = MOST_SHARE) -> RolloutNumbers:
+    """What `rollout` computes at once where `free` bytes are left when it starts, and its cache may take `most_share` of them."""
     if rollout.engine in ("vllm", "sglang"):
         return replace(PLAIN, max_num_seqs=max(1, min(load.step_rows, MOST_SENT_SEATS)))
     if rollout.engine != "native":
-        return PLAIN
+        has_fewer = rollout.seats < min(LEAST_SEQUENCES, load.step_rows)  # it cannot let any wait that it has begun
+        return replace(PLAIN, max_num_seqs=rollout.seats) if has_fewer else PLAIN
     tokens, most = PASS_TOKENS, MOST_PASS_TOKENS if rollout.prompt_bytes >= SMALL_PROMPTS else PASS_TOKENS
     while tokens < most and 2 * tokens * rollout.prompt_bytes <= PROMPTS_SHARE * free:
         tokens *= 2
     if rollout.in_one_shape:
-        return replace(PLAIN, gpu_memory_utilization=_share(rollout, PLAIN.max_num_seqs, tokens, free))
+        return replace(PLAIN, gpu_memory_utilization=_share(rollout, PLAIN.max_num_seqs, tokens, load, free, most_share))
     # Responses are half as long as they may be, or so: one that finds no page waits, and its prompt is computed again.
-    most = int(MOST_SHARE * free) * 2 // max(1, rollout.token_bytes * load.longest)
-    seats = min(load.step_rows, MOST_SEATS, max(LEAST_SEATS, most))
-    return RolloutNumbers(seats, tokens, _share(rollout, seats, tokens, free))
+    most = int(most_share * free) * 2 // max(1, rollout.token_bytes * load.longest)
+    seats = min(load.step_rows, MOST_SEATS, max(rollout.seats, most))
+    return RolloutNumbers(seats, tokens, _share(rollout, seats, tokens, load, free, most_share))
 
 
-def _share(rollout: Rollout, seats: int, tokens: int, free: int) -> float:
-    """Of `free`, what is left for the cache."""
+def _share(rollout: Rollout, seats: int, tokens: int, load: Load, free: int, most: float) -> float:
+    """Of `free`, what is left for the cache. No less than one of the longest rows needs, with the page that it ends in, one to copy and the
+    scratch page: the plan has found room for it."""
     beside = seats * rollout.row_bytes + tokens * rollout.prompt_bytes + GRAPHS
-    return _rounded(min(MOST_SHARE, 1 - beside / max(1, free)))
-
-
-def _rounded(share: float) -> float:
-    return max(LEAST_SHARE, int(share * 100) / 100)
+    share = int(100 * min(most, 1 - beside / max(1, free))) / 100
+    row = math.ceil(100 * rollout.token_bytes * (load.longest + 3 * PAGE) / max(1, free)) / 100
+    return max(LEAST_SHARE, share, min(MOST_SHARE, row))
 
 
 def _rollout_numbers(models: Sequence[Model], rollout: Rollout | None, plans: Plans, load: Load, free: int) -> RolloutNumbers:
     if rollout is None:
         return PLAIN
-    stages = stage_bytes(models, replace(rollout, cache=0), plans)
-    left = max(1, free - stages.pop(GENERATION))
-    numbers = choose_rollout(rollout, load, left)
-    if rollout.keeps_cache and rollout.engine == "native" and stages:  # it is there in all other stages too
-        spare = SHARE * free - max(stages.values())
-        numbers = replace(numbers, gpu_memory_utilization=_rounded(min(numbers.gpu_memory_utilization, spare / left)))
-    return numbers
+    left, most = max(1, free - held_bytes(models, rollout, plans)), MOST_SHARE
+    if rollout.keeps_cache:  # it is there in all other stages too
+        spare = SHARE * free - max(stage_bytes(models, replace(rollout, cache=0), plans).values())
+        most = min(most, max(0, spare) / left)
+    return choose_rollout(rollout, load, left, most)
 
 
 def describe_chosen(values: Mapping[str, float | str]) -> str | None:

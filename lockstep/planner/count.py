@@ -32,7 +32,7 @@ from lockstep.planner.memory import Keys, Model, Rollout
 from lockstep.planner.shape import cache_bytes
 
 LEAST_SEQUENCES = 64
-"""Sequences of the longest kind that a key-value cache should hold at once, where so many are generated."""
+"""Sequences of the longest kind that a key-value cache should hold at once, where so many are generated. Models are offloaded for it."""
 _FLOAT = 4
 _LEFT = 0.9
 """Of the free memory, what the cache may take where nothing forbids it."""
@@ -120,14 +120,17 @@ def count_model(
     )
 
 
-def _cache_remedy(config: RolloutConfig, share: float, seats: int) -> str:
+def _cache_remedy(config: RolloutConfig, share: float, seats: int, longest: int) -> str:
     """The key to turn where a cache of `share` of what is free, for `seats` sequences, is too large."""
+    shorter = "lower data.max_prompt_length or data.max_response_length"
+    if config.max_num_seqs == AUTO or seats == 1:
+        shorter += f": the cache must hold one row of {longest} tokens"
+    else:
+        key = "actor_rollout_ref.rollout.max_num_seqs"
+        shorter = f"set {key}=auto, or below {seats}, so that fewer are generated at once, or {shorter}"
     if config.name == "native" and share < _LEFT:
-        return "raise actor_rollout_ref.rollout.gpu_memory_utilization"
-    shorter = "lower data.max_response_length"
-    if seats <= 1:
-        return shorter
-    return f"set actor_rollout_ref.rollout.max_num_seqs below {seats}, so that fewer are generated at once, or {shorter}"
+        return f"raise actor_rollout_ref.rollout.gpu_memory_utilization={share:g}, or {shorter}"
+    return shorter
 
 
 def count_rollout(
@@ -155,7 +158,9 @@ def count_rollout(
         weights=element * sum(p.numel() for p in module.parameters()),
         # The native cache gets this share of what is free.
         cache=int(cache / share) if config.name == "native" else cache,
-        remedy=_cache_remedy(config, share, seats),
+        remedy=_cache_remedy(config, share, seats, load.longest),
+        seats=seats,
+        takes_fewer=config.max_num_seqs == AUTO,
         source="actor" if actor is not None else None,
         shares=in_process and plain and world_size == 1 and element == _FLOAT,
         # A copy on one rank keeps its place for captured graphs; gathered ones go. vllm's weights sleep with its cache, sglang's do not.

@@ -28,6 +28,7 @@ LIMIT = 0.95
 """What they fill when all that may be offloaded is, and everything is recomputed."""
 GENERATION = "gen"
 """The stage in which a rollout works."""
+_CACHE = "key-value cache"
 _GB = 2**30
 
 Contents = Counter[str]
@@ -38,8 +39,8 @@ Contents = Counter[str]
 class Keys:
     """Where the configuration says what a plan may not change."""
 
-    tokens: str
-    """The tokens of a micro-batch."""
+    less: str
+    """What makes its micro-batches smaller."""
     weights: str | None
     """Whether weights are offloaded; None where the engine cannot."""
     moments: str | None
@@ -94,6 +95,10 @@ class Rollout:
     """The free memory with which its key-value cache is large enough."""
     remedy: str
     """What the user can do about the cache, naming a key."""
+    seats: int = 1
+    """Sequences of the longest kind that it holds then."""
+    takes_fewer: bool = False
+    """Whether it may hold fewer where so many do not fit: their number is auto."""
     source: str | None = None
     """The model on this device that its weights are made from."""
     shares: bool = False
@@ -111,6 +116,10 @@ class Rollout:
     """What a token of a prompt takes while it is computed."""
     in_one_shape: bool = False
     """Whether every batch is computed in one shape, which must not depend on the load."""
+
+    def holding(self, seats: int) -> "Rollout":
+        """The same with a cache for so many sequences."""
+        return replace(self, cache=self.cache * seats // self.seats, seats=seats)
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,11 @@ def plan_memory(models: Models, rollout: Rollout | None, free: int) -> list[Memo
 def stage_bytes(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, int]:
     """Stage -> bytes on the device at its fullest moment."""
     return {stage: parts.total() for stage, parts in stage_parts(models, rollout, plans).items()}
+
+
+def held_bytes(models: Models, rollout: Rollout, plans: Plans) -> int:
+    """What lies on the device beside the cache while it is generated."""
+    return (_idle(list(zip(models, plans, strict=True))) + _rollout_parts(models, rollout, plans)[0]).total()
 
 
 def host_bytes(models: Models, plans: Plans) -> int:
@@ -246,7 +260,7 @@ def _rollout_parts(models: Models, rollout: Rollout | None, plans: Plans) -> tup
         return Counter(), Counter()
     is_there = any(m.name == rollout.source and not p.offload_weights for m, p in zip(models, plans, strict=True))
     copy = 0 if rollout.shares and is_there else rollout.weights
-    return Counter({"rollout weights": copy}), Counter({"key-value cache": rollout.cache})
+    return Counter({"rollout weights": copy}), Counter({_CACHE: rollout.cache})
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------------
@@ -321,16 +335,18 @@ def _remedy(models: Models, rollout: Rollout | None, plans: Plans, stage: str, p
                 return f"set {key}=auto"
         if stage == model.update and model.keys.recompute and "full" not in model.activations:
             return f"set {model.keys.recompute}"
+    if rollout is not None and parts.total() - parts[_CACHE] <= LIMIT * free:
+        return rollout.remedy
     none: dict[str, Any] = {"forward": 0, "pass_logits": 0, "update_logits": 0}
     lighter = [replace(model, activations=dict.fromkeys(model.activations, 0), **none) for model in models]
     without_cache = replace(rollout, cache=0) if rollout is not None else None
     if stage_bytes(lighter, without_cache, plans)[stage] <= LIMIT * free:
-        if stage == GENERATION and rollout is not None:
-            return rollout.remedy
         for model in models:
             if stage in (*model.passes, model.update):
-                return f"lower {model.keys.tokens}"
-    return "raise trainer.n_gpus_per_node, so that more devices share the models, or set model.lora_rank to train adapters"
+                return f"lower {model.keys.less}"
+    more = "raise trainer.n_gpus_per_node, so that more devices share the models"
+    learns_whole = any(model.moments > model.weights for model in models)
+    return f"{more}, or set model.lora_rank to train adapters" if learns_whole else more
 
 
 def _gb(size: float) -> str:

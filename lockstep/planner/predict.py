@@ -18,7 +18,7 @@ from lockstep.planner.built import reusing_models
 from lockstep.planner.choose import PLAIN, candidates, choose
 from lockstep.planner.count import Load
 from lockstep.planner.hardware import Device
-from lockstep.planner.memory import GENERATION, Contents, MemoryPlan, Model, Rollout, host_bytes, plan_memory, stage_parts
+from lockstep.planner.memory import GENERATION, Contents, MemoryPlan, Model, Rollout, held_bytes, host_bytes, stage_parts
 from lockstep.planner.needs import Numbers, policy_needs, settle_policy, settle_training, training_needs
 from lockstep.planner.shape import Shape, read_shape
 from lockstep.planner.time import Ranks, Rows, pass_s, update_s
@@ -50,8 +50,10 @@ class Pool:
 
     name: str
     ranks: Ranks
-    models: list[Model]
+    models: Sequence[Model]
     rollout: Rollout | None = None
+    plans: Sequence[MemoryPlan] = ()
+    """What is decided for each of the models; empty before that."""
 
 
 @dataclass(slots=True)
@@ -96,26 +98,27 @@ def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *
         tokens=config.data.train_batch_size * config.actor_rollout_ref.rollout.n * (lengths.prompt + lengths.response)
     )
     with reusing_models():
-        config, found.chosen = settle(config, device)
-        pools = _pools(config)
+        config, found.chosen, pools = _settle(config, device)
         found.num_gpus = sum(pool.ranks.count for pool in pools)
         for pool in pools:
-            plans = plan_memory(pool.models, pool.rollout, device.memory)
-            found.plans |= {model.name: plan for model, plan in zip(pool.models, plans, strict=True)}
-            found.host = max(found.host, host_bytes(pool.models, plans))
-            _add_memory(found, config, pool, plans, device)
+            found.plans |= {model.name: plan for model, plan in zip(pool.models, pool.plans, strict=True)}
+            found.host = max(found.host, host_bytes(pool.models, pool.plans))
+            _add_memory(found, config, pool, device)
         _add_seconds(found, config, pools, device, lengths, passes)
     return found
 
 
-def settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers]:
-    """The configuration with numbers for the keys that are auto, as on GPUs of this kind, and these. Raises ResourceError as `predict`."""
+def _settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers, list[Pool]]:
+    """The configuration with numbers for the keys that are auto, as on GPUs of this kind; these; and the pools as they are planned.
+
+    Raises ResourceError as `predict`.
+    """
     policy, prompts = config.actor_rollout_ref, config.actor_mini_batch_prompts
     largest = max(prompts, config.critic_mini_batch_prompts) if config.use_critic else prompts
     load = _load(config, 1, prompts)
     counted = {size: _pools(config, size) for size in candidates(_load(config, 1, largest))}
     tokens: dict[str, int] = {}
-    numbers = PLAIN
+    numbers, pools = PLAIN, []
     for place, pool in enumerate(next(iter(counted.values()))):
         own_load = _load(config, pool.ranks.count, largest)
         options = {size: (counted[size][place].models, counted[size][place].rollout) for size in candidates(own_load)}
@@ -124,6 +127,7 @@ def settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers]:
         except ResourceError as error:
             raise ResourceError(f"on {pool.ranks.count} x {device.name}, pool {pool.name}: {error}") from None
         tokens |= {model.name: chosen.tokens for model in pool.models}
+        pools.append(dataclasses.replace(pool, models=chosen.models, rollout=chosen.rollout, plans=chosen.plans))
         numbers = chosen.numbers if pool.rollout is not None else numbers
     policy, found = settle_policy(policy, _ALL, PPO_KEYS, dataclasses.replace(load, auto_tokens=tokens["actor"]), numbers)
     config = dataclasses.replace(config, actor_rollout_ref=policy)
@@ -133,13 +137,13 @@ def settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers]:
     if config.reward_model.enable:
         judge, own = settle_training(config.reward_model, load)
         config, found = dataclasses.replace(config, reward_model=judge), found | own
-    return config, found
+    return config, found, pools
 
 
 # -- who is where ----------------------------------------------------------------------------------------------------------
 
 
-def _pools(config: PPOConfig, auto_tokens: int | None = None) -> list[Pool]:
+def _pools(config: PPOConfig, auto_tokens: int) -> list[Pool]:
     """The pools of main_ppo, with the models that one rank of each holds; `auto_tokens`: of micro-batches whose size is auto."""
     policy, trainer = config.actor_rollout_ref, config.trainer
     ranks = ranks_of(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
@@ -199,13 +203,11 @@ def _load(config: PPOConfig, ranks: int, mini_batch: int, auto_tokens: int | Non
 # -- memory ----------------------------------------------------------------------------------------------------------------
 
 
-def _add_memory(found: Prediction, config: PPOConfig, pool: Pool, plans: Sequence[MemoryPlan], device: Device) -> None:
-    rollout, policy = pool.rollout, config.actor_rollout_ref
+def _add_memory(found: Prediction, config: PPOConfig, pool: Pool, device: Device) -> None:
+    rollout, plans, policy = pool.rollout, pool.plans, config.actor_rollout_ref
     if rollout is not None:
         shape = read_shape(policy.model, Head.LANGUAGE_MODEL)
-        rollout = dataclasses.replace(rollout, cache=0)
-        held = stage_parts(pool.models, rollout, plans)[GENERATION].total()
-        found.seats, cache = _cache(config, pool, shape, device.memory - held)
+        found.seats, cache = _cache(config, pool, shape, device.memory - held_bytes(pool.models, rollout, plans))
         rollout = dataclasses.replace(rollout, cache=cache)
     memory = stage_parts(pool.models, rollout, plans)
     if rollout is not None:

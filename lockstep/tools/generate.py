@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.sampling import SamplingParams
+from lockstep.config.sampling import SamplingParams, check_line_breaks
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of
 from lockstep.utils.printable import printable
@@ -105,6 +105,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, temperature: float) 
 
 def sampling_of(options: argparse.Namespace, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """How tokens are drawn. Raises ConfigError for a value out of range."""
+    check_line_breaks("--stop", options.stop)
     return SamplingParams(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -118,13 +119,17 @@ def sampling_of(options: argparse.Namespace, stop_token_ids: tuple[int, ...]) ->
 
 def _read_prompts(path: str) -> list[Any]:
     """The column `prompt` of a parquet, json or jsonl file; the lines of another file, or of standard input (-)."""
+    from lockstep.data.prompt_checks import check_prompt
     from lockstep.data.row_files import RowFiles
 
     if path.endswith((".parquet", ".json", ".jsonl")):
         files = RowFiles([path])
         if "prompt" not in files.columns:
             raise DataError(f"{path} has no column 'prompt': its columns are {sorted(files.columns)}")
-        return [row["prompt"] for row in files.rows(range(len(files)))]
+        prompts = [row["prompt"] for row in files.rows(range(len(files)))]
+        for number, prompt in enumerate(prompts):
+            check_prompt(prompt, files.place(number))
+        return prompts
     try:
         lines = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -178,13 +178,15 @@ class StageRun(Run):
         return self._val_metrics(self._measure(self._validated_rows(len(self.val_data), 1, self.rows_per_step)))
 
     def _measure(self, positions: Sequence[int]) -> list[Measured]:
-        """What the workers measure on these validation rows, a batch at a time."""
+        """What the workers measure on these validation rows, a batch at a time. The last one has what is left too: alone it may be too few
+        rows for a loss that compares them."""
         assert self.val_data is not None
         found, seen = [], expect(len(positions), "rows")
-        for start in range(0, len(positions), self.rows_per_step):
-            batch = self._prepare(self.val_data.batch(positions[start : start + self.rows_per_step]))
+        starts = range(0, max(1, len(positions) - self.rows_per_step + 1), self.rows_per_step)
+        for start, end in zip(starts, [*starts[1:], len(positions)], strict=True):
+            batch = self._prepare(self.val_data.batch(positions[start:end]))
             found.append((batch, self._evaluate(batch)))
-            seen.done = min(start + self.rows_per_step, len(positions))
+            seen.done = end
             seen.tokens += int(batch.token_counts().sum())
         return found
 

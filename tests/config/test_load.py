@@ -5,7 +5,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from lockstep.config.load import as_config, check_key, load_config, read_keys, read_overrides, to_yaml, with_changes
+from lockstep.config.dpo import DPOConfig
+from lockstep.config.load import as_config, check_key, load_config, load_recipe, read_keys, read_overrides, to_yaml, with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
 from lockstep.errors import ConfigError
@@ -62,11 +63,20 @@ def test_an_unknown_key_inside_a_value_that_is_a_mapping_is_found():
         ("actor_rollout_ref.actor.use_dynamic_bsz", "always cut by tokens"),
         ("actor_rollout_ref.model.use_remove_padding", "always packed"),
         ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
+        ("algorithm.rollout_correction.loss_type", "vanilla is ppo_clip"),
     ],
 )
 def test_a_key_of_other_systems_that_is_not_needed_here_is_an_error_that_says_why(key, why):
     with pytest.raises(ConfigError, match=f"unknown key '{key}': .*{why}"):
         load_config([f"{key}=1"])
+
+
+def test_a_key_that_is_another_ones_elsewhere_is_not_taken_for_it():
+    """TRL's name for what DPO learns with; verl has a key of PPO that ends so."""
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'loss.loss_type'; the nearest valid key is 'loss.loss_mode' \(all keys: lockstep dpo"
+    ):
+        load_recipe(DPOConfig, ["loss.loss_type=kto"])
 
 
 @pytest.mark.parametrize("value", ["5", "null", "[1]"])
@@ -190,6 +200,22 @@ def test_one_word_for_a_list_is_a_list_of_one(tmp_path, word):
     assert load_config([], write(tmp_path, f"trainer: {{logger: {word}}}")).trainer.logger == expected
     assert as_config({"trainer": {"logger": expected[0]}}).trainer.logger == expected
     assert load_config(["trainer.logger=[console,wandb]"]).trainer.logger == ["console", "wandb"]
+
+
+STOP = "actor_rollout_ref.rollout.stop"
+
+
+@pytest.mark.parametrize("given", ['["\\n"]', "['\\n\\nQ:']", "\\n"])
+def test_a_stop_string_with_a_backslash_for_a_line_break_is_an_error_that_says_how_it_is_written(given):
+    with pytest.raises(ConfigError, match=rf"^{STOP} has \\n.*; a line break is \$'\.\.\.\\n\.\.\.' around the whole word"):
+        load_config([*NAMED, f"{STOP}={given}"])
+
+
+def test_a_stop_string_may_have_a_line_break_or_a_backslash(tmp_path):
+    found = load_config([*NAMED, f'{STOP}=["\n","\\boxed","\\nabla"]'])
+    assert found.actor_rollout_ref.rollout.stop == ["\n", "\\boxed", "\\nabla"]
+    file = write(tmp_path, 'actor_rollout_ref: {rollout: {stop: ["\\n"]}}')
+    assert load_config(NAMED, file).actor_rollout_ref.rollout.stop == ["\n"]
 
 
 def test_without_data_and_model_the_embedded_preset_applies():

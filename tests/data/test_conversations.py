@@ -245,6 +245,31 @@ def test_tool_calls_are_trained_and_their_results_are_not(tokenizer_of):
     assert '"name": "add"' in marked.text.split("<tools>")[1].split("</tools>")[0]
 
 
+NO_FIRST_ANSWER = {"llama2", "mistral"}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_first_answer_is_trained_like_any_other_or_refused(name, tokenizer_of):
+    """Some conversations begin with one; transformers renders no empty list before it."""
+    form = FORMS[name]
+    tokenizer = tokenizer_of(name, form.special)
+    messages = [{"role": "assistant", "content": "alpha"}, *conversation(["beta"])]
+    if name in NO_FIRST_ANSWER:
+        with pytest.raises(DataError, match="refuses the messages|does not say where a first message begins"):
+            mask_of(tokenizer, messages)
+        return
+    marked, _ = mask_of(tokenizer, messages)
+    assert trained_texts(marked)[0] == form.lead + "alpha" + form.close
+    alone = mask_of(tokenizer, messages[:1])[0]
+    assert trained_texts(alone) == [form.lead + "alpha" + (form.close if form.last_close is None else form.last_close)]
+
+
+def test_a_first_message_of_another_role_cannot_be_trained(tokenizer_of):
+    messages = [conversation(["alpha"])[0] | {"train": True}, {"role": "assistant", "content": "alpha", "train": False}]
+    with pytest.raises(DataError, match="does not say where a first message begins, so what a message became cannot be told"):
+        mask_of(tokenizer_of("chatml", CHATML), messages, "flag")
+
+
 def test_flags_choose_messages_of_any_role(tokenizer_of):
     for name in ("chatml", "phi3"):
         tokenizer = tokenizer_of(name, FORMS[name].special)

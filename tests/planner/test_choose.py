@@ -8,7 +8,6 @@ from lockstep.errors import ResourceError
 from lockstep.planner.choose import (
     CANDIDATES,
     GRAPHS,
-    LEAST_SEATS,
     MOST_SEATS,
     MOST_SENT_SEATS,
     PLAIN,
@@ -17,13 +16,13 @@ from lockstep.planner.choose import (
     choose_rollout,
     describe_chosen,
 )
-from lockstep.planner.count import Load
-from lockstep.planner.memory import SHARE, Keys, Model, Rollout, stage_bytes
+from lockstep.planner.count import LEAST_SEQUENCES, Load
+from lockstep.planner.memory import SHARE, Keys, Model, Rollout, held_bytes, stage_bytes
 
 GB = 2**30
 KEYS = Keys("actor.tokens", "actor.param_offload", "actor.optimizer_offload", "model.recompute=auto")
 LOAD = Load(longest=1280, step_rows=2048, update_rows=2048)
-SMALL = Rollout(GB // 4, 0, "raise share", source="actor", token_bytes=23_040, row_bytes=8 * 49_152, prompt_bytes=28_000)
+SMALL = Rollout(GB // 4, 0, "raise share", seats=64, source="actor", token_bytes=23_040, row_bytes=8 * 49_152, prompt_bytes=28_000)
 """SmolLM2's: a token of its cache, a row of its logits, a token of its prompts."""
 
 
@@ -73,10 +72,64 @@ def test_all_responses_of_a_step_are_decoded_at_once_as_far_as_there_is_memory()
     assert choose_rollout(SMALL, LOAD, free).max_num_seqs == 2048
     assert choose_rollout(SMALL, dataclasses.replace(LOAD, step_rows=100), free).max_num_seqs == 100
     assert choose_rollout(SMALL, dataclasses.replace(LOAD, step_rows=10_000), free).max_num_seqs == MOST_SEATS
-    assert LEAST_SEATS < choose_rollout(SMALL, LOAD, 10 * GB).max_num_seqs < 2048
-    assert choose_rollout(SMALL, LOAD, GB // 2).max_num_seqs == LEAST_SEATS
+    assert LEAST_SEQUENCES < choose_rollout(SMALL, LOAD, 10 * GB).max_num_seqs < 2048
+    assert choose_rollout(SMALL, LOAD, GB // 2).max_num_seqs == LEAST_SEQUENCES
     seats = [choose_rollout(SMALL, LOAD, size * GB).max_num_seqs for size in range(1, 120)]
     assert seats == sorted(seats)
+
+
+LONG = dataclasses.replace(LOAD, longest=131_072, step_rows=320, update_rows=320)
+ROW = LONG.longest * 57_344
+"""Bytes of such a row in the cache of a 7B model."""
+
+
+def long_rows(*, takes_fewer: bool = True, **changes):
+    """A model of 7B with adapters: little that learns, and rows of 7 GB."""
+    rollout = Rollout(
+        14 * GB, int(64 * ROW / 0.9), "lower longest", seats=64, takes_fewer=takes_fewer, source="actor",
+        token_bytes=57_344, row_bytes=8 * 152_064, prompt_bytes=228_000,
+    )  # fmt: skip
+    frozen = dataclasses.replace(model(0), weights=14 * GB, gathered=GB, gradients=GB // 8, moments=GB // 4)
+    return {LONG.longest: ([frozen], dataclasses.replace(rollout, **changes))}
+
+
+@pytest.mark.parametrize(
+    ("free", "keeps_cache", "seats"),
+    [(30, False, 1), (40, False, 2), (78, False, 6), (200, False, 20), (40, True, 1), (139, True, 11)],
+)
+def test_fewer_are_decoded_at_once_where_rows_are_long(free, keeps_cache, seats):
+    """As many as fit, down to one; and what the engine takes for its cache holds one row or more."""
+    found = choose(long_rows(keeps_cache=keeps_cache), LONG, free * GB)
+    assert found.rollout is not None
+    stages = stage_bytes(found.models, found.rollout, found.plans)
+    assert max(stages.values()) <= 0.95 * free * GB
+    more = dataclasses.replace(found.rollout, cache=found.rollout.cache + int(ROW / 0.9))
+    assert found.rollout.seats == 1 or stage_bytes(found.models, more, found.plans)["gen"] > SHARE * free * GB
+    left = free * GB - held_bytes(found.models, found.rollout, found.plans)
+    pool = int(found.numbers.gpu_memory_utilization * left)
+    assert pool >= ROW + 2 * 64 * 57_344
+    # At half their length or so they are all there.
+    assert found.numbers.max_num_seqs <= 2 * max(1, -(-pool // ROW) + 1)
+    assert found.rollout.seats == seats
+
+
+def test_what_cannot_hold_one_row_is_refused_and_so_are_fewer_than_the_user_wants():
+    with pytest.raises(ResourceError, match="key-value cache 31.1.*; lower longest"):
+        choose(long_rows(cache=int(64 * 4 * ROW / 0.9)), LONG, 40 * GB)
+    with pytest.raises(ResourceError, match="key-value cache 498.*; lower longest"):
+        choose(long_rows(takes_fewer=False), LONG, 78 * GB)
+
+
+def test_a_run_with_few_sequences_goes_on_with_as_many():
+    """Where half as many are chosen for the memory that is free now, those would take turns: then others are chosen, and that is known."""
+    first = choose(long_rows(), LONG, 139 * GB)
+    kept = first.kept(LONG)
+    assert choose(long_rows(), LONG, 139 * GB, kept) == first
+    less = choose(long_rows(), LONG, 120 * GB, kept)
+    assert choose(long_rows(), LONG, 120 * GB).numbers.max_num_seqs < less.numbers.max_num_seqs == first.numbers.max_num_seqs
+    assert not less.is_new
+    least = choose(long_rows(), LONG, 60 * GB, kept)
+    assert least == dataclasses.replace(choose(long_rows(), LONG, 60 * GB), is_new=True)
 
 
 def test_prompts_are_computed_in_larger_passes_where_memory_is_plenty():
@@ -113,6 +166,7 @@ def test_other_engines_and_one_shape_get_plain_numbers():
         found = choose_rollout(dataclasses.replace(SMALL, engine=name), LOAD, 120 * GB)
         assert found == dataclasses.replace(PLAIN, max_num_seqs=MOST_SENT_SEATS)
     assert choose_rollout(dataclasses.replace(SMALL, engine="hf"), LOAD, 120 * GB) == PLAIN
+    assert choose_rollout(dataclasses.replace(SMALL, engine="hf", seats=3), LOAD, GB).max_num_seqs == 3
     for rows in (10, 2048):
         load = dataclasses.replace(LOAD, step_rows=rows)
         found = choose_rollout(dataclasses.replace(SMALL, in_one_shape=True), load, 120 * GB)

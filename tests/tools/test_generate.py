@@ -73,6 +73,7 @@ def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypa
         ([], "there is no prompt"),
         (["abc", "--n", "0"], "--n must be at least 1"),
         (["abc", "--temperature", "-1"], "temperature"),
+        (["abc", "--stop", "\\n"], "--stop has \\n, with a backslash"),
         (["--file", "none.txt"], "--file none.txt cannot be read"),
     ],
 )
@@ -81,6 +82,15 @@ def test_what_cannot_be_generated_is_said_before_a_model_is_loaded(generate, arg
     status, out, error = generate(*arguments)
     assert (status, out) == (1, "")
     assert message in error
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], "", ["abc"]])
+def test_a_row_of_a_file_that_is_no_prompt_is_named(generate, tmp_path, prompt):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": one}) for one in ("abc", prompt)))
+    status, out, error = generate("--file", file)
+    assert (status, out) == (1, "")
+    assert f"{file} row 1: " in error
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(generate):

@@ -236,3 +236,27 @@ def test_a_worker_that_says_nothing_of_its_memory_is_started_as_ever(
         assert trainer.workers.groups[0]._host.workers["rm"].loaded
     finally:
         trainer.close()
+
+
+def test_where_not_all_rows_fit_fewer_are_generated_at_once_and_a_run_goes_on_so(
+    embedded_config_in: Callable[..., PPOConfig],
+    tmp_path: Path,
+    device_with: Callable[[int], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A number of the user's own is refused there, with the key that leaves it to the plan."""
+    keys = [
+        *STEPS, "data.train_batch_size=32", "actor_rollout_ref.rollout.n=8", "data.max_response_length=40",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64", "critic.ppo_max_token_len_per_gpu=64", "trainer.save_freq=1",
+    ]  # fmt: skip
+    device_with(1_750_000)
+
+    def chosen(*more: str) -> str:
+        run(embedded_config_in(tmp_path, *keys, *more))
+        return next(line for line in capsys.readouterr().out.splitlines() if "chosen for auto" in line)
+
+    first = chosen("trainer.total_training_steps=1")
+    assert 1 <= int(first.split("max_num_seqs=")[1].split(",")[0]) < 128
+    assert chosen() == first
+    with pytest.raises(ResourceError, match=r"key-value cache .*; set actor_rollout_ref\.rollout\.max_num_seqs=auto, or below 64"):
+        run(embedded_config_in(tmp_path / "own", *keys, "actor_rollout_ref.rollout.max_num_seqs=64"))

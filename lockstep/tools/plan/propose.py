@@ -49,7 +49,7 @@ def what_fits(config: PPOConfig, predict: Predict) -> list[Proposal]:
     policy, trainer = "actor_rollout_ref", config.trainer
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout = config.actor_rollout_ref.rollout
-    seats = LEAST_SEQUENCES if rollout.max_num_seqs == AUTO else min(LEAST_SEQUENCES, rollout.seats)
+    seats = 1 if rollout.max_num_seqs == AUTO else min(LEAST_SEQUENCES, rollout.seats)  # auto has tried fewer
     per_node, present = trainer.n_gpus_per_node, trainer.n_gpus_per_node * trainer.nnodes
     tries: list[tuple[str, list[dict[str, Any]]]] = [
         ("fewer tokens at once", [_budget(config, size) for size in (*reversed(_BUDGETS), longest) if size >= longest]),

@@ -92,6 +92,16 @@ class DPOTrainer(StageRun):
             raise DataError(
                 f"loss.loss_mode={config.loss.loss_mode} learns from pairs, but there are rows with one answer and a label; use kto"
             )
+        if self._prepare_loss is not None:
+            for key, count in (
+                ("data.train_batch_size", data.train_batch_size),
+                ("rows of data.val_files", len(val) if val else 2),
+            ):
+                if count < 2:
+                    raise ConfigError(
+                        f"loss.loss_mode={config.loss.loss_mode} compares with answers to other prompts of a batch, and {key}={count} has "
+                        "none; make it 2 or more"
+                    )
         if self.reference_mode == "model" and config.reference.path is not None:
             _check_vocabulary(config.model, config.reference.path)
         self.role = AdapterRole.ActorRef if self.reference_mode == "adapter" else Role.Actor
@@ -141,11 +151,10 @@ class DPOTrainer(StageRun):
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         count = len(batch) // 2 if self._takes_pairs else len(batch)
         low, high = wilson_interval(measured["train/accuracy"] * count, count)
-        return measured | {
-            "train/margin": measured["train/chosen_reward"] - measured["train/rejected_reward"],
-            "train/accuracy_low": low,
-            "train/accuracy_high": high,
-        }
+        rewards = [measured[name] for name in ("train/chosen_reward", "train/rejected_reward") if name in measured]
+        # A batch of answers with labels may have good ones alone, or bad ones.
+        margin = {"train/margin": rewards[0] - rewards[1]} if len(rewards) == 2 else {}
+        return measured | margin | {"train/accuracy_low": low, "train/accuracy_high": high}
 
     def _describe(self) -> str:
         return f"{super()._describe()}\n{WHY_CHOSEN_FALLS}"

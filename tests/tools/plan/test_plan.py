@@ -63,15 +63,39 @@ def test_what_does_not_fit_names_a_key_and_what_would_fit(tmp_path, capsys):
     assert main(["ppo", *keys(tmp_path), "--gpu", "a100-80gb", "--count", str(count), "--json"]) == 0
 
 
-def test_long_rows_fit_with_fewer_sequences_at_once(tmp_path, capsys):
+@pytest.mark.parametrize("more", [[], ["actor_rollout_ref.rollout.free_cache_engine=false"]])
+def test_long_rows_fit_with_fewer_sequences_at_once(tmp_path, capsys, more):
+    """Auto chooses fewer; a number of the user's own is refused, with those that fit."""
     config = SHAPES["0.5b"] | {"num_key_value_heads": 14, "max_position_embeddings": 2**18}  # a cache of 50 KB a token and layer
     Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
-    words = ["grpo", *keys(tmp_path, "data.max_response_length=60000"), "--gpu", "h100"]
-    assert main(words) == 1
+    words = ["grpo", *keys(tmp_path, "data.max_response_length=60000", *more), "--gpu", "h100"]
+    assert main([*words, "--json"]) == 0
+    assert 1 < json.loads(capsys.readouterr().out)["chosen"]["actor_rollout_ref.rollout.max_num_seqs"] < 64
+    assert main([*words, "actor_rollout_ref.rollout.max_num_seqs=128"]) == 1
     text = capsys.readouterr().out
-    assert "set actor_rollout_ref.rollout.max_num_seqs below 64, so that fewer are generated at once, or lower data" in text
+    assert (
+        "set actor_rollout_ref.rollout.max_num_seqs=auto, or below 64, so that fewer are generated at once, or lower data" in text
+    )
     change = re.search(r"(actor_rollout_ref.rollout.max_num_seqs=\d+)\n +fewer sequences are generated at once", text)[1]
     assert main([*words, change, "--json"]) == 0
+
+
+def test_one_row_that_is_too_long_is_refused_with_the_keys_of_its_length(tmp_path, capsys):
+    shorter = "lower data.max_prompt_length or data.max_response_length"
+    words = ["grpo", *keys(tmp_path, "data.max_response_length=240000")]
+    for size, gpu, said in (
+        (64, "rtx-4090", f"stage update_actor takes .*; {shorter}\n"),
+        (256, "h100", f"stage gen takes .*; {shorter}: the cache must hold one row of 240512 tokens\n"),
+    ):
+        config = SHAPES["0.5b"] | {"num_key_value_heads": 14, "head_dim": size, "max_position_embeddings": 2**18}
+        Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+        assert main([*words, "--gpu", gpu]) == 1
+        assert re.search(said, capsys.readouterr().out)
+    assert (
+        main([*words, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16", "data.max_response_length=60000", "--gpu", "l40s"])
+        == 1
+    )
+    assert "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu\n" in capsys.readouterr().out
 
 
 def test_what_nothing_makes_fit_is_not_left_as_it_is(tmp_path, capsys):

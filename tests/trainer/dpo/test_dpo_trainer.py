@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,35 @@ def test_answers_with_a_label_are_learned_by_kto_alone(folder: Path, tmp_path: P
     assert steps[-1]["train/chosen_reward"] > steps[-1]["train/rejected_reward"]
     with pytest.raises(DataError, match=r"loss.loss_mode=sigmoid learns from pairs.*use kto"):
         make_trainer(dpo_config(folder, labels))
+
+
+def test_kto_validates_on_any_number_of_rows_but_one(folder: Path, tmp_path: Path) -> None:
+    """A batch of one row has no other prompt to compare with: what is left is measured with the last whole batch."""
+    rows = (folder / "labels.jsonl").read_text().splitlines()[:5]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "one.jsonl").write_text(rows[0])
+    keys = ["loss.loss_mode=kto", "data.train_batch_size=4", "trainer.total_training_steps=1"]
+    files = [f"data.train_files={folder / 'labels.jsonl'}", f"data.val_files={tmp_path / 'rows.jsonl'}"]
+    steps = train(dpo_config(folder, *fresh(tmp_path, *files, *keys)))
+    assert "val/accuracy" in steps[-1]
+    for more, named in (
+        ("data.train_batch_size=1", "data.train_batch_size=1"),
+        (f"data.val_files={tmp_path / 'one.jsonl'}", "rows of data.val_files=1"),
+    ):
+        with pytest.raises(ConfigError, match=f"kto compares with answers to other prompts of a batch, and {named} has none"):
+            make_trainer(dpo_config(folder, *files, *keys, more))
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_a_batch_of_good_or_of_bad_answers_alone_is_learned_and_has_no_margin(folder: Path, tmp_path: Path, label: bool) -> None:
+    rows = [row for row in (folder / "labels.jsonl").read_text().splitlines() if json.loads(row)["label"] is label]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    files = [f"data.{name}_files={tmp_path / 'rows.jsonl'}" for name in ("train", "val")]
+    steps = train(dpo_config(folder, *fresh(tmp_path, *files, "loss.loss_mode=kto", "data.train_batch_size=4")))
+    assert len(losses(steps)) > 1
+    there, missing = ("chosen", "rejected") if label else ("rejected", "chosen")
+    assert f"train/{there}_reward" in steps[-1]
+    assert not {f"train/{missing}_reward", "train/margin"} & steps[-1].keys()
 
 
 def test_validation_has_the_accuracy_with_an_interval(folder: Path, tmp_path: Path) -> None:
