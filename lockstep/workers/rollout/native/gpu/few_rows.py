@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.workers.rollout.native.gpu.early import begin, early, fetch, let_next
 
-MOST_ROWS, MOST_GATED_ROWS, MOST_HEAD_ROWS, _MOST_WIDE_ROWS = 96, 64, 32, 32
+MOST_ROWS, MOST_GATED_ROWS, _MOST_WIDE_ROWS = 96, 64, 32
 """With more rows the library's products are faster, in wide models sooner (measured, docs/generation_gpu.md)."""
 _WIDE = 2048
 """Wider models than this: by the smaller side of a weight, which is the hidden size."""
@@ -31,7 +31,7 @@ def takes(x: Tensor, weight: Tensor, most: int = MOST_ROWS) -> bool:
     """Whether the product of x [rows, K] and the weight [N, K] is computed here. Descriptors want rows of a multiple of 16 bytes."""
     if min(weight.shape) > _WIDE:
         most = _MOST_WIDE_ROWS
-    return 0 < len(x) <= most and x.is_cuda and x.element_size() == 2 and weight.shape[1] % 8 == 0
+    return len(x) <= most and x.is_cuda and x.element_size() == 2 and weight.shape[1] % 8 == 0
 
 
 def partial_products(x: Tensor, weight: Tensor, lets_first: bool = False) -> Tensor:

@@ -27,7 +27,7 @@ from lockstep.models.routers import routers
 from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_splits, paged_attention
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.early import begin, early
-from lockstep.workers.rollout.native.gpu.few_rows import MOST_GATED_ROWS, MOST_HEAD_ROWS, gated_product, partial_products, takes
+from lockstep.workers.rollout.native.gpu.few_rows import MOST_GATED_ROWS, gated_product, partial_products, takes
 from lockstep.workers.rollout.native.gpu.float8 import encode, packed_scales, scale_of
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
 from lockstep.workers.rollout.native.gpu.new_token import MOST_PAIRS, NewToken, cuts
@@ -196,8 +196,6 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] float32."""
         weight: Tensor = self._module.lm_head.weight
-        if takes(hidden, weight, MOST_HEAD_ROWS):
-            return partial_products(hidden, weight)[0]
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # what the product sums up in, not rounded again
         return F.linear(hidden, weight).float()
