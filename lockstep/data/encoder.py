@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 ChatPrompt = str | list[dict[str, Any]]
 """A text, or messages with role and content."""
+Place = Callable[[int], str]
 
 
 class PromptEncoder:
     """Token ids of prompts: through the chat template where the tokenizer has one, as they are where it has none.
 
-    A string becomes one user message where there is a template. `template_kwargs` are passed to it.
+    A string becomes one user message where there is a template. `template_kwargs` are passed to it. `place` names a row in errors.
     """
 
     tokens_beyond_bytes: float
     """A rendered text has at most `num_bytes(text)` and so many tokens; infinite where nothing is known of the tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self._has_template = bool(tokenizer.chat_template)
-        self._template_kwargs = {"add_generation_prompt": True} | template_kwargs
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], place: Place = "row {}".format) -> None:
+        self._tokenizer, self._place = tokenizer, place
+        self._has_template, self._template_kwargs = bool(tokenizer.chat_template), {"add_generation_prompt": True} | template_kwargs
         self.tokens_beyond_bytes = tokens_beyond_bytes(tokenizer)
 
     def encode(self, prompts: Sequence[ChatPrompt], indices: Sequence[int]) -> list[list[int]]:
@@ -50,7 +50,7 @@ class PromptEncoder:
         result: list[list[int]] = encoded["input_ids"]
         for prompt, index, ids in zip(prompts, indices, result, strict=True):
             if not ids:
-                raise DataError(f"row {index}: the prompt has no tokens: {prompt!r}")
+                raise DataError(f"{self._place(index)}: the prompt has no tokens: {prompt!r}")
         return result
 
     def render(self, prompts: Sequence[ChatPrompt], indices: Sequence[int]) -> list[str]:
@@ -59,7 +59,7 @@ class PromptEncoder:
             for prompt, index in zip(prompts, indices, strict=True):
                 if not isinstance(prompt, str):
                     raise DataError(
-                        f"row {index}: the prompt is a message list, but the tokenizer has no chat template; "
+                        f"{self._place(index)}: the prompt is a message list, but the tokenizer has no chat template; "
                         "use a tokenizer that has one, or prompts that are plain strings"
                     )
             return list(prompts)  # type: ignore[arg-type]
@@ -70,4 +70,4 @@ class PromptEncoder:
         except (TemplateError, TypeError) as error:
             if len(prompts) > 1:  # find the one
                 return [self.render([prompt], [index])[0] for prompt, index in zip(prompts, indices, strict=True)]
-            raise DataError(f"row {indices[0]}: the tokenizer's chat template refuses the prompt: {error}") from error
+            raise DataError(f"{self._place(indices[0])}: the tokenizer's chat template refuses the prompt: {error}") from error

@@ -39,7 +39,7 @@ def read_column(files: RowFiles, column: str, rows: np.ndarray) -> Iterator[tupl
         if len(here) < len(values):
             positions = [row - start for row in here]
             values = values.take(pa.array(positions)) if isinstance(values, pa.Array) else [values[i] for i in positions]
-        yield here, _objects(values, here)
+        yield here, _objects(values, here, files)
 
 
 def find_overlong(
@@ -54,7 +54,8 @@ def find_overlong(
     with progress("checking prompts", len(rows), "prompts") as seen:
         for numbers, prompts in read_column(files, column, rows):
             for prompt, number in zip(prompts, numbers, strict=True):
-                check_prompt(prompt, f"row {number}")
+                if fault := prompt_fault(prompt):
+                    raise DataError(f"{files.place(number)}: {fault}")
             found += map(num_bytes, encoder.render(prompts, numbers))
             seen.done = len(found)
     sizes = np.array(found)
@@ -75,7 +76,7 @@ def find_overlong(
     return overlong, num_measured >= len(suspects)
 
 
-def _objects(values: Values, rows: list[int]) -> list[Any]:
+def _objects(values: Values, rows: list[int], files: RowFiles) -> list[Any]:
     """The values of these rows as Python objects. Raises DataError for text that is not UTF-8."""
     if not isinstance(values, pa.Array):
         return values
@@ -83,24 +84,25 @@ def _objects(values: Values, rows: list[int]) -> list[Any]:
         return values.to_pylist()
     except UnicodeDecodeError as error:
         if len(rows) > 1:  # find the one
-            return [_objects(values[position : position + 1], [row])[0] for position, row in enumerate(rows)]
-        raise DataError(f"row {rows[0]}: the prompt is not valid UTF-8: {error}") from error
+            return [_objects(values[position : position + 1], [row], files)[0] for position, row in enumerate(rows)]
+        raise DataError(f"{files.place(rows[0])}: the prompt is not valid UTF-8: {error}") from error
 
 
-def check_prompt(prompt: Any, place: str) -> None:
-    """Raise DataError, with `place` before it, unless this is a text or a list of messages."""
+def prompt_fault(prompt: Any) -> str | None:
+    """Why a prompt cannot be used: it is to be a text or a list of messages. None where it can."""
     if not isinstance(prompt, str | list):
-        raise DataError(f"{place}: the prompt must be a string or a list of messages, not {prompt!r}")
+        return f"the prompt must be a string or a list of messages, not {prompt!r}"
     if not prompt:
-        raise DataError(f"{place}: the prompt is empty")
+        return "the prompt is empty"
     if isinstance(prompt, list) and not all(map(_is_message, prompt)):
-        raise DataError(f"{place}: a message must be a dict with role and content; the prompt is {prompt!r}")
+        return f"a message must be a dict with role and content; the prompt is {prompt!r}"
     for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
         try:
             if isinstance(text, str):
                 text.encode()
         except UnicodeEncodeError:  # JSON can spell halves of a character, which no tokenizer takes
-            raise DataError(f"{place}: the prompt is not valid Unicode: {text!r}") from None
+            return f"the prompt is not valid Unicode: {text!r}"
+    return None
 
 
 def _is_message(message: Any) -> bool:

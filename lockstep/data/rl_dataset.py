@@ -61,7 +61,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def __init__(
         self, data_files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Any, max_samples: int = -1
     ) -> None:
-        self._encoder = PromptEncoder(tokenizer, dict(config.apply_chat_template_kwargs))
         self._prompt_key: str = config.prompt_key
         self._max_prompt_length: int = config.max_prompt_length
         self._truncation: str = config.truncation
@@ -74,6 +73,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
         paths = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self._files = RowFiles(paths)
+        self._encoder = PromptEncoder(tokenizer, dict(config.apply_chat_template_kwargs), self._files.place)
         if not len(self._files):
             raise DataError(f"no rows in {paths}")
         if self._prompt_key not in self._files.columns:
@@ -138,9 +138,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def _refuse(self, overlong: list[Length], are_all: bool) -> None:
         """Raise when there are any; without `are_all` there may be more."""
         if overlong:
-            shown = ", ".join(f"row {index} ({length} tokens)" for index, length in overlong[:5])
+            shown = ", ".join(f"{self._files.place(index)} ({length} tokens)" for index, length in overlong[:3])
             raise DataError(
                 f"{'' if are_all else 'at least '}{len(overlong)} prompt{'s are' if len(overlong) > 1 else ' is'} longer than "
-                f"data.max_prompt_length={self._max_prompt_length} tokens: {shown}{', ...' if len(overlong) > 5 else ''}; "
+                f"data.max_prompt_length={self._max_prompt_length} tokens: {shown}{', ...' if len(overlong) > 3 else ''}; "
                 "set data.truncation to left, right or middle, or data.filter_overlong_prompts to true"
             )

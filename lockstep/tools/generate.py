@@ -119,7 +119,7 @@ def sampling_of(options: argparse.Namespace, stop_token_ids: tuple[int, ...]) ->
 
 def _read_prompts(path: str) -> list[Any]:
     """The column `prompt` of a parquet, json or jsonl file; the lines of another file, or of standard input (-)."""
-    from lockstep.data.prompt_checks import check_prompt
+    from lockstep.data.prompt_checks import prompt_fault
     from lockstep.data.row_files import RowFiles
 
     if path.endswith((".parquet", ".json", ".jsonl")):
@@ -128,7 +128,8 @@ def _read_prompts(path: str) -> list[Any]:
             raise DataError(f"{path} has no column 'prompt': its columns are {sorted(files.columns)}")
         prompts = [row["prompt"] for row in files.rows(range(len(files)))]
         for number, prompt in enumerate(prompts):
-            check_prompt(prompt, files.place(number))
+            if fault := prompt_fault(prompt):
+                raise DataError(f"{files.place(number)}: {fault}")
         return prompts
     try:
         lines = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text()

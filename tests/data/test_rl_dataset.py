@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,25 @@ def test_rows_that_were_chosen_are_the_only_ones_that_count(tokenizer, tmp_path)
         RLHFDataset(path, tokenizer, data_config())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fault"),
+    [
+        ("", ": the prompt is empty"),
+        (words(*range(30)), r" \(32 tokens\)"),
+        ([{"role": "user", "content": "w1"}], ": the prompt is a message list"),
+    ],
+)
+def test_a_row_of_several_files_is_named_by_its_file_and_its_number_there(tokenizer, tmp_path, prompt, fault):
+    if isinstance(prompt, list):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = None
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    files[0].write_text('{"prompt": "w1"}\n' * 3)
+    files[1].write_text('{"prompt": "w1"}\n' + json.dumps({"prompt": prompt}) + "\n")
+    with pytest.raises(DataError, match=rf"b\.jsonl row 1{fault}"):
+        RLHFDataset(list(map(str, files)), tokenizer, data_config(max_prompt_length=20))
+
+
 def test_text_of_parquet_that_is_not_utf8_names_the_row(tokenizer, tmp_path):
     prompts = pa.array([b"w1", b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "p.parquet")
@@ -209,7 +229,7 @@ def test_items_are_truncated_to_the_limit_on_the_configured_side(tokenizer, tmp_
 def test_overlong_prompts_fail_at_construction_with_their_number_the_first_rows_and_both_keys(tokenizer, tmp_path):
     rows = [{"prompt": words(*range(10 if n % 2 else 1))} for n in range(14)]
     path = write(tmp_path / "p.parquet", rows)
-    listed = ", ".join(rf"row {n} \(12 tokens\)" for n in (1, 3, 5, 7, 9))
+    listed = ", ".join(rf"{path} row {n} \(12 tokens\)" for n in (1, 3, 5))
     with pytest.raises(DataError, match=rf"^7 prompts .*=8 tokens: {listed}, \.\.\.; .*data.truncation.*filter_overlong_prompts"):
         RLHFDataset(path, tokenizer, data_config())
     with pytest.raises(DataError, match=r"1 prompt is longer .*row 1 \(12 tokens\);"):
