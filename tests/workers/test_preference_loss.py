@@ -33,6 +33,7 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto
 from lockstep.workers.engine.base import TokenOutputs
 from lockstep.workers.engine.pending import read
+from lockstep.workers.engine.sharded import whole_tensor
 from lockstep.workers.preference_loss import make_preference_loss
 
 VOCABULARY = 32
@@ -144,7 +145,7 @@ def test_loss_and_gradient_equal_dense_logits(tmp_path: Path, monkeypatch: pytes
     def update() -> tuple[Any, dict[str, Tensor]]:
         engine = Layout("fsdp2").engine(path)
         metrics = engine.forward_backward(data, preference_loss(data), Budget(60))
-        return metrics, {name: parameter.grad.full_tensor().clone() for name, parameter in engine.module.named_parameters()}
+        return metrics, {name: whole_tensor(parameter.grad).clone() for name, parameter in engine.module.named_parameters()}
 
     ((metrics, gradients),) = Layout("fsdp2").run(update)
     assert values(metrics)["train/loss"] == pytest.approx(loss.item(), abs=2e-6)
