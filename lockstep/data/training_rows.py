@@ -124,8 +124,10 @@ class TrainingRows:
         marked = [self._named(index, self.mark, row) for index, row in zip(indices, rows, strict=True)]
         tokens = iter(self._tokenize([text for texts in marked for text in texts]))
         apart = [[next(tokens) for _ in texts] for texts in marked]
-        finished = [self._named(index, self.finish, row_tokens) for index, row_tokens in zip(indices, apart, strict=True)]
-        return [ReadRow(*parts) for parts in zip(indices, rows, finished, strict=True)]
+        # The longest first: where several are too long, the error says how long a row must be allowed to be.
+        order = sorted(range(len(apart)), key=lambda i: -max(map(len, apart[i])))
+        finished = {i: self._named(indices[i], self.finish, apart[i]) for i in order}
+        return [ReadRow(index, row, finished[i]) for i, (index, row) in enumerate(zip(indices, rows, strict=True))]
 
     def _usable(self, rows: np.ndarray) -> np.ndarray:
         """Those of the row numbers that are used."""

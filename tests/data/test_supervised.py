@@ -161,6 +161,10 @@ def test_bad_rows_are_named_with_file_and_number_before_training(open_rows, plai
     long = {"prompt": "w1", "completion": " w2" * 30}
     with pytest.raises(DataError, match=r"rows.jsonl row 70: the row has 32 tokens .* data.max_length=20"):
         open_rows([good] * 70 + [long] + [good] * 70, tokenizer=plain_tokenizer, max_length=20)
+    # More text, but fewer tokens: of the rows that are too long the error has the longest.
+    other = {"prompt": "w1", "completion": " w2" * 25 + " " + "x" * 50}
+    with pytest.raises(DataError, match=r"rows.jsonl row 1: the row has 32 tokens .* data.max_length=20"):
+        open_rows([other, long, good], tokenizer=plain_tokenizer, max_length=20)
     with pytest.raises(DataError, match=r"rows.jsonl row 0: data.truncation=right to 3 of 6 tokens leaves nothing"):
         open_rows([{"prompt": "w1 w2 w3 w4 ", "completion": "w5"}], tokenizer=plain_tokenizer, max_length=3, truncation="right")
     with pytest.raises(DataError, match=r"row 1: expected messages; prompt and completion"):
