@@ -13,7 +13,7 @@ from lockstep.workers.rollout.native.gpu.few_rows import gated_product, partial_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 48, 64, 65, 96])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1536, 2048), (200, 65), (8960, 1536), (576, 960)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1536, 2048), (200, 65), (8960, 1536), (576, 960), (896, 9000)])
 def test_parts_add_up_to_the_product(dtype, rows, inputs, outputs):
     """Products of 16-bit numbers are exact in float32; what is rounded are the sums."""
     torch.manual_seed(rows)

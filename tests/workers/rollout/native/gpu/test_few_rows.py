@@ -14,12 +14,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from lockstep.workers.rollout.native.gpu.few_rows import gated_product, partial_products
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 96, 200), (5, 700, 72), (33, 4100, 64), (97, 136, 65)])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 96, 200), (5, 700, 72), (33, 4100, 64), (97, 136, 65), (3, 320, 8200)])
 def test_parts_add_up_to_the_product(rows: int, inputs: int, outputs: int) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     parts = partial_products(x, weight)
-    assert len(parts) == {96: 1, 700: 5, 4100: 10, 136: 1}[inputs]
+    assert len(parts) == {96: 1, 700: 5, 4100: 10, 136: 1, 320: 1}[inputs]
     torch.testing.assert_close(parts.sum(0).double(), x.double() @ weight.double().t(), atol=2e-4, rtol=1e-5)
 
 
