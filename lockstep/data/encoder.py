@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ChatPrompt = str | list[dict[str, Any]]
 """A text, or messages with role and content."""
-Place = Callable[[int], str]
+Names = Callable[[int], str]
 
 
 class PromptEncoder:
@@ -27,7 +27,7 @@ class PromptEncoder:
     tokens_beyond_bytes: float
     """A rendered text has at most `num_bytes(text)` and so many tokens; infinite where nothing is known of the tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], place: Place = "row {}".format) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], place: Names = "row {}".format) -> None:
         self._tokenizer, self._place = tokenizer, place
         self._has_template, self._template_kwargs = bool(tokenizer.chat_template), {"add_generation_prompt": True} | template_kwargs
         self.tokens_beyond_bytes = tokens_beyond_bytes(tokenizer)
