@@ -19,7 +19,6 @@ from lockstep.config.load import check_key, valid_keys
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
-from lockstep.errors import ConfigError
 from lockstep.tools.check import check_advantage, check_loss, check_preference
 from lockstep.tools.evaluate.command import _parser as eval_parser
 

@@ -2,26 +2,38 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.program import arguments
+from helpers.program import PROGRAM, arguments
 from helpers.run import roles, train
 
+LOSS = """
+from lockstep.algorithms.policy_losses import POLICY_LOSSES
 
-def test_pdb_stops_inside_a_worker_of_the_program(embedded_config):
-    import lockstep.workers.engine_workers as module
+
+def mine(*, old_log_prob, log_prob, advantages, response_mask, clip_ratio_low, clip_ratio_high, clip_ratio_c):
+    breakpoint()
+    return POLICY_LOSSES["vanilla"](**locals())
+"""
+
+
+def test_pdb_stops_inside_a_worker_of_the_program(embedded_config, tmp_path):
+    """At a breakpoint() of the user's, then at one of the engine's that is set there. Nothing is traced until the first, so it is quick."""
+    import lockstep.workers.engine.fsdp.engine as module
 
     source = Path(module.__file__)
-    line = 1 + next(i for i, text in enumerate(source.read_text().splitlines()) if "loss_fn = functools.partial(self._loss" in text)
-    commands = [f"b {source}:{line}", "c", "p ('stopped in', self.role, len(mini_batch))", "clear 1", "c", "q"]
+    line = 2 + next(i for i, text in enumerate(source.read_text().splitlines()) if "def optim_step" in text)
+    (tmp_path / "mine.py").write_text(LOSS)
+    commands = ["p ('loss of', len(log_prob))", f"b {source}:{line}", "c", "p ('steps', type(self).__name__)", "clear 1", "c"]
     result = subprocess.run(
-        [sys.executable, "-m", "pdb", *(part for c in commands for part in ("-c", c)), "-m", "lockstep.trainer.main_ppo",
-         *arguments(embedded_config()), "trainer.total_training_steps=1", "trainer.val_before_train=false"],
-        capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [*PROGRAM, *arguments(embedded_config()), "trainer.total_training_steps=1", "trainer.val_before_train=false",
+         f"actor_rollout_ref.actor.policy_loss.loss_mode={tmp_path}/mine.py:mine"],
+        input="\n".join(commands) + "\n", capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert "('stopped in', 'actor_rollout', 8)" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "('loss of', 8)" in result.stdout, result.stdout
+    assert "('steps', 'FSDPEngine')" in result.stdout, result.stdout
     assert "step 1/1" in result.stdout
 
 
