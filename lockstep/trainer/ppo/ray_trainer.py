@@ -106,7 +106,7 @@ class RayPPOTrainer(Run):
         self.drift = Drift(config, self.display.message)
         kl = algorithm.kl_ctrl
         self.kl_control = make_kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
-        policy = config.actor_rollout_ref
+        policy, self.plays_episodes = config.actor_rollout_ref, config.agent.is_on
         self.policy_update = PolicyUpdate.of(policy.actor, balances=policy.model.router_aux_loss_coef > 0)
         self.estimation = Estimation.of(algorithm)
         self.values_in_update = config.values_in_update and learns_values(self.role_worker_mapping)
@@ -130,7 +130,7 @@ class RayPPOTrainer(Run):
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
         self.rollout_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Rollout")
-        if self.config.agent.is_on:
+        if self.plays_episodes:
             self.rollout_wg = episode_rollout(self.config, self.rollout_wg)
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
@@ -230,7 +230,7 @@ class RayPPOTrainer(Run):
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch.token_counts(), share_rows(batch, self.actor_wg.world_size), "global_seqlen")
         metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
-        if self.config.agent.is_on:
+        if self.plays_episodes:
             metrics |= episode_metrics(batch)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 

@@ -1,7 +1,7 @@
 """FSDPEngine: a Hugging Face module sharded by FSDP or FSDP2, with AdamW."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
 from lockstep.errors import DataError
-from lockstep.models import adapted
+from lockstep.models.adapted import unmerged
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
 from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
@@ -132,16 +132,14 @@ class FSDPEngine(TrainEngine):
             move_state(optimizer, torch.device("cpu"))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._exported(adapted.unmerged if self._lora is None else self._lora.merged)
+        return self._exported() if self._lora is None else self._lora.merged(self._exported())
 
     def decoder_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._exported(adapted.unmerged)
+        return self._exported() if self._lora is None else unmerged(self._exported())
 
-    def _exported(
-        self, named: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
         with self.on_device():
-            for name, tensor in named(sharded_model.whole_tensors(self.module)):
+            for name, tensor in sharded_model.whole_tensors(self.module):
                 # The memory of an offloaded weight is gone by the time it is used.
                 yield name, tensor if self._offload is None else tensor.clone()
 
