@@ -6,13 +6,12 @@ The loop over micro-batches is here, once, for every backend. A loss is a sum ov
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,21 +50,6 @@ __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "Tr
 
 LANGUAGE_COLUMNS = ("log_probs", "entropys", "top_log_probs")
 """What a language model says about each token, in the order of `chunked_log_probs`."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-E = TypeVar("E", bound="TrainEngine")
-
-
-def uses_weights(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Run an engine's method with its weights on the device."""
-
-    @functools.wraps(method)
-    def with_weights(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.on_device():
-            return method(self, *args, **kwargs)
-
-    return with_weights
 
 
 class TrainEngine(SavedEngine):
