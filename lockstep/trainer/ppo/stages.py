@@ -129,13 +129,6 @@ def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[st
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
-    """`shape_rewards`, then `estimate`."""
-    metrics = shape_rewards(batch, estimation, kl_control)
-    estimate(batch, estimation)
-    return metrics
-
-
 def shape_rewards(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
     """Reads token_level_scores, response_mask and, with KL in the reward, old_log_probs and ref_log_prob. Writes token_level_rewards; with
     KL in the reward, `kl_control` is updated."""
