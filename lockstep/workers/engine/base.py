@@ -67,7 +67,7 @@ class TrainEngine(SavedEngine):
     tokens_at_once: int | None = None
     """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
     hands_out_hidden: bool = True
-    """Whether `read_hidden` can be called: not where the logits are more than what the output layer makes of the hidden states."""
+    """Whether `read_hidden` can be called. It cannot where the model does something to the logits after the output layer."""
     cost: ModelCost
     """What a token costs, for rates."""
     dtype: torch.dtype
@@ -78,7 +78,7 @@ class TrainEngine(SavedEngine):
     gradient_ranks: int
     """The ranks over which the backend averages gradients; a loss is a sum over them."""
     token_ranks: int = 1
-    """The ranks among which the tokens of a micro-batch are divided: it may hold so many times the budget."""
+    """How many ranks divide the tokens of a micro-batch among them. It may hold that many times the budget."""
     exports_copies: bool = False
     """Whether export_weights makes new tensors even on one rank."""
     constant: frozenset[str] = frozenset()
