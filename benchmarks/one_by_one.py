@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, store
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages
 from lockstep.workers.rollout.native.cpu.linears import ADD, GATED, PAIRS, STORE, PackedLinear
-from lockstep.workers.rollout.native.cpu.paged import StepBatch
+from lockstep.workers.rollout.native.cpu.paged import StepBatch, attend, store
 from lockstep.workers.rollout.native.cpu.whole import Last
 
 

@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "single_controller/local": {"single_controller/base"},
     "workers/losses": {"workers/engine", "algorithms", "protocol", "config", "observability", "utils"},
     "workers/episodes": {"agents", "single_controller/base", "protocol", "config"},
+    "workers/sends_weights": {"workers/policy", "workers/weight_sync", "single_controller/base", "config"},
     "workers/value_loss": {"workers/engine", "workers/losses", "algorithms", "config"},
     "workers/reward_loss": {"workers/engine", "workers/losses", "algorithms"},
     "workers/distill_loss": {"workers/losses", "workers/engine", "algorithms"},
@@ -56,8 +57,8 @@ ARROWS: dict[str, set[str]] = {
         "data/scored_text", "protocol", "config", "observability", "utils",
     },
     "workers/engine_workers": {
-        "workers/episodes", "workers/prepared_policy",
-        "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout", "workers/weight_sync",
+        "workers/episodes", "workers/sends_weights", "workers/prepared_policy",
+        "workers/policy", "workers/training_worker", "workers/model_worker", "workers/engine", "workers/rollout",
         "workers/losses", "single_controller/base", "planner", "models", "algorithms", "protocol", "config", "observability", "utils",
     },
     "trainer/run": {

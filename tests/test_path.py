@@ -10,8 +10,8 @@ from helpers.trace import PACKAGE, trace
 PAGE = Path(__file__).parents[1] / "docs/architecture.md"
 
 MAX_FRAMES = 12
-MAX_FILES = 60
-MAX_LINES = 8_000
+MAX_FILES = 58
+MAX_LINES = 7_650
 MINI_BATCHES = 2
 
 

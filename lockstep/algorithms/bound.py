@@ -1,7 +1,6 @@
 """A loss or an estimator whose names are read and whose numbers are given once, to be called with every batch.
 
-A user's function that does not name `rows` is written for padded blocks [B, T], while every column here is flat, [M]: it is called
-on blocks, which nothing else is.
+Every column here is flat, [M]. A user's function that wants padded blocks is bound by padded_call.py.
 """
 
 import functools
@@ -13,9 +12,6 @@ from torch import Tensor
 from lockstep.algorithms.registry import input_names
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
-
-PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "reward_part_weights"})
-"""The inputs that belong to rows, or to the batch: they have no tokens to pad."""
 
 
 def token_column(what: str, x: Any, shape: tuple[int, ...], called: str = "") -> Tensor:
@@ -33,31 +29,6 @@ def kind_of(x: Any) -> str:
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def on_blocks(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which takes and returns padded blocks, as one that takes flat columns and `rows` and returns flat columns.
-
-    Every tensor [M] that is not `PER_ROW` comes to it as [B, T], T the longest row, with zeros behind the shorter rows.
-    Calling the result raises ConfigError, which begins with `what`, when the function returns something that is not [B, T].
-    """
-
-    def call(*, rows: Rows, **inputs: Any) -> Any:
-        shape = (len(rows), int(rows.lengths.max()) if len(rows) else 0)
-        flat = {
-            name for name, x in inputs.items() if isinstance(x, Tensor) and name not in PER_ROW and x.shape == (rows.num_tokens,)
-        }
-
-        def unpadded(x: Any) -> Any:
-            if isinstance(x, dict):
-                return {name: unpadded(part) for name, part in x.items()}
-            if isinstance(x, tuple | list):
-                return tuple(unpadded(part) for part in x)
-            return rows.unpad(token_column(what, x, shape))
-
-        return unpadded(function(**{name: rows.pad(x) if name in flat else x for name, x in inputs.items()}))
-
-    return call
-
-
 class Bound:
     """`function` with those of the `parameters` that it names; `what` names it in messages, `remedy` ends the one for a missing column.
 
@@ -73,14 +44,12 @@ class Bound:
     function: Callable[..., Any]
     """The function with its parameters; takes columns, and rows if it looks at them, by name."""
 
-    def __init__(
-        self, what: str, function: Callable[..., Any], parameters: Mapping[str, Any], remedy: str, takes_blocks: bool
-    ) -> None:
+    def __init__(self, what: str, function: Callable[..., Any], parameters: Mapping[str, Any], remedy: str) -> None:
         names = input_names(what, function)
         given = {name: parameters[name] for name in names if parameters.get(name) is not None}
         self.columns = {name: required and name not in given for name, required in names.items() if name != "rows"}
-        self.takes_rows = takes_blocks or "rows" in names
-        self.function = functools.partial(on_blocks(what, function) if takes_blocks else function, **given)
+        self.takes_rows = "rows" in names
+        self.function = functools.partial(function, **given)
         self.what, self._remedy, self._parameters = what, remedy, parameters
 
     def arguments(self, columns: Mapping[str, Any], rows: Rows | None) -> dict[str, Any]:

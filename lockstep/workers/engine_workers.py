@@ -6,13 +6,10 @@ live in.
 """
 
 import functools
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.actor_rollout_ref import POLICY_ROLES, PPO_KEYS, ActorRolloutRefConfig, PolicyKeys
@@ -33,13 +30,13 @@ from lockstep.workers.policy.reference import ReferencePart, reference_budget
 from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part
 from lockstep.workers.prepared_policy import PreparedPolicy
 from lockstep.workers.rollout.base import Completion, requests_of, response_columns
+from lockstep.workers.sends_weights import SendsWeights
 from lockstep.workers.training_worker import TrainingWorker
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer, checksum
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
 
-class ActorRolloutRefWorker(PlaysEpisodes, PreparedPolicy):
+class ActorRolloutRefWorker(PlaysEpisodes, SendsWeights, PreparedPolicy):
     """The policy, in the parts that `role` names: actor, rollout, actor_rollout, ref, actor_ref or actor_rollout_ref.
 
     A part is an attribute from `init_model` on; a part that the role does not have is no attribute. `make_loss` makes the actor's loss
@@ -165,46 +162,6 @@ class ActorRolloutRefWorker(PlaysEpisodes, PreparedPolicy):
         loss_fn = functools.partial(self._loss, denominators=denominators)
         with self.memory.stage("evaluate", rows.token_counts().tolist(), actor.budget, self.keys.tokens):
             return actor.engine.evaluate(rows, loss_fn, actor.budget)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def export_weights(self) -> list[tuple[str, Tensor]] | None:
-        """The actor's whole weights on the CPU, from rank 0 (None from the others): what a rollout of its own loads."""
-        weights = [(name, tensor.cpu()) for name, tensor in self.actor.engine.export_weights()]
-        return weights if self.rank == 0 else None
-
-    @register(Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> list[tuple[str, int]]:
-        """Name and checksum of the actor's weights."""
-        return [(name, checksum(tensor)) for name, tensor in self.actor.engine.export_weights()]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def machine(self) -> str:
-        """The machine that this process runs on."""
-        return socket.gethostname()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def offer_weights(self, method: str, version: int, num_receivers: int) -> WeightOffer | None:
-        """Begin a sync of the actor's weights to a rollout in other workers: what those need, from rank 0 (None from the others).
-
-        An offer without a manifest is a stream: then `send_weights` here and `receive_weights` there run at the same time.
-        """
-        return self.actor.offer(method, version, num_receivers, self.rank)
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def send_weights(self) -> Manifest | None:
-        """Send the stream that `offer_weights` began; what was sent, from rank 0 (None from the others)."""
-        return self.actor.send()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def withdraw_weights(self) -> None:
-        """End the sync, and give its memory back."""
-        self.actor.withdraw()
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def receive_weights(self, offer: WeightOffer) -> Manifest:
-        """Replace the weights of a rollout in workers of its own; what it has now."""
-        assert not self.parts.actor, f"the rollout of a worker of role {self.role} has the actor's weights"
-        return self.rollout.engine.receive(offer, self.device, self.rank)
 
     @property
     def trained(self) -> TrainEngine:

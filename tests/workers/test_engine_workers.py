@@ -382,7 +382,8 @@ def test_values_that_come_with_an_update_are_those_of_a_pass_before_it(tmp_path:
             stages.shape_rewards(one, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
             found = critic_stages.learn_values(roles["one"], one, estimation)
             critic_stages.values(roles["two"], two)
-            stages.advantage(two, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
+            stages.shape_rewards(two, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
+            stages.estimate(two, estimation)
             wanted = critic_stages.update_critic(roles["two"], two, [torch.arange(6)])
             torch.testing.assert_close(one.ragged("values").values, two.ragged("values").values, rtol=0, atol=1e-6)
             for name in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean", "critic/vf_clipfrac"):

@@ -60,6 +60,7 @@ from lockstep.algorithms.advantages.group_others import gpg, grpo_passk, opo, rl
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
 from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.padded_call import PaddedCall
 from lockstep.algorithms.registry import input_names, registering, unknown_name
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
@@ -116,7 +117,8 @@ def bind_estimator(estimator: str | AdvantageEstimator, parameters: Mapping[str,
     """
     what, function = _resolve(estimator)
     remedy = "choose another algorithm.adv_estimator, or switch on what produces it"
-    return Bound(what, function, parameters, remedy, "rows" not in input_names(what, function))
+    bind = Bound if "rows" in input_names(what, function) else PaddedCall
+    return bind(what, function, parameters, remedy)
 
 
 def _resolve(estimator: str | AdvantageEstimator) -> tuple[str, AdvantageEstimator]:

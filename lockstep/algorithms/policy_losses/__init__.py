@@ -59,6 +59,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.padded_call import PaddedCall
 from lockstep.algorithms.policy_losses.clipped import vanilla
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
@@ -138,7 +139,7 @@ def bind_policy_loss(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound:
 
     Raises ConfigError when an argument of the loss is not keyword-only.
     """
-    return Bound(_what(loss), loss, parameters, REMEDY, takes_blocks(loss))
+    return (PaddedCall if takes_blocks(loss) else Bound)(_what(loss), loss, parameters, REMEDY)
 
 
 def bind_prepare(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound | None:
@@ -147,4 +148,4 @@ def bind_prepare(loss: PolicyLoss, parameters: Mapping[str, Any]) -> Bound | Non
     if prepare is None:
         return None
     what = f"the prepare of {_what(loss)}"
-    return Bound(what, prepare, parameters, REMEDY, "rows" not in input_names(what, prepare))
+    return (Bound if "rows" in input_names(what, prepare) else PaddedCall)(what, prepare, parameters, REMEDY)

@@ -126,7 +126,7 @@ def bind_preference_loss(loss: PreferenceLoss, parameters: Mapping[str, Any]) ->
 
     Raises ConfigError when an argument of the loss is not keyword-only.
     """
-    return Bound(_what(loss), loss, parameters, REMEDY, takes_blocks=False)
+    return Bound(_what(loss), loss, parameters, REMEDY)
 
 
 def bind_preference_prepare(loss: PreferenceLoss, parameters: Mapping[str, Any]) -> Bound | None:
@@ -134,4 +134,4 @@ def bind_preference_prepare(loss: PreferenceLoss, parameters: Mapping[str, Any])
     prepare = PREPARATIONS.get(loss)
     if prepare is None:
         return None
-    return Bound(f"the prepare of {_what(loss)}", prepare, parameters, REMEDY, takes_blocks=False)
+    return Bound(f"the prepare of {_what(loss)}", prepare, parameters, REMEDY)

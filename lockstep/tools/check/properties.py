@@ -93,7 +93,7 @@ class LossSubject:
     def _part(self, case: Case, denominators: Denominators) -> Results:
         log_prob = case.tokens["log_prob"].clone().requires_grad_()
         are_blocks = takes_blocks(self.loss)
-        bound = Bound("the policy loss", self.loss, self.parameters, REMEDY, takes_blocks=False)
+        bound = Bound("the policy loss", self.loss, self.parameters, REMEDY)
         loss, metrics = _call(bound, replace(case, tokens=case.tokens | {"log_prob": log_prob}), are_blocks)
         named = {"the loss": loss} | {f"metric {name!r}": x for name, x in metrics.items()}
         hint = ": return it before any mean, agg_loss divides by the counts of the whole mini-batch"
@@ -121,7 +121,7 @@ class AdvantageSubject:
         what = "the advantage estimator"
         are_blocks = "rows" not in input_names(what, self.estimator)
         others = {**self.parameters, **case.of_rows, "index": case.of_rows["group"].numpy().astype(str).astype(object)}
-        result = _call(Bound(what, self.estimator, others, "no run has it", takes_blocks=False), case, are_blocks)
+        result = _call(Bound(what, self.estimator, others, "no run has it"), case, are_blocks)
         return _blocks(case, dict(zip(("advantages", "returns"), result, strict=True)), are_blocks)
 
 

@@ -182,7 +182,9 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     if config.algorithm.rollout_correction.bypass_mode:
         stages.use_sampler_log_probs(data)
     stages.correct(data, read_correction(config.algorithm.rollout_correction))
-    stages.advantage(data, Estimation.of(config.algorithm), make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
+    estimation = Estimation.of(config.algorithm)
+    stages.shape_rewards(data, estimation, make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
+    stages.estimate(data, estimation)
     rows = stages.actor_mini_batch(data, torch.arange(len(data)), PolicyUpdate.of(actor))
     mask = rows.ragged("response_mask")
     denominators = Denominators.of(mask.values, Rows(mask.lengths))

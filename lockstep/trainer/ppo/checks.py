@@ -29,7 +29,7 @@ _ESTIMATOR_INPUTS = {
     "rows", "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
     "old_log_probs", "ref_log_prob", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
 }  # fmt: skip
-"""What `stages.advantage` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""
+"""What `stages.estimate` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""
 _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
 
 

@@ -30,8 +30,8 @@ class Drift:
         """Largest |log-prob| difference between sampler and trainer at the last measurement; None before the first."""
 
     def source(self, step: int, num_updates: int, is_recorded: bool) -> Source:
-        """The sampler where it is asked for, or was exact when last compared and no estimator takes the difference to a reference; else
-        the one update of the batch, where that is the first to read old log-probs; else a pass."""
+        """The sampler, where bypass_mode asks for it, or where it was exact when last compared and the estimator does not compare policy
+        and reference. Else the batch's one update, where there is one and nothing before it reads old log-probs. Else a pass."""
         self._update_computes = step > self._critic_warmup and num_updates == 1 and not is_recorded and not self._read_before_update
         if self._bypass or (self.largest is not None and self.largest < self._bound and not self._compares):
             return Source.SAMPLER

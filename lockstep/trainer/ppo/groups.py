@@ -13,8 +13,8 @@ from lockstep.trainer.ppo.scored import Scored
 class Groups:
     """Collects `wanted` groups of `n` rows for a step.
 
-    One batch of prompts is enough, unless `config` drops groups whose rewards are all the same (DAPO's dynamic sampling): then batches are
-    added until the rest fills the step.
+    One batch of prompts is enough, unless `config` drops groups whose rewards are all the same (DAPO's dynamic sampling). Then batches are
+    added until the groups that are left fill the step.
     """
 
     def __init__(self, config: FilterGroupsConfig, wanted: int, n: int, batches_per_epoch: int) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -39,18 +38,19 @@ from lockstep.trainer.ppo.reward_columns import greedy_baseline
 from lockstep.trainer.ppo.rewards import Scorer
 from lockstep.trainer.ppo.roles import learns_values, role_specs, weight_exchange
 from lockstep.trainer.ppo.samples import choose_samples, share_with_signal, write_samples
+from lockstep.trainer.ppo.saved import SavedPPO
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.resources import ResourcePoolManager
 from lockstep.trainer.role import Role
-from lockstep.trainer.run import FitResult, Run
+from lockstep.trainer.run import FitResult
 from lockstep.utils.device import resolve_device
 from lockstep.utils.hf_config import stop_token_ids
 
 __all__ = ["FitResult", "RayPPOTrainer", "ResourcePoolManager", "Role"]
 
 
-class RayPPOTrainer(Run):
+class RayPPOTrainer(SavedPPO):
     """Trains a policy with PPO or a relative of it on worker groups of any kind.
 
     The constructor checks everything that can be checked without a model: config, data, rewards, roles. `init_workers` starts the
@@ -106,7 +106,7 @@ class RayPPOTrainer(Run):
         self.drift = Drift(config, self.display.message)
         kl = algorithm.kl_ctrl
         self.kl_control = make_kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
-        policy = config.actor_rollout_ref
+        policy, self.plays_episodes = config.actor_rollout_ref, config.agent.is_on
         self.policy_update = PolicyUpdate.of(policy.actor, balances=policy.model.router_aux_loss_coef > 0)
         self.estimation = Estimation.of(algorithm)
         self.values_in_update = config.values_in_update and learns_values(self.role_worker_mapping)
@@ -130,7 +130,7 @@ class RayPPOTrainer(Run):
         self.actor_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Actor")
         self.actor_rollout_wg = self.actor_wg
         self.rollout_wg: Any = workers.find("ActorRolloutRef", "ActorRollout", "Rollout")
-        if self.config.agent.is_on:
+        if self.plays_episodes:
             self.rollout_wg = episode_rollout(self.config, self.rollout_wg)
         self.critic_wg: Any = workers.find("Critic")
         self.ref_policy_wg: Any = workers.find("RefPolicy", "ActorRolloutRef") if self.config.use_reference else None
@@ -230,7 +230,7 @@ class RayPPOTrainer(Run):
         metrics = data_metrics(batch, data.max_response_length, data.max_prompt_length, judged=self.reward_fn is not None)
         metrics |= balance_metrics(batch.token_counts(), share_rows(batch, self.actor_wg.world_size), "global_seqlen")
         metrics |= timing_metrics(batch, self.timer.seconds, self.num_gpus)
-        if self.config.agent.is_on:
+        if self.plays_episodes:
             metrics |= episode_metrics(batch)
         return metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
 
@@ -263,53 +263,3 @@ class RayPPOTrainer(Run):
     def training_data(self) -> tuple[Any, PromptSchedule]:
         """See Run."""
         return self.train_dataset, self.prompts.schedule
-
-    def _position(self) -> int:
-        return self.prompts.num_taken
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "num_prompt_batches": self.prompts.num_taken,
-            "kl_control": self.kl_control.state_dict(),
-            "sampler_drift": self.drift.largest,
-            "num_train_rows": len(self.train_dataset),
-            "numbers": self.workers.numbers,
-        }
-
-    def _save(self, folder: Path) -> list[Path]:
-        in_background = self.config.trainer.save_in_background
-        reports = self.actor_wg.begin_checkpoint(str(folder / "actor"), in_background)
-        if self.critic_wg is not None:
-            reports += self.critic_wg.begin_checkpoint(str(folder / "critic"), in_background)
-        self.tokenizer.save_pretrained(folder / "actor")
-        return [Path(report) for report in reports]
-
-    def _finish_save(self) -> list[str]:
-        groups = [group for group in (self.actor_wg, self.critic_wg) if group is not None]
-        return [error for group in groups for error in group.finish_checkpoint() if error is not None]
-
-    def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        if state["num_train_rows"] != len(self.train_dataset):
-            self.display.message(
-                f"warning: the checkpoint saw {state['num_train_rows']} training prompts, now there are {len(self.train_dataset)}; "
-                "the order of prompts is a new one"
-            )
-        self.actor_wg.load_checkpoint(str(folder / "actor"))
-        if self.critic_wg is not None:
-            self.critic_wg.load_checkpoint(str(folder / "critic"))
-        self._restore(state)
-        stages.sync_weights(self.weight_exchange)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.prompts.num_taken, self.drift.largest = state["num_prompt_batches"], state["sampler_drift"]
-        self.kl_control.load_state_dict(state["kl_control"])
-
-    def _after_step(self, metrics: dict[str, float], *around: Any) -> None:
-        super()._after_step(metrics, *around)
-        if self.config.trainer.max_restarts:
-            self.journal.clear(self.prompts.number)
-
-    def _restart(self) -> None:
-        self.workers.close()
-        self._restore(self._initial)
-        self.init_workers()

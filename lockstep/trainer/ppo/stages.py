@@ -52,7 +52,7 @@ def generate(
 ) -> None:
     """Reads prompts, index, sample. Writes responses, rollout_log_probs, response_mask, finish_reason.
 
-    `on_finished` hears of each response (row, token ids) as soon as it is there, on another thread; without promise that it hears of all.
+    `on_finished(row, token ids)` is called for a response as soon as it is there, on another thread. It may not be called for all of them.
     """
     prompts = batch.select(["prompts"], getattr(type(rollout), "reads", ["index", "sample"]))
     prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
@@ -129,13 +129,6 @@ def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[st
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def advantage(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
-    """`shape_rewards`, then `estimate`."""
-    metrics = shape_rewards(batch, estimation, kl_control)
-    estimate(batch, estimation)
-    return metrics
-
-
 def shape_rewards(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
     """Reads token_level_scores, response_mask and, with KL in the reward, old_log_probs and ref_log_prob. Writes token_level_rewards; with
     KL in the reward, `kl_control` is updated."""
@@ -185,9 +178,10 @@ def update_actor(
 
     A row whose advantages are all 0 is left out where it has no part in the gradient; actor/skipped_rows is their share.
 
-    Where there was no pass for the old log-probs (the batch has no entropys), the first mini-batch, before any step, tells what that
-    pass would have: the metrics training/rollout_*, and, returned too, the largest |log-prob| difference between sampler and trainer.
-    Without rollout_log_probs, or a token of the policy in that mini-batch, there is nothing to compare: None.
+    Returns the metrics and the largest |log-prob| difference between sampler and trainer. Where there was no pass for the old log-probs
+    (the batch has no entropys), the first mini-batch, before any step, measures that difference, and the metrics training/rollout_* too.
+    The difference is None where a pass has measured it, and where there is nothing to compare: no rollout_log_probs, or no token of the
+    policy in that mini-batch.
     """
     updates: list[dict[str, Metric]] = []
     for rows in mini_batches:
@@ -300,8 +294,8 @@ def _reward_parts(batch: DataProto, keys: Sequence[str] | None) -> Tensor | None
 
 
 def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:
-    """The row numbers that have a part in the gradient of the policy loss; at least one, since an update is made in any case, and where
-    there is such a row one that the policy wrote, to measure it."""
+    """The row numbers that have a part in the gradient of the policy loss. Where no row has, it is one row all the same, because an update
+    is made in any case: the first with a token of the policy, so that there is something to measure."""
     everything = torch.arange(len(mini_batch))
     if not update.skips_rows or not len(mini_batch):
         return everything

@@ -6,13 +6,12 @@ The loop over micro-batches is here, once, for every backend. A loss is a sum ov
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,21 +51,6 @@ __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "Tr
 LANGUAGE_COLUMNS = ("log_probs", "entropys", "top_log_probs")
 """What a language model says about each token, in the order of `chunked_log_probs`."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-E = TypeVar("E", bound="TrainEngine")
-
-
-def uses_weights(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Run an engine's method with its weights on the device."""
-
-    @functools.wraps(method)
-    def with_weights(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.on_device():
-            return method(self, *args, **kwargs)
-
-    return with_weights
-
 
 class TrainEngine(SavedEngine):
     """One model on `world_size` ranks. Every method is called on all ranks together, each with rows of its own.
@@ -83,7 +67,7 @@ class TrainEngine(SavedEngine):
     tokens_at_once: int | None = None
     """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
     hands_out_hidden: bool = True
-    """Whether `read_hidden` can be called: not where the logits are more than what the output layer makes of the hidden states."""
+    """Whether `read_hidden` can be called. It cannot where the model does something to the logits after the output layer."""
     cost: ModelCost
     """What a token costs, for rates."""
     dtype: torch.dtype
@@ -94,7 +78,7 @@ class TrainEngine(SavedEngine):
     gradient_ranks: int
     """The ranks over which the backend averages gradients; a loss is a sum over them."""
     token_ranks: int = 1
-    """The ranks among which the tokens of a micro-batch are divided: it may hold so many times the budget."""
+    """How many ranks divide the tokens of a micro-batch among them. It may hold that many times the budget."""
     exports_copies: bool = False
     """Whether export_weights makes new tensors even on one rank."""
     constant: frozenset[str] = frozenset()

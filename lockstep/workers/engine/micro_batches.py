@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T], Generic[T]):
-    """`make(i)` for i in 0...length - 1, each called at most once."""
+    """The items `make(0)` to `make(length - 1)`. Each is made when it is first read, and then kept."""
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
         self._numbers, self._make = range(length), cache(make)

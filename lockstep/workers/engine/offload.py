@@ -80,3 +80,11 @@ def _host_memory(storage: torch.UntypedStorage) -> Tensor:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move what the optimizer remembers of each parameter to a device. The count of steps stays where it is."""
+    for remembered in optimizer.state.values():
+        for name, value in remembered.items():
+            if isinstance(value, Tensor) and name != "step":
+                remembered[name] = value.to(device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -125,11 +125,3 @@ def learning_rate(update: int, total_updates: int, config: OptimConfig) -> float
     progress = min(1.0, max(0, update - start) / max(1, total_updates - 1 - start))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if kind == "cosine" else 1.0 - progress
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
-
-
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move what the optimizer remembers of each parameter to a device. The count of steps stays where it is."""
-    for remembered in optimizer.state.values():
-        for name, value in remembered.items():
-            if isinstance(value, Tensor) and name != "step":
-                remembered[name] = value.to(device)

@@ -48,8 +48,10 @@ class Stopping:
         return cls(limit, frozenset(token_ids), strings, decode_text)
 
     def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
-        """The length at which a response ends, and why ("stop" or "length"), if it does with one of its tokens from `start` to `stop`
-        (None: the last). Before `start` it went on; what `tokens` has after the end does not matter."""
+        """The length at which a response ends, and why ("stop" or "length"); None if it goes on.
+
+        Only its tokens from `start` to `stop` (None: the last) are looked at: it is known that none before `start` ends it. What `tokens`
+        has after the end does not matter."""
         stop = len(tokens) if stop is None else stop
         if not self.token_ids and not self.strings:
             return (self.max_tokens, "length") if stop >= self.max_tokens else None

@@ -8,7 +8,7 @@ from helpers.batches import column, make_batch, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.kl import make_kl_controller
+from lockstep.algorithms.kl import KLController, make_kl_controller
 from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from lockstep.config.sampling import SamplingParams
@@ -178,6 +178,13 @@ def test_a_column_that_is_not_finite_is_an_error_that_names_the_datasets_rows(st
 # -- advantages ------------------------------------------------------------------------------------------------------------
 
 
+def advantage(batch: DataProto, estimation: Estimation, control: KLController) -> dict[str, float]:
+    """The two stages between the scores and the update."""
+    metrics = stages.shape_rewards(batch, estimation, control)
+    stages.estimate(batch, estimation)
+    return metrics
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 99), kind=st.sampled_from(["kl", "abs", "mse"]))
 def test_the_kl_in_the_reward_equals_a_loop_and_moves_the_weight(seed, kind):
@@ -191,7 +198,7 @@ def test_the_kl_in_the_reward_equals_a_loop_and_moves_the_weight(seed, kind):
         [[1] * n for n in lengths], mask, old_log_probs=old, ref_log_prob=ref, token_level_scores=scores, values=values
     )
     control = make_kl_controller("adaptive", 0.1, 0.5, 1000)
-    metrics = stages.advantage(batch, Estimation.of(AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind)), control)
+    metrics = advantage(batch, Estimation.of(AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind)), control)
 
     penalty = {"kl": lambda d: d, "abs": abs, "mse": lambda d: d * d / 2}[kind]
     expected, per_row = [], []
@@ -216,7 +223,7 @@ def test_the_rounding_of_the_kl_is_no_advantage_between_equal_scores(estimator):
     scores = [[0.0, 0.0, score] for score in (0.3, 0.3, 0.0, 0.0)]
     batch = make_batch([[1] * 3] * 4, old_log_probs=old, ref_log_prob=reference, token_level_scores=scores)
     estimation = Estimation.of(AlgorithmConfig(adv_estimator=estimator, use_kl_in_reward=True))
-    metrics = stages.advantage(batch, estimation, make_kl_controller("fixed", 0.1, 0.1, 100))
+    metrics = advantage(batch, estimation, make_kl_controller("fixed", 0.1, 0.1, 100))
     assert metrics["actor/reward_kl_penalty"] == 0.0
     assert rows_of(batch, "advantages") == [[0.0] * 3] * 4
 
@@ -224,7 +231,7 @@ def test_the_rounding_of_the_kl_is_no_advantage_between_equal_scores(estimator):
 def test_without_kl_the_rewards_are_the_scores_and_the_weight_stays():
     batch = make_batch(token_level_scores=[[0, 0, 1], [0]], values=[[0, 0, 0], [0]])
     control = make_kl_controller("adaptive", 0.1, 0.5, 1000)
-    assert stages.advantage(batch, Estimation.of(AlgorithmConfig()), control) == {}
+    assert advantage(batch, Estimation.of(AlgorithmConfig()), control) == {}
     assert rows_of(batch, "token_level_rewards") == [[0, 0, 1], [0]]
     assert rows_of(batch, "returns") == [[1, 1, 1], [0]]
     assert control.value == 0.1
@@ -234,7 +241,7 @@ def test_groups_are_the_samples_of_one_prompt_wherever_they_are():
     batch = make_batch([[1], [1], [1], [1]], token_level_scores=[[1], [5], [3], [9]])
     batch.non_tensor_batch["uid"] = np.array(["b", "a", "b", "a"], dtype=object)
     config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
+    advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
     assert rows_of(batch, "advantages") == [[-1], [-2], [1], [2]]
 
 
@@ -243,19 +250,19 @@ def test_remax_reads_the_greedy_scores_and_gdpo_the_named_parts_of_the_reward():
     scores = [[1], [5], [3], [9]]
     batch = make_batch([[1]] * 4, token_level_scores=scores)
     batch.set("reward_baselines", torch.tensor([1.0, 1.0, 4.0, 4.0]))
-    stages.advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator="remax")), control)
+    advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator="remax")), control)
     assert rows_of(batch, "advantages") == [[0], [4], [-1], [5]]
 
     batch = make_batch([[1]] * 4, token_level_scores=scores)
     batch.set("reward_parts", torch.tensor([[7.0, 1.0], [7.0, 2.0], [7.0, 5.0], [7.0, 4.0]]))
     batch.meta_info["reward_part_names"] = ["length", "right"]
-    stages.advantage(
+    advantage(
         batch, Estimation.of(AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["right"], gdpo_reward_weights=[3.0])), control
     )
     signs = [[math.copysign(1, value) for value in row] for row in rows_of(batch, "advantages")]
     assert signs == [[-1], [1], [1], [-1]]
     with pytest.raises(ConfigError, match=r"names \['wrong'\], but the reward function gave the parts \['length', 'right'\]"):
-        stages.advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["wrong"])), control)
+        advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["wrong"])), control)
 
 
 def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
@@ -265,7 +272,7 @@ def test_an_estimator_from_a_file_gets_what_it_names(tmp_path):
     )
     batch = make_batch(token_level_scores=[[0, 0, 1], [3]])
     config = AlgorithmConfig(adv_estimator=f"{file}:twice", gamma=0.5)
-    stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
+    advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
     assert rows_of(batch, "advantages") == [[0, 0, 2], [6]]
     assert rows_of(batch, "returns") == [[0, 0, 0.5], [1.5]]
 
@@ -285,9 +292,7 @@ def test_an_estimator_that_returns_the_wrong_thing_is_told_what_is_right(tmp_pat
     file.write_text(f"def mine(*, token_level_rewards, {rows}):\n    return {result}\n")
     batch = make_batch(token_level_scores=[[0, 0, 1], [3]])
     with pytest.raises(ConfigError, match=message if rows else "must return"):
-        stages.advantage(
-            batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:mine")), make_kl_controller("fixed", 0.1, 0.5, 1000)
-        )
+        advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:mine")), make_kl_controller("fixed", 0.1, 0.5, 1000))
 
 
 def test_advantages_that_are_not_finite_stop_the_step_with_their_rows(tmp_path):
@@ -295,14 +300,12 @@ def test_advantages_that_are_not_finite_stop_the_step_with_their_rows(tmp_path):
     file.write_text("def log(*, token_level_rewards):\n    return token_level_rewards.log(), token_level_rewards\n")
     batch = make_batch([[1], [1]], token_level_scores=[[1], [0]])
     with pytest.raises(NumericalError, match=r"advantages is not finite for 1 rows; dataset rows \[31\]"):
-        stages.advantage(
-            batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:log")), make_kl_controller("fixed", 0.1, 0.5, 1000)
-        )
+        advantage(batch, Estimation.of(AlgorithmConfig(adv_estimator=f"{file}:log")), make_kl_controller("fixed", 0.1, 0.5, 1000))
 
 
 def test_an_advantage_without_its_inputs_is_an_error():
     with pytest.raises(ConfigError, match="'gae' needs values"):
-        stages.advantage(
+        advantage(
             make_batch(token_level_scores=[[0, 0, 1], [0]]), Estimation.of(AlgorithmConfig()), make_kl_controller("fixed", 0, 1, 1)
         )
 
@@ -418,7 +421,7 @@ def test_nothing_measured_is_no_number_and_moves_no_weight():
     assert (metrics, drift) == ({"actor/loss": 0.0, "actor/skipped_rows": 0.5}, None)
     control = make_kl_controller("adaptive", 0.5, 0.1, 100)
     estimation = Estimation.of(AlgorithmConfig(adv_estimator="grpo", use_kl_in_reward=True))
-    assert stages.advantage(batch, estimation, control) == {"actor/reward_kl_penalty_coeff": 0.5}
+    assert advantage(batch, estimation, control) == {"actor/reward_kl_penalty_coeff": 0.5}
     assert control.value == 0.5
 
 
@@ -470,7 +473,7 @@ def test_rejected_tokens_leave_the_mask_and_with_it_the_groups_and_the_denominat
     assert metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] == pytest.approx(3 / 6)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 4)
     config = AlgorithmConfig(adv_estimator="grpo")
-    stages.advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
+    advantage(batch, Estimation.of(config), make_kl_controller("fixed", 0.1, 0.5, 1000))
     # Each prompt has one sample left: a group of one, whose advantage is its score.
     assert rows_of(batch, "advantages") == [[1, 1], [0], [0, 0], [8]]
     actor = Learner()

@@ -35,7 +35,7 @@ from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget, TokenRows
 from lockstep.workers.engine.fsdp import engine as fsdp_engine
 from lockstep.workers.engine.fsdp import make as fsdp_make
-from lockstep.workers.engine.optim import move_state
+from lockstep.workers.engine.offload import move_state
 from lockstep.workers.losses import make_policy_loss
 
 STRATEGIES = ("fsdp", "fsdp2")

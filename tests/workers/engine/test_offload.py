@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.workers.engine.offload import Offload
+from lockstep.workers.engine.offload import Offload, move_state
 
 
 def memory(tensor: Tensor) -> int:
@@ -58,3 +58,17 @@ def test_the_memory_goes_back_when_a_use_fails() -> None:
     with pytest.raises(KeyError), offload.in_use():
         raise KeyError
     assert memory(weight) == 0
+
+
+def test_the_state_moves_and_the_count_of_steps_stays() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3)]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    move_state(optimizer, torch.device("meta"))
+    for state in optimizer.state.values():
+        assert {name: value.device.type for name, value in state.items()} == {
+            "step": "cpu",
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }

@@ -1,12 +1,11 @@
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.engine import OptimConfig
-from lockstep.workers.engine.optim import learning_rate, move_state
+from lockstep.workers.engine.optim import learning_rate
 
 
 @given(
@@ -31,17 +30,3 @@ def test_a_cosine_ends_at_its_floor_and_stays_there() -> None:
     config = OptimConfig(lr=1.0, lr_scheduler_type="cosine", min_lr_ratio=0.25, lr_warmup_steps=2)
     assert learning_rate(9, 10, config) == pytest.approx(0.25)
     assert learning_rate(50, 10, config) == pytest.approx(0.25)
-
-
-def test_the_state_moves_and_the_count_of_steps_stays() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3)]
-    optimizer = torch.optim.AdamW(parameters, fused=True)
-    sum(p.sum() for p in parameters).backward()
-    optimizer.step()
-    move_state(optimizer, torch.device("meta"))
-    for state in optimizer.state.values():
-        assert {name: value.device.type for name, value in state.items()} == {
-            "step": "cpu",
-            "exp_avg": "meta",
-            "exp_avg_sq": "meta",
-        }

@@ -1,36 +1,30 @@
 """FSDPEngine: a Hugging Face module sharded by FSDP or FSDP2, with AdamW."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
-from lockstep.errors import DataError
-from lockstep.models import adapted
+from lockstep.models.adapted import unmerged
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
-from lockstep.models.lora import ADAPTER, AdaptedSource, Lora, base_name, is_adapter
-from lockstep.models.meta import WeightFiles, WeightSource
+from lockstep.models.lora import AdaptedSource, Lora, base_name, is_adapter
+from lockstep.models.meta import WeightSource
 from lockstep.models.packing import PackedRows
-from lockstep.models.weight_file import write_weights
-from lockstep.workers.engine.base import OptimResult, TrainEngine, logits_at_once, uses_weights
-from lockstep.workers.engine.checkpoint import Progress, Specs, Write
-from lockstep.workers.engine.fsdp import moments, sharded_model, sharding
-from lockstep.workers.engine.fsdp.adapters import load_adapter, open_adapter, save_adapter
-from lockstep.workers.engine.moments import set_steps, steps_of
-from lockstep.workers.engine.offload import Offload
-from lockstep.workers.engine.optim import make_adamw, move_state, step_adamw
+from lockstep.workers.engine.base import OptimResult, logits_at_once
+from lockstep.workers.engine.fsdp import sharded_model, sharding
+from lockstep.workers.engine.fsdp.saved import SavedFSDP
+from lockstep.workers.engine.offload import Offload, move_state
+from lockstep.workers.engine.optim import make_adamw, step_adamw
 from lockstep.workers.engine.sequence import compute_divided, sequence_group
-from lockstep.workers.engine.sharded import ReadRows
 from lockstep.workers.engine.spec import EngineSpec
 
 
-class FSDPEngine(TrainEngine):
+class FSDPEngine(SavedFSDP):
     """See TrainEngine. `version` 1 is FullyShardedDataParallel, 2 is fully_shard; one rank shards nothing.
 
     `source` fills a `module` on the meta device. `lora` are the adapters in it, which are all that learns then. With
@@ -116,12 +110,13 @@ class FSDPEngine(TrainEngine):
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         return sharded_model.gradient_sync(self.module, enabled, self._keep_gathered)
 
-    @uses_weights
     def optim_step(self) -> OptimResult:
         assert self._optimizer is not None, "a frozen engine cannot learn"
-        norm = sharded_model.clip_grad_norm(self.module, self._updates.max_norm)
-        result = self._updates.make(norm, functools.partial(self._step, self._optimizer), self._optimizer.zero_grad)
-        self._mark_changed()
+        with self.on_device():
+            norm = sharded_model.clip_grad_norm(self.module, self._updates.max_norm)
+            result = self._updates.make(norm, functools.partial(self._step, self._optimizer), self._optimizer.zero_grad)
+            if self._offload is not None:
+                self._offload.changed = True
         return result
 
     def _step(self, optimizer: torch.optim.AdamW, lr: float) -> None:
@@ -132,64 +127,16 @@ class FSDPEngine(TrainEngine):
             move_state(optimizer, torch.device("cpu"))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._exported(adapted.unmerged if self._lora is None else self._lora.merged)
+        return self._exported() if self._lora is None else self._lora.merged(self._exported())
 
     def decoder_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._exported(adapted.unmerged)
+        return self._exported() if self._lora is None else unmerged(self._exported())
 
-    def _exported(
-        self, named: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
         with self.on_device():
-            for name, tensor in named(sharded_model.whole_tensors(self.module)):
+            for name, tensor in sharded_model.whole_tensors(self.module):
                 # The memory of an offloaded weight is gone by the time it is used.
                 yield name, tensor if self._offload is None else tensor.clone()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         return self._lora.off() if self._lora is not None else super().adapter_off()
-
-    @uses_weights
-    def save(self, path: Path, write: Write = write_weights) -> None:
-        super().save(path, write)
-        if self._lora is not None:
-            save_adapter(self.module, self._lora, path / ADAPTER, writes=self.rank == 0)
-
-    @property
-    def moment_specs(self) -> Specs:
-        return self._moment_specs
-
-    def _check(self, path: Path) -> None:
-        if self._lora is not None:
-            open_adapter(self._lora, path)
-        elif self._optimizer is not None and (path / ADAPTER).is_dir():
-            raise DataError(f"{path} was trained with adapters ({ADAPTER}); resume it with the model.lora_rank it had")
-
-    def _read_weights(self, path: Path, files: WeightFiles) -> None:
-        self._mark_changed()
-        if self._lora is not None:
-            load_adapter(self.module, self._lora, path, files)
-        else:
-            sharding.fill(self.module, files.read)
-
-    def _export_moments(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        assert self._optimizer is not None
-        return moments.whole_moments(self.module, self._optimizer, kind, self._moment_specs, self.device)
-
-    def _read_moments(self, kind: str, read: ReadRows) -> None:
-        assert self._optimizer is not None
-        moments.read_moments(self.module, self._optimizer, kind, read, self._moment_specs, self.device)
-
-    def _steps(self) -> dict[str, int]:
-        assert self._optimizer is not None
-        return steps_of(self._optimizer, moments.learning_parameters(self.module))
-
-    def _set_steps(self, progress: Progress) -> None:
-        assert self._optimizer is not None
-        parameters = moments.learning_parameters(self.module)
-        set_steps(self._optimizer, {name: p for name, p in parameters.items() if p in self._optimizer.state}, progress.steps)
-        if self._offloads_state:
-            move_state(self._optimizer, torch.device("cpu"))
-
-    def _mark_changed(self) -> None:
-        if self._offload is not None:
-            self._offload.changed = True

@@ -44,7 +44,7 @@ class Sample:
     limits: Stopping
     """When it ends."""
     key: int = 0
-    """`sampling.request_keys` of its request."""
+    """`counted.request_key` of its request."""
     tokens: list[int] = field(default_factory=list)
     """The response so far."""
     log_probs: list[float] = field(default_factory=list)

@@ -5,7 +5,7 @@ whatever the weights are; only what enters a product is rounded where the weight
 Every function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import add
@@ -18,13 +18,12 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.adapted import AdaptedLinear
-from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.native.cpu.compiled import library
 from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, uniforms
 from lockstep.workers.rollout.native.cpu.linears import PackedLinear, PackedMemory
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, numbers_of
-from lockstep.workers.rollout.native.cpu.whole import WholePass
+from lockstep.workers.rollout.native.cpu.whole import Layer, WholePass, float_weight, linears_of
 from lockstep.workers.rollout.native.family import is_fusable
 from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 from lockstep.workers.rollout.native.scheduler import Sample
@@ -38,40 +37,9 @@ def fused_library(module: PreTrainedModel) -> Library | None:
         return None  # oneDNN multiplies with tiles, these functions do not
     if module.dtype not in (torch.float32, torch.bfloat16):
         return None
-    parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in _linears(layer))]
+    parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in linears_of(layer))]
     # Whatever changes how a layer computes is a class of its own.
     return library() if all(type(part) in (nn.Linear, AdaptedLinear) for part in parts) else None
-
-
-def _linears(layer: Any) -> list[Any]:
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-    ]
-
-
-Pack = Callable[..., PackedLinear]
-"""PackedLinear of these layers."""
-
-
-class _Layer:
-    """One decoder layer's weights."""
-
-    def __init__(self, pack: Pack, module: PreTrainedModel, layer: Any) -> None:
-        attention = layer.self_attn
-        q, k, v, o, gate, up, down = _linears(layer)
-        self.input_norm, self.mlp_norm = _float(layer.input_layernorm), _float(layer.post_attention_layernorm)
-        self.qkv, self.out = pack([q, k, v]), pack([o])
-        self.norms = _float(getattr(attention, "q_norm", None)), _float(getattr(attention, "k_norm", None))
-        """Of queries and keys (Qwen3)."""
-        self.variant = Variant(attention.scaling, sliding_window(module, attention))
-        self.gate_up, self.down = pack([gate, up], gated=True), pack([down])
-
-
-def _float(norm: Any) -> Any:
-    """The weight of a norm in float32; None where there is none."""
-    return None if norm is None else norm.weight.detach().float().contiguous()
 
 
 class FusedBackend(PassBackend):
@@ -90,7 +58,7 @@ class FusedBackend(PassBackend):
         self._library = library
         self._heads: int = module.config.num_attention_heads
         self._eps: float = module.config.rms_norm_eps
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         self._whole: tuple[KVCache, WholePass] | None = None
         """The pages, and what computes all layers over them: it has their addresses."""
         self._memory = PackedMemory(library)
@@ -111,8 +79,8 @@ class FusedBackend(PassBackend):
         model: Any = self.module.model
         self._memory.reuse()
         pack = partial(PackedLinear, self._library, memory=self._memory, rounds=True)
-        self._layers = [_Layer(pack, self.module, layer) for layer in model.layers]
-        self._last = _float(model.norm), pack([self.module.lm_head])
+        self._layers = [Layer(pack, self.module, layer) for layer in model.layers]
+        self._last = float_weight(model.norm), pack([self.module.lm_head])
         self._angles = (torch.empty(0), torch.empty(0))
         try:
             yield

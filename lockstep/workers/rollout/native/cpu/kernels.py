@@ -1,4 +1,4 @@
-"""The C functions of this folder (compiled.py) called with tensors: attention over pages, the parts of a decoder layer, the draw.
+"""The C functions of this folder (compiled.py) called with tensors: the blocks of an attention, random numbers, the draw.
 Activations are float32, on the CPU.
 
 Legend: N tokens, H query heads, K key heads, D size of a head. `pages` are a layer of KVCache in the functions' own order (attention.c),
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from lockstep.models.cached_attention import Variant
 
 _BLOCK_ROWS = 12
 """Queries (tokens times the heads that share a key) that read a key together."""
@@ -61,7 +59,7 @@ class Pages:
         return int(self.keys.dtype == torch.bfloat16)
 
 
-def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
+def check_type(dtype: torch.dtype, *tensors: Tensor) -> None:
     """The functions get addresses: what is there must be what they take it for."""
     assert all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
 
@@ -85,31 +83,9 @@ def single_blocks(query_lens: Sequence[int], positions: Tensor, wanted: Tensor) 
     return torch.stack([wanted, torch.ones_like(wanted), positions[wanted], rows[wanted]], 1).int()
 
 
-def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Tensor, variant: Variant) -> Tensor:
-    """Attention of q [N, H, D] over what its rows have in `pages`, the new tokens included: [N, H, D]. `table` is [rows, width] int32."""
-    _check(torch.float32, q[0])
-    _check(torch.int32, table, blocks)
-    _, heads, dim = q.shape
-    out = torch.empty(q.shape)
-    sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
-    scaling = dim**-0.5 if variant.scaling is None else variant.scaling
-    shape = (q.stride(0), len(blocks), heads, pages.keys.shape[2], dim, table.shape[1], variant.sliding_window or 0, pages.half)
-    library.call(
-        "attention", q, pages.keys, pages.values, table, blocks, out, sinks, *shape, float(scaling), float(variant.softcap or 0.0)
-    )
-    return out
-
-
-def store(library: Library, keys: Tensor, values: Tensor, slots: Tensor, pages: Pages) -> None:
-    """Put keys and values [N, K, D], float32, into the pages at `slots` [N] int64."""
-    _check(torch.float32, keys[0], values[0])
-    assert len(keys) == 1 or keys.stride(0) == values.stride(0)
-    library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), *keys.shape, pages.half)
-
-
 def uniforms(library: Library, keys: Tensor, positions: Tensor) -> Tensor:
     """`counted.uniforms` of keys and positions [rows] int64, in one call rather than a dozen."""
-    _check(torch.int64, keys, positions)
+    check_type(torch.int64, keys, positions)
     out = torch.empty(len(keys))
     library.call("uniforms", keys, positions, out, len(keys))
     return out
@@ -117,7 +93,7 @@ def uniforms(library: Library, keys: Tensor, positions: Tensor) -> Tensor:
 
 def draw(library: Library, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """`sampling.sample` without filters: token [rows] int64 and log-prob [rows] from `logits` [rows, vocabulary]."""
-    _check(torch.float32, logits, uniform)
+    check_type(torch.float32, logits, uniform)
     tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     library.call("draw", logits, uniform, tokens, log_probs, *logits.shape, int(temperature == 0), float(temperature or 1.0))
     return tokens, log_probs

@@ -48,9 +48,10 @@ class PackedMemory:
 
 
 class PackedLinear:
-    """x -> x W^T + bias, in float32, where W is the weights of `layers` one below the other; weights in float32 or bfloat16. Those in
-    float32 that bfloat16 holds exactly, as of a checkpoint that was written so, are packed in that: the result has the same bits.
-    Adapters beside the weights (LoRA) are packed with them, in float32.
+    """x -> x W^T + bias, in float32, where W is the weights of `layers` one below the other, in float32 or bfloat16.
+
+    Float32 weights that bfloat16 holds exactly (those of a checkpoint written in bfloat16) are packed in bfloat16: the result has the
+    same bits. Adapters beside the weights (LoRA) are packed with them, in float32.
 
     With `gated`, for two layers of the same size: x -> silu(first(x)) * second(x). A row's result has the same bits in any batch.
     The copy is in `memory`, or in memory of its own. With `rounds` x is rounded to bfloat16 where the weights are bfloat16 and the

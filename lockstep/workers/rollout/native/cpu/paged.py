@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.models.attention import causal_attention
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.native.cpu.compiled import library
-from lockstep.workers.rollout.native.cpu.kernels import Pages, attend, attention_blocks, store
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, check_type
 from lockstep.workers.rollout.native.pages import KVCache
 
 if TYPE_CHECKING:
@@ -86,3 +86,25 @@ class PagedAttention:
             out = causal_attention(q.transpose(0, 1)[None], k, v, variant)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
+
+
+def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Tensor, variant: Variant) -> Tensor:
+    """Attention of q [N, H, D] over what its rows have in `pages`, the new tokens included: [N, H, D]. `table` is [rows, width] int32."""
+    check_type(torch.float32, q[0])
+    check_type(torch.int32, table, blocks)
+    _, heads, dim = q.shape
+    out = torch.empty(q.shape)
+    sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
+    scaling = dim**-0.5 if variant.scaling is None else variant.scaling
+    shape = (q.stride(0), len(blocks), heads, pages.keys.shape[2], dim, table.shape[1], variant.sliding_window or 0, pages.half)
+    library.call(
+        "attention", q, pages.keys, pages.values, table, blocks, out, sinks, *shape, float(scaling), float(variant.softcap or 0.0)
+    )
+    return out
+
+
+def store(library: Library, keys: Tensor, values: Tensor, slots: Tensor, pages: Pages) -> None:
+    """Put keys and values [N, K, D], float32, into the pages at `slots` [N] int64."""
+    check_type(torch.float32, keys[0], values[0])
+    assert len(keys) == 1 or keys.stride(0) == values.stride(0)
+    library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), *keys.shape, pages.half)

@@ -1,28 +1,44 @@
 """All layers of a pass, and its logits, in one call of decoder.c: with few tokens the way through Python takes longer than some layers."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from lockstep.models.cached_attention import Variant
+from lockstep.models.cached_attention import Variant, sliding_window
 from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, single_blocks
 from lockstep.workers.rollout.native.cpu.linears import ADD, GATED, STORE, PackedLinear
 from lockstep.workers.rollout.native.cpu.paged import StepBatch
 
 
-class Layer(Protocol):
-    """What fused.py has of a layer."""
+def linears_of(layer: Any) -> list[Any]:
+    """The linear layers of a decoder layer: q, k, v, o, gate, up, down."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    ]
 
-    input_norm: Tensor
-    mlp_norm: Tensor
-    norms: tuple[Tensor | None, Tensor | None]
-    qkv: PackedLinear
-    out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-    variant: Variant
+
+def float_weight(norm: Any) -> Any:
+    """The weight of a norm in float32; None where there is none."""
+    return None if norm is None else norm.weight.detach().float().contiguous()
+
+
+class Layer:
+    """One decoder layer's weights, laid out by `pack`: PackedLinear of the linear layers that it is given."""
+
+    def __init__(self, pack: Callable[..., PackedLinear], module: PreTrainedModel, layer: Any) -> None:
+        attention = layer.self_attn
+        q, k, v, o, gate, up, down = linears_of(layer)
+        self.input_norm, self.mlp_norm = float_weight(layer.input_layernorm), float_weight(layer.post_attention_layernorm)
+        self.qkv, self.out = pack([q, k, v]), pack([o])
+        self.norms = float_weight(getattr(attention, "q_norm", None)), float_weight(getattr(attention, "k_norm", None))
+        """Of queries and keys (Qwen3)."""
+        self.variant = Variant(attention.scaling, sliding_window(module, attention))
+        self.gate_up, self.down = pack([gate, up], gated=True), pack([down])
 
 
 Last = tuple[Tensor, PackedLinear]

@@ -5,7 +5,8 @@ from benchmarks.one_by_one import rms_norm, rotate
 from lockstep.models.cached_attention import Variant
 from lockstep.models.masked_attention import masked_attention
 from lockstep.workers.rollout import counted
-from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attend, attention_blocks, draw, store, uniforms
+from lockstep.workers.rollout.native.cpu.kernels import Library, Pages, attention_blocks, draw, uniforms
+from lockstep.workers.rollout.native.cpu.paged import attend, store
 from lockstep.workers.rollout.sampling import sample
 
 KV_HEADS = 2
