@@ -59,11 +59,16 @@ def main(arguments: list[str]) -> None:
     jobs = [tuple(map(int, argument.split(":"))) for argument in arguments]
     work = answers((memory, file, size) for memory, file, size in jobs)
     awaited = threading.Event()
-    threading.Thread(target=lambda: os.read(0, 1) and awaited.set(), daemon=True).start()
+    threading.Thread(target=_hear, args=(awaited,), daemon=True).start()
     giving_way = threading.Thread(target=_print, args=(work, awaited))
     giving_way.start()
     giving_way.join()
     _print(work)
+
+
+def _hear(awaited: threading.Event) -> None:
+    if os.read(0, 1):
+        awaited.set()
 
 
 def _print(work: Iterator[dict[str, Any] | None], until: threading.Event | None = None) -> None:
