@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -79,6 +80,17 @@ class PairDataset(TrainingRows):
         }
         objects = {"uid": [str(place) for place, _, _ in rows], "index": [part.index for _, part, _ in rows]}
         return DataProto.from_dict(tensors, objects, {"pad_token_id": self._tokenizer.pad_token_id})
+
+    def same_prompts(self) -> np.ndarray:
+        """A number for each position, the same where `prompt` is the same; another for each row that has none, or tools beside it."""
+        numbers = np.arange(len(self._files))
+        if "tools" not in self._files.columns:
+            first: dict[str, int] = {}
+            for start, values in self._files.batches("prompt", missing_ok=True):
+                for row, prompt in enumerate(values if isinstance(values, list) else values.to_pylist(), start):
+                    if prompt is not None:
+                        numbers[row] = first.setdefault(json.dumps(prompt, sort_keys=True, default=str), row)
+        return numbers[self._rows]
 
     def mark(self, row: FileRow) -> list[MarkedText]:
         if not self.is_paired:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
 
 
 def heads_for_tokens(query: Tensor, key: Tensor, value: Tensor, num_tokens: int, group: dist.ProcessGroup) -> list[Tensor]:
@@ -60,8 +59,22 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
 
 
 def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _Exchange.apply(blocks, group)
+
+
+class _Exchange(torch.autograd.Function):
     """[W, ...]: entry i goes to rank i, entry i of the result comes from it. The gradient goes the same way back."""
-    return all_to_all_single(torch.empty_like(blocks, memory_format=torch.contiguous_format), blocks.contiguous(), group=group)
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, blocks.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grads[0], ctx.group), None
 
 
 class _Gather(torch.autograd.Function):

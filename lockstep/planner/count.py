@@ -9,6 +9,9 @@ fsdp        4 P / R           4 T / R              8 T / R   e P / C, or e (two 
 megatron    e P / C + 4 T/R   with the weights     8 T / R   with the weights
 ```
 
+fsdp on one rank gathers nothing: it copies what it keeps in another type. That is nothing in float32 (e = 4), and of a model with adapters,
+which is kept in the type of the computation, the adapters alone.
+
 Gradients of several micro-batches are added up whole before they are divided: 4 T / C.
 """
 
@@ -26,6 +29,7 @@ from lockstep.models.fast_layers import has_fast_layers
 from lockstep.models.flops import head_size, mlp_width
 from lockstep.models.load import Head
 from lockstep.models.lora import Lora
+from lockstep.models.outputs import ScoreLayer
 from lockstep.models.recompute import activation_bytes, possible_kinds
 from lockstep.planner.built import build
 from lockstep.planner.memory import Keys, Model, Rollout
@@ -94,6 +98,9 @@ def count_model(
     if adapters:  # what does not learn beside them is kept in the type of the computation
         state["weights"] -= (_FLOAT - element) * (parameters - trained) // _layout(choice, world_size)[1]
 
+    offloads = choice.strategy in ("fsdp", "fsdp2")
+    if offloads and world_size == 1:
+        state["gathered"] = _copies(module, element, adapters)
     text = module.config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
     intermediate = mlp_width(text)
@@ -102,7 +109,6 @@ def count_model(
     }
     section = choice.engine
     fast = isinstance(section, FSDPConfig) and element < _FLOAT and not section.use_torch_compile and has_fast_layers(module)
-    offloads = choice.strategy in ("fsdp", "fsdp2")
     kinds = _kinds(model, module) if update is not None else []
     return Model(
         name=name,
@@ -211,6 +217,14 @@ def _state(
         "moments": 2 * _FLOAT * trained // ranks,
         "gathered": element * min(whole, parameters) // part,
     }
+
+
+def _copies(module: PreTrainedModel, element: int, adapters: bool) -> int:
+    """Bytes of what one rank copies to compute with it: weights that it keeps in float32, but those of score layers, which compute so."""
+    if element == _FLOAT:
+        return 0
+    scores = {id(p) for part in module.modules() if isinstance(part, ScoreLayer) for p in part.parameters()}
+    return element * sum(p.numel() for p in module.parameters() if id(p) not in scores and (p.requires_grad or not adapters))
 
 
 def _layout(choice: EngineChoice, world_size: int) -> tuple[int, int, bool]:

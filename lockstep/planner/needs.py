@@ -55,12 +55,12 @@ def policy_needs(
         # With adapters the actor is the reference too, unless that is another model.
         passes = ("old_log_prob", "ref") if parts.reference and not config.loads_reference(parts) else ("old_log_prob",)
         budget = (_actor_tokens(actor, load), actor.ppo_micro_batch_size_per_gpu)
-        keys = _trained_keys(names.engine, _less(names.tokens, names.length, budget, load, actor), names.model)
+        keys = _trained_keys(names.engine, _less(names.tokens, names.length, budget, load, actor, names.engine), names.model)
         models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
     if config.loads_reference(parts):
         tokens = ref.log_prob_max_token_len_per_gpu or _actor_tokens(actor, load)
         budget = (tokens, ref.log_prob_micro_batch_size_per_gpu)
-        less = _less(names.reference_tokens, names.length, budget, load, config.reference_engine)
+        less = _less(names.reference_tokens, names.length, budget, load, config.reference_engine, names.engine)
         keys = Keys(less, names.reference_offload, moments=None, recompute=None)
         options["model"] = config.reference_model
         models.append(count_model("ref", keys, ("ref",), None, choice=config.reference_engine, budget=budget, **options))
@@ -76,11 +76,11 @@ def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, worl
     options: Any = {"choice": config, "model": config.model, "load": load, "world_size": world_size, "element": element}
     if isinstance(config, CriticConfig):
         budget = (_scored_tokens(config, load), config.ppo_micro_batch_size_per_gpu)
-        less = _less("critic.ppo_max_token_len_per_gpu", PPO_KEYS.length, budget, load, config)
+        less = _less("critic.ppo_max_token_len_per_gpu", PPO_KEYS.length, budget, load, config, "critic")
         keys = _trained_keys("critic", less, "critic.model")
         return count_model("critic", keys, ("values",), "update_critic", head=Head.VALUE, budget=budget, **options)
     budget = (_scored_tokens(config, load), config.micro_batch_size_per_gpu)
-    less = _less("reward_model.max_token_len_per_gpu", PPO_KEYS.length, budget, load, config)
+    less = _less("reward_model.max_token_len_per_gpu", PPO_KEYS.length, budget, load, config, "reward_model")
     keys = Keys(less, "reward_model.fsdp_config.param_offload", moments=None, recompute=None)
     return count_model("reward_model", keys, ("reward_model",), None, head=Head.SCORE, budget=budget, **options)
 
@@ -97,12 +97,17 @@ def _scored_tokens(config: CriticConfig | RewardModelConfig, load: Load) -> int:
     return alone.micro_batch(config.max_token_len_per_gpu, SCORED_TOKENS, config.token_ranks)
 
 
-def _less(tokens: str, length: str, budget: tuple[int, int | None], load: Load, choice: EngineChoice) -> str:
-    """What makes micro-batches of this budget smaller: the key of their tokens or rows, or of the length where each is one row."""
+def _less(tokens: str, length: str, budget: tuple[int, int | None], load: Load, choice: EngineChoice, section: str) -> str:
+    """What makes micro-batches of this budget smaller: the key of their tokens or rows, or where each is one row that of its length, or of
+    the ranks that divide it. `section` has the engine's keys."""
     max_tokens, max_rows = budget
-    if max_rows is not None:
-        return tokens.replace("max_token_len", "micro_batch_size") if max_rows > load.unit else length
-    return tokens if max_tokens * choice.token_ranks > load.longest * load.unit else length
+    if max_rows is not None and max_rows > load.unit:
+        return tokens.replace("max_token_len", "micro_batch_size")
+    if max_rows is None and max_tokens * choice.token_ranks > load.longest * load.unit:
+        return tokens
+    if choice.strategy not in ("fsdp", "fsdp2") or choice.fsdp_config.tensor_parallel_size > 1:
+        return length
+    return f"{length}, or raise {section}.fsdp_config.ulysses_sequence_parallel_size, so that more GPUs divide each row"
 
 
 def _trained_keys(section: str, less: str, model: str) -> Keys:

@@ -178,12 +178,10 @@ class StageRun(Run):
         return self._val_metrics(self._measure(self._validated_rows(len(self.val_data), 1, self.rows_per_step)))
 
     def _measure(self, positions: Sequence[int]) -> list[Measured]:
-        """What the workers measure on these validation rows, a batch at a time. The last one has what is left too: alone it may be too few
-        rows for a loss that compares them."""
+        """What the workers measure on these validation rows, a batch at a time."""
         assert self.val_data is not None
         found, seen = [], expect(len(positions), "rows")
-        starts = range(0, max(1, len(positions) - self.rows_per_step + 1), self.rows_per_step)
-        for start, end in zip(starts, [*starts[1:], len(positions)], strict=True):
+        for start, end in whole_batches(len(positions), self.rows_per_step):
             batch = self._prepare(self.val_data.batch(positions[start:end]))
             found.append((batch, self._evaluate(batch)))
             seen.done = end
@@ -262,6 +260,13 @@ class StageRun(Run):
     def _load_of(self, ranks: int) -> Load:
         rows = -(-self.rows_per_step // ranks) * self.rows_per_example
         return Load(longest=self.longest, step_rows=rows, update_rows=rows, unit=self.rows_per_example)
+
+
+def whole_batches(count: int, size: int) -> list[tuple[int, int]]:
+    """Where batches of `size` of so many rows begin and end. The last one has what is left too: alone it may be too few rows for a loss
+    that compares them."""
+    starts = range(0, max(1, count - size + 1), size)
+    return list(zip(starts, [*starts[1:], count], strict=True))
 
 
 def denominators_of(batch: DataProto) -> Denominators:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.conformance import STEPS, TWO_MICRO_BATCHES, engine_step
+from helpers.conformance import STEPS, TWO_MICRO_BATCHES, batch_of, engine_step
 from helpers.distributed import run_distributed
 from helpers.engines import make_tiny_engine
 from helpers.families import FAMILIES
@@ -54,11 +54,18 @@ def bytes_of(tensors: Any) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
 
 
+def copied_bytes(module: Any) -> int:
+    """Bytes of what a model that one rank has whole has copied to compute with it."""
+    return bytes_of(copied.copy for copied in getattr(module, "_copied", ()))
+
+
 @pytest.mark.parametrize(
     ("world", "section", "model"),
     [
         (1, {}, {}),
+        (1, {"dtype": "bfloat16"}, {}),
         (1, {}, {"lora_rank": 2}),
+        (1, {"dtype": "bfloat16"}, {"lora_rank": 2}),
         (2, {"dtype": "bfloat16"}, {"lora_rank": 2}),
         (2, {}, {}),
         (2, {"fsdp_size": 1}, {}),
@@ -77,27 +84,53 @@ def test_weights_gradients_and_moments_are_those_of_the_engine(
         engine_step(engine, STEPS[0], 0, TWO_MICRO_BATCHES)  # makes the moments
         state = engine._optimizer.state.values()
         moments = [value for one in state for name, value in one.items() if isinstance(value, Tensor) and name != "step"]
+        copies = []
+        engine.module.register_forward_hook(lambda *_: copies.append(copied_bytes(engine.module)))
         clear = engine._optimizer.zero_grad
         gradients = []
         engine._optimizer.zero_grad = lambda: (gradients.append(bytes_of(sharding.gradient_shards(engine.module))), clear())
         engine_step(engine, STEPS[1], 1, TWO_MICRO_BATCHES)
-        return {"weights": bytes_of(sharding.shards(engine.module)), "moments": bytes_of(moments), "gradients": gradients[0]}
+        return {"weights": bytes_of(sharding.shards(engine.module)), "moments": bytes_of(moments), "gradients": gradients[0]} | {
+            "gathered": max(copies) if world == 1 else None
+        }
 
     measured = run_distributed(measure, world)
     counted = count(path, EngineChoice(fsdp_config=FSDPConfig(**section)), world_size=world, model=model, element=element)
     for part in ("weights", "moments", "gradients"):
         assert getattr(counted, part) == pytest.approx(max(rank[part] for rank in measured), rel=0.08), part
+    if world == 1:
+        assert counted.gathered == measured[0]["gathered"]
+
+
+@pytest.mark.parametrize(
+    ("head", "section"), [(Head.LANGUAGE_MODEL, {"dtype": "bfloat16"}), (Head.VALUE, {"dtype": "bfloat16"}), (Head.VALUE, {})]
+)
+def test_a_frozen_model_on_one_rank_copies_what_is_counted(tmp_path: Path, head: Head, section: dict[str, Any]) -> None:
+    """References and reward models."""
+    path = save_tiny_model(tmp_path, tie_word_embeddings=True)
+
+    def measure() -> tuple[int, int]:
+        engine = make_tiny_engine(path, section=section, head=head, optim=None)
+        weights, found = bytes_of(engine.module.parameters()), []
+        engine.module.register_forward_hook(lambda *_: found.append(copied_bytes(engine.module)))
+        engine.forward(batch_of(STEPS[0]), TWO_MICRO_BATCHES)
+        return weights, max(found)
+
+    ((weights, copied),) = run_distributed(measure, 1)
+    element = 2 if section else 4
+    counted = count(path, EngineChoice(fsdp_config=FSDPConfig(**section)), update=None, head=head, element=element)
+    assert (counted.weights, counted.gathered) == (weights, copied)
 
 
 def test_parts_shrink_with_the_ranks_that_share_them(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     one, eight = count(path), count(path, world_size=8)
     assert (one.weights, one.moments, one.gradients) == (8 * eight.weights, 8 * eight.moments, 8 * eight.gradients)
-    assert one.gathered == one.weights  # a whole copy in float32 too
-    assert eight.gathered == one.gathered  # two layers of two
-    assert count(path, world_size=8, element=2).gathered == one.gathered // 2
+    assert one.gathered == 0  # one rank shards nothing
+    assert eight.gathered == one.weights  # two layers of two, in float32 too
+    assert count(path, world_size=8, element=2).gathered == count(path, element=2).gathered == one.weights // 2
     small = count(path, EngineChoice(fsdp_config=FSDPConfig(reshard_after_forward=False)), world_size=8)
-    assert small.gathered == one.gathered
+    assert small.gathered == one.weights
     # Several micro-batches add their gradients up whole.
     assert count(path, world_size=8, load=Load(16, 8, 4000)).gradients == one.gradients
 

@@ -4,8 +4,8 @@ Runs in a process that can be killed (`lockstep.rewards.killable`): a parse or a
 
 Two expressions are the same when their difference is zero, to 20 digits behind the point, at several random points of their variables.
 Decimals are read as exact fractions before, so 0.333 is not 1/3. What has no numerical value (matrices, unknown functions) goes to
-`math_verify.verify`. Expressions of more than 300 characters or 20 levels of brackets are not read, and numbers of more than 4,000 digits
-equal nothing that is written in another way.
+`math_verify.verify`. Expressions of more than 300 characters or 10 levels of brackets are not read, nor those with numbers of more than
+20,000 digits (math_size); numbers of more than 4,000 equal nothing that is written in another way.
 """
 
 import functools
@@ -15,17 +15,19 @@ import re
 import resource
 from typing import Any
 
-from latex2sympy2_extended import latex2sympy
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from math_verify import verify
-from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, log, nan, oo, zoo
+from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, binomial, log, nan, oo, zoo
 
+from lockstep.rewards.graders.math_size import is_small
 from lockstep.rewards.graders.math_spelling import spell
 from lockstep.rewards.graders.math_structure import equal, parse
 from lockstep.rewards.graders.math_values import Judge
 
 _MAX_EXPRESSION = 300
-_MAX_DEPTH = 20
+_MAX_DEPTH = 10
+_MOST = {r"\|": 16, "&": 12, r"\\log": 4, r"\\(?:int|sum|prod|lim)(?![a-zA-Z])": 2}
+"""What the parser, or SymPy, takes long over, and how often an expression may have it."""
 _MAX_MEMORY = 4 * 1024**3
 _NUM_POINTS = 4
 _DIGITS = 30
@@ -86,21 +88,35 @@ def _read(latex: str) -> Any:
     # The parser would add 2 3 up, and takes exponential time over brackets that are never closed.
     if len(latex) > _MAX_EXPRESSION or re.search("[0-9] [0-9]", latex) or not _is_balanced(latex):
         return None
+    if any(len(re.findall(pattern, latex)) > most for pattern, most in _MOST.items()):
+        return None
     try:
-        expression = latex2sympy(
-            latex, is_real=None, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
-        )
+        expression = _Reader(config=ConversionConfig(lowercase_symbols=False)).parse(latex)
     except MemoryError:
         raise
     except Exception:  # the parser raises Exception itself, and whatever SymPy raises on half-read input
+        return None
+    if not is_small(expression):
         return None
     if isinstance(expression, Expr) and Symbol("i") in expression.free_symbols:
         expression = expression.xreplace({Symbol("i"): I})
     return None if expression in (nan, zoo) else expression
 
 
+class _Reader(_Latex2Sympy):
+    """The parser, which evaluates nothing: that is for who has seen how large the numbers are."""
+
+    def convert_binom(self, binom: Any) -> Any:
+        return binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
+
+    def handle_gcd_lcm(self, f: str, args: Any) -> Any:
+        if not all(map(is_small, args)):
+            raise ValueError(f"{f} of numbers that are too large")
+        return super().handle_gcd_lcm(f, args)
+
+
 def _is_balanced(latex: str) -> bool:
-    """Whether brackets are closed, whatever their kinds, and at most 20 deep."""
+    """Whether brackets are closed, whatever their kinds, and at most 10 deep."""
     depth = 0
     for bracket in re.findall(r"[(\[{)\]}]", latex):
         depth += 1 if bracket in "([{" else -1

@@ -66,10 +66,15 @@ def _plan(options: argparse.Namespace) -> int:
         found = ask(config)
     except ResourceError as error:
         print(f"{head}\n\nit does not fit: {error}\n")
+
+        def ask_for_run(changed: PPOConfig) -> "Prediction":
+            check_run(changed, device)
+            return ask(changed)
+
         _print_proposals(
             "what would fit, any of:",
-            what_fits(config, ask),
-            "no smaller micro-batch, fewer sequences at once, more GPUs or adapters make it fit",
+            what_fits(config, ask_for_run),
+            "no smaller micro-batch, fewer sequences at once, GPUs that divide rows, more GPUs or adapters make it fit",
         )
         return 1
     if options.json:

@@ -15,6 +15,7 @@ _BUDGETS = (8192, 16384, 24576, 32768)
 _SEATS = (256, 512, 1024)
 _FEW_SEATS = (48, 32, 24, 16, 8, 4, 2, 1)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
+_DIVISIONS = (2, 4, 8)
 _WORTH = 0.02
 """A change is proposed where it saves this share of a step."""
 Predict = Callable[[PPOConfig], Prediction]
@@ -45,7 +46,8 @@ def proposals(config: PPOConfig, found: Prediction, predict: Predict) -> list[Pr
 
 
 def what_fits(config: PPOConfig, predict: Predict) -> list[Proposal]:
-    """Ways to make a configuration fit that does not: a smaller micro-batch, fewer sequences at once, more GPUs, adapters."""
+    """Ways to make a configuration fit that does not: a smaller micro-batch, fewer sequences at once, GPUs that divide rows, more GPUs,
+    adapters."""
     policy, trainer = "actor_rollout_ref", config.trainer
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout = config.actor_rollout_ref.rollout
@@ -57,6 +59,7 @@ def what_fits(config: PPOConfig, predict: Predict) -> list[Proposal]:
             "fewer sequences are generated at once",
             [{f"{policy}.rollout.max_num_seqs": size} for size in _FEW_SEATS if size < seats],
         ),
+        ("GPUs divide the tokens of a row (Ulysses)", [_divided(config, size) for size in _DIVISIONS]),
         ("more GPUs share the models", [_gpus(count, per_node) for count in _COUNTS if count > present]),
         ("adapters learn instead of the model", [{f"{policy}.model.lora_rank": 32}]),
     ]
@@ -93,6 +96,15 @@ def _moves(config: PPOConfig, found: Prediction) -> Iterator[tuple[list[dict[str
 def _budget(config: PPOConfig, size: int) -> dict[str, Any]:
     keys = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] + ["critic.ppo_max_token_len_per_gpu"] * config.use_critic
     return dict.fromkeys(keys, size)
+
+
+def _divided(config: PPOConfig, size: int) -> dict[str, Any]:
+    """`size` GPUs of a machine have a part of each row, of which a micro-batch is one; as many GPUs as that takes."""
+    trainer, longest = config.trainer, config.data.max_prompt_length + config.data.max_response_length
+    present = trainer.n_gpus_per_node * trainer.nnodes
+    models = ["actor_rollout_ref.actor"] + ["critic"] * config.use_critic
+    division = dict.fromkeys([f"{model}.fsdp_config.ulysses_sequence_parallel_size" for model in models], size)
+    return division | _budget(config, -(-longest // size)) | (_gpus(size, 1) if present % size else {})
 
 
 def _gpus(count: int, per_node: int) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from lockstep.algorithms.preference_losses import (
     PreferenceLoss,
     bind_preference_prepare,
@@ -29,7 +31,7 @@ from lockstep.trainer.dpo.reference_file import fingerprint, reference_path, wit
 from lockstep.trainer.dpo.stages import couple_pairs, reference_log_prob, whole_batch_columns
 from lockstep.trainer.launch import FROZEN, RoleSpec
 from lockstep.trainer.role import Role
-from lockstep.trainer.stage_run import StageRun
+from lockstep.trainer.stage_run import StageRun, whole_batches
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.model_size import count_parameters
@@ -108,6 +110,33 @@ class DPOTrainer(StageRun):
         self.more_roles = (Role.RefPolicy,) if self.reference_mode == "model" else ()
         self.rows_per_example = 2 if train.is_paired else 1
         super().__init__(config, tokenizer, worker_cls, group_cls, make_loss, train, val)
+        if self._prepare_loss is not None:
+            self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Raise ConfigError for the first batch that has one prompt alone: nobody's answers are there to compare with."""
+        size = self.rows_per_step
+        prompts = self.train_data.same_prompts()
+        if np.unique(prompts, return_counts=True)[1].max() >= size:  # else there is none
+            for step in range(self.total_steps):
+                if len(set(prompts[self.schedule.batch(step)])) == 1:
+                    self._refuse(
+                        f"step {step + 1}", "raise data.train_batch_size, or mix the rows (data.shuffle=true, or another data.seed)"
+                    )
+        if self.val_data is not None:
+            prompts, count = self.val_data.same_prompts(), len(self.val_data)
+            for rows in (range(count), self.section.first_validation_rows(count, 1, size)):
+                for start, end in whole_batches(len(rows), size):
+                    if len(set(prompts[list(rows[start:end])])) == 1:
+                        self._refuse(
+                            f"the validation batch from row {rows[start]} on", "mix the rows, or raise data.train_batch_size"
+                        )
+
+    def _refuse(self, batch: str, remedy: str) -> None:
+        raise ConfigError(
+            f"loss.loss_mode={self.config.loss.loss_mode} compares with answers to other prompts of a batch, and in {batch} all "
+            f"answers are to one prompt; {remedy}"
+        )
 
     def init_workers(self) -> None:
         """As every recipe; with reference.mode=file it also computes the reference's log-probs, unless there is a file with them."""

@@ -38,6 +38,8 @@ class ShareWriter:
         """The copies, by file, kept for the next save."""
         self._kept: list[tuple[Path, HostFile]] = []
         self._thread: threading.Thread | None = None
+        self._pipe: tuple[int, int] | None = None
+        """By what is written to its second end the process that writes hears that somebody waits."""
         self.in_background = False
         """Whether the next save may be written later."""
         self.error: str | None = None
@@ -73,6 +75,7 @@ class ShareWriter:
                 self.error = self.error or describe_failure(error)
 
         if self.in_background:
+            self._pipe = os.pipe()
             self._thread = threading.Thread(target=write, name="checkpoint share", daemon=True)
             self._thread.start()
         else:
@@ -84,10 +87,13 @@ class ShareWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> str | None:
-        """Wait until all is written; returns what went wrong."""
-        if self._thread is not None:
+        """Wait until all is written, which from now on gives way to nobody; returns what went wrong."""
+        if self._thread is not None and self._pipe is not None:
+            os.write(self._pipe[1], b"!")
             self._thread.join()
-            self._thread = None
+            for end in self._pipe:
+                os.close(end)
+            self._thread = self._pipe = None
         return self.error
 
     def begin(self, in_background: bool) -> None:
@@ -121,12 +127,14 @@ class ShareWriter:
             file.unlink(missing_ok=True)
 
     def _write_kept(self) -> None:
+        if self._pipe is None or not self._kept:
+            return
         opened: list[int] = []
         try:
             for file, _ in self._kept:
                 opened.append(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
             jobs = [(memory.memory, descriptor, memory.size) for (_, memory), descriptor in zip(self._kept, opened, strict=True)]
-            for (file, _), answer in zip(self._kept, _written(jobs), strict=False):  # fewer where one failed
+            for (file, _), answer in zip(self._kept, _written(jobs, self._pipe[0]), strict=False):  # fewer where one failed
                 if "errno" in answer:
                     file.unlink(missing_ok=True)
                     raise OSError(answer["errno"], os.strerror(answer["errno"]), str(file))
@@ -138,16 +146,18 @@ class ShareWriter:
                 os.close(descriptor)
 
 
-def _written(jobs: list[write_child.Job]) -> list[dict[str, Any]]:
-    """Do the jobs in a process of its own, or here where there is none to be had; returns what came of each, up to one that failed."""
+def _written(jobs: list[write_child.Job], hears: int) -> list[dict[str, Any]]:
+    """Do the jobs in a process of its own, or here where there is none to be had; returns what came of each, up to one that failed.
+    `hears` is where the process reads that somebody waits."""
     command = [sys.executable, "-I", "-S", write_child.__file__, *(":".join(map(str, job)) for job in jobs)]
     descriptors = [descriptor for job in jobs for descriptor in job[:2]]
     try:  # in a session of its own: Ctrl-C in a terminal is for the run, which then saves
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=descriptors, start_new_session=True, check=True
+            command, stdin=hears, stdout=subprocess.PIPE, pass_fds=descriptors, start_new_session=True, check=True
         )
         found = [json.loads(line) for line in done.stdout.splitlines()]
     except (OSError, subprocess.CalledProcessError):  # no room for a process, or somebody ended it
-        found = list(write_child.answers(jobs))
-    assert len(found) == len(jobs) or "errno" in found[-1]
+        found = []
+    if len(found) < len(jobs) and not any("errno" in answer for answer in found):
+        return [answer for answer in write_child.answers(jobs) if answer is not None]
     return found

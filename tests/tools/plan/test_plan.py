@@ -80,11 +80,27 @@ def test_long_rows_fit_with_fewer_sequences_at_once(tmp_path, capsys, more):
     assert main([*words, change, "--json"]) == 0
 
 
+def test_a_row_whose_update_does_not_fit_is_divided_among_gpus(tmp_path, capsys):
+    """More GPUs share the weights, but each has whole rows until they divide them."""
+    Qwen2Config(**SHAPES["1.5b"] | {"max_position_embeddings": 2**20}, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    words = ["grpo", *keys(tmp_path, "data.max_response_length=400000", "data.train_batch_size=8"), "--gpu", "h100", "--count", "8"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert (
+        "lower data.max_prompt_length or data.max_response_length, or raise "
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size, so that more GPUs divide each row" in text
+    )
+    changes = re.search(r"  (\S+ulysses_sequence_parallel_size=\d .*)\n +GPUs divide the tokens of a row", text)[1].split()
+    assert main([*words, *changes, "--json"]) == 0
+    size = int(changes[0].rpartition("=")[2])
+    assert SHAPES["1.5b"]["num_attention_heads"] % size == 0
+
+
 def test_one_row_that_is_too_long_is_refused_with_the_keys_of_its_length(tmp_path, capsys):
     shorter = "lower data.max_prompt_length or data.max_response_length"
     words = ["grpo", *keys(tmp_path, "data.max_response_length=240000")]
     for size, gpu, said in (
-        (64, "rtx-4090", f"stage update_actor takes .*; {shorter}\n"),
+        (64, "rtx-4090", f"stage update_actor takes .*; {shorter}, or raise .*ulysses_sequence_parallel_size.*each row\n"),
         (256, "h100", f"stage gen takes .*; {shorter}: the cache must hold one row of 240512 tokens\n"),
     ):
         config = SHAPES["0.5b"] | {"num_key_value_heads": 14, "head_dim": size, "max_position_embeddings": 2**18}
@@ -103,7 +119,9 @@ def test_what_nothing_makes_fit_is_not_left_as_it_is(tmp_path, capsys):
     Qwen2Config(**SHAPES["7b"] | wide, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     assert main(["ppo", *keys(tmp_path), "--gpu", "rtx-4090"]) == 1
     text = capsys.readouterr().out
-    assert text.endswith("no smaller micro-batch, fewer sequences at once, more GPUs or adapters make it fit\n")
+    assert text.endswith(
+        "no smaller micro-batch, fewer sequences at once, GPUs that divide rows, more GPUs or adapters make it fit\n"
+    )
 
 
 @pytest.mark.parametrize(

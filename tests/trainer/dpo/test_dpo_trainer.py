@@ -99,6 +99,27 @@ def test_kto_validates_on_any_number_of_rows_but_one(folder: Path, tmp_path: Pat
             make_trainer(dpo_config(folder, *files, *keys, more))
 
 
+def test_kto_says_before_a_model_is_loaded_which_batch_has_one_prompt_alone(folder: Path, tmp_path: Path) -> None:
+    """Answers to a prompt often stand one after the other."""
+    rows = [json.loads(row) for row in (folder / "labels.jsonl").read_text().splitlines()[:8]]
+    for i, row in enumerate(rows):
+        row["prompt"] = rows[i // 4 * 4]["prompt"]  # two prompts, each with four answers
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own, others = f"{tmp_path / 'rows.jsonl'}", f"{folder / 'labels.jsonl'}"
+    keys = ["loss.loss_mode=kto", "data.shuffle=false", "trainer.total_training_steps=2"]
+
+    def make(train: str, val: str, size: int) -> None:
+        files = [f"data.train_files={train}", f"data.val_files={val}", f"data.train_batch_size={size}"]
+        make_trainer(dpo_config(folder, *files, *keys))
+
+    for files, named in (((own, others), "step 1"), ((others, own), "the validation batch from row 0 on")):
+        with pytest.raises(
+            ConfigError, match=rf"kto compares with answers to other prompts of a batch, and in {named} all answers"
+        ):
+            make(*files, 4)
+    make(own, own, 5)
+
+
 @pytest.mark.parametrize("label", [True, False])
 def test_a_batch_of_good_or_of_bad_answers_alone_is_learned_and_has_no_margin(folder: Path, tmp_path: Path, label: bool) -> None:
     rows = [row for row in (folder / "labels.jsonl").read_text().splitlines() if json.loads(row)["label"] is label]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -86,6 +87,38 @@ def test_a_save_whose_process_is_lost_is_written_all_the_same(tmp_path: Path, mo
     file = tmp_path / "later" / "model.safetensors"
     assert json.loads(report.read_text()) == {"files": {str(file): entry_of(file)}, "error": None}
     assert file.read_bytes() == (tmp_path / "now" / "model.safetensors").read_bytes()
+
+
+def test_a_save_that_somebody_waits_for_gives_way_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a load of 16, one that gave way was not done within 300 s."""
+    program = """
+import os, time
+from lockstep.checkpoint import write_child
+
+def answers(jobs):
+    own, nice = os.getpriority(os.PRIO_PROCESS, os.getpid()), None
+    while nice != own:
+        nice = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread that does this piece
+        yield {"nice": nice - own}
+        time.sleep(0.01)
+
+write_child.answers = answers
+write_child.main([])
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as child:
+        assert json.loads(child.stdout.readline()) == {"nice": 10}
+        child.stdin.write(b"!")
+        assert json.loads(child.stdout.read().splitlines()[-1]) == {"nice": 0}
+    assert child.returncode == 0
+
+    waiting = tmp_path / "child.py"
+    waiting.write_text("import select, sys\nsys.exit(0 if select.select([0], [], [], 20)[0] else 'nobody waits')")
+    monkeypatch.setattr(share_writer.write_child, "__file__", str(waiting))
+    done = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done.append(run(*args, **options)) or done[-1])
+    assert save(tmp_path / "later", in_background=True)[0].wait() is None
+    assert [one.returncode for one in done] == [0]
 
 
 def test_a_second_save_uses_the_memory_of_the_first_and_has_nothing_of_it(tmp_path: Path) -> None:
