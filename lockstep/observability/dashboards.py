@@ -60,6 +60,8 @@ class Wandb:
     """
 
     package, extra = "wandb", "logging"
+    identity = "id"
+    """What of a run names it to a later process."""
 
     def __init__(
         self, *, project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any], resume_step: int | None
@@ -69,7 +71,7 @@ class Wandb:
         id_file = run_dir / f"{self.package}_run_id.txt"
         run_id = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
         self._run = self._start(project_name, experiment_name, run_dir, dict(config), run_id)
-        id_file.write_text(f"{self._run.id}\n")
+        id_file.write_text(f"{getattr(self._run, self.identity)}\n")
 
     def _start(self, project: str, name: str, run_dir: Path, config: dict[str, Any], run_id: str | None) -> Any:
         return self._module.init(project=project, name=name, dir=str(run_dir), config=config, id=run_id, resume="allow")
@@ -110,9 +112,12 @@ class SwanLab(Wandb):
 
 
 class Trackio(Wandb):
-    """trackio, on this machine: `trackio show` opens it; TRACKIO_DIR says where it is kept."""
+    """trackio, on this machine: `trackio show` opens it; TRACKIO_DIR says where it is kept.
 
-    package, extra = "trackio", "trackio"
+    It goes on with the newest run of a name, and takes no id.
+    """
+
+    package, extra, identity = "trackio", "trackio", "name"
 
     def _start(self, project: str, name: str, run_dir: Path, config: dict[str, Any], run_id: str | None) -> Any:
         config = json.loads(json.dumps(config, default=str))

@@ -208,6 +208,22 @@ def test_a_resumed_run_continues_its_wandb_run_and_a_new_one_does_not(tmp_path: 
     assert [kwargs["id"] for call, kwargs in wandb.calls if call == "init"] == [None, "run1", None]
 
 
+def test_trackio_goes_on_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows no id: a run that was resumed by one was a second run, with the id for its name."""
+    fake, calls = types.ModuleType("trackio"), []
+    fake.__spec__ = ModuleSpec("trackio", None, origin="trackio.py")
+
+    def init(name: str, resume: str, **_: Any) -> Any:
+        calls.append((name, resume))
+        return types.SimpleNamespace(id="0a1b", name=name, finish=lambda: None)
+
+    fake.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    make(tmp_path, "trackio").finish()
+    make(tmp_path, "trackio", resume_step=3).finish()
+    assert calls == [("name", "never"), ("name", "allow")]
+
+
 def test_a_table_of_samples_goes_to_those_who_show_one(tmp_path: Path, wandb: FakeWandb) -> None:
     with make(tmp_path, "wandb") as tracking:
         tracking.samples([], step=1)

@@ -55,7 +55,10 @@ def test_a_stream_gives_what_the_native_engines_gives(engine: VLLMRollout, path:
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-4, rtol=0)
     for index in (1, 4):
         torch.testing.assert_close(mine[index].prompt_log_probs, theirs[index].prompt_log_probs, atol=1e-4, rtol=0, equal_nan=True)
-    for own, other in zip(mine[1].top_log_probs or [], theirs[1].top_log_probs or [], strict=True):
+    (tops, expected) = (completion[1].top_log_probs for completion in (mine, theirs))
+    assert tops is not None
+    assert len(tops) == 12
+    for own, other in zip(tops, expected or [], strict=True):
         assert [token for token, _ in own] == [token for token, _ in other]
         assert [value for _, value in own] == pytest.approx([value for _, value in other], abs=1e-4)
     for index in (0, 3):

@@ -45,26 +45,26 @@ def scores(sandbox, judge, pairs):
 
 @needs_data
 @pytest.mark.slow
-def test_every_humaneval_reference_passes_as_completion_or_function_and_a_broken_one_fails(sandbox, judge):
+def test_every_humaneval_reference_passes_as_completion_or_function_and_broken_ones_fail(sandbox, judge):
     tasks = rows("humaneval")
     assert len(tasks) == 164
     completions = [(task["canonical_solution"], task) for task in tasks[::2]]
     functions = [(f"So:\n```python\n{task['prompt']}{task['canonical_solution']}```", json.dumps(task)) for task in tasks[1::2]]
     assert scores(sandbox, judge, completions + functions) == [1.0] * 164
-    broken = [(f"```python\n{task['prompt']}    return None\n```", task) for task in tasks]
-    assert scores(sandbox, judge, broken) == [0.0] * 164
+    broken = [(f"```python\n{task['prompt']}    return None\n```", task) for task in tasks[::4]]
+    assert scores(sandbox, judge, broken) == [0.0] * 41
 
 
 @needs_data
-def test_every_eighth_mbpp_reference_passes_and_a_broken_one_fails(sandbox, judge):
+def test_every_eighth_mbpp_reference_passes_and_broken_ones_fail(sandbox, judge):
     tasks = rows("mbpp")[::8]
     assert len(tasks) == 122
     assert scores(sandbox, judge, [(task["code"], task) for task in tasks]) == [1.0] * 122
     broken = [
         (f"{task['code']}\nfor name in {_functions(task)}: globals()[name] = lambda *a, **k: NotImplemented", task)
-        for task in tasks
+        for task in tasks[::4]
     ]
-    assert scores(sandbox, judge, broken) == [0.0] * 122
+    assert scores(sandbox, judge, broken) == [0.0] * 31
 
 
 def _functions(task):

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.errors import ResourceError
 from lockstep.rewards.sandbox import Limits, LocalSandbox, local
+from lockstep.rewards.sandbox.isolation import find_isolation
 
 
 def test_a_program_reads_stdin_and_writes_both_streams(sandbox):
@@ -160,11 +161,8 @@ def _used():
 def _left_over():
     """Sandbox processes that live, or are dead and not reaped."""
     assert threading.active_count() < 50
-    return [
-        process.name()
-        for process in psutil.Process().children(recursive=True)
-        if process.name() in ("bwrap", "setpriv", "python3.11")
-    ]
+    names = ("bwrap", "setpriv", Path(find_isolation(accept_weak=True).interpreter).name)
+    return [process.name() for process in psutil.Process().children(recursive=True) if process.name() in names]
 
 
 # -- weak isolation --------------------------------------------------------------------------------------------------------

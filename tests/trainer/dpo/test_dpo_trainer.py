@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,37 @@ def test_every_kind_of_reference_gives_the_same_run(folder: Path, tmp_path: Path
     assert runs["model"][0]["train/margin"] == pytest.approx(0.0, abs=1e-5)
 
 
+def softplus(x: float) -> float:
+    """-log s(-x)."""
+    return math.log1p(math.exp(x))
+
+
+def log_odds(x: float) -> float:
+    return x - math.log1p(-math.exp(x))
+
+
+BEGINS: dict[str, Callable[[float, float], float]] = {
+    **dict.fromkeys(("sigmoid", "smoothed", "robust", "sigmoid_norm"), lambda chosen, rejected: math.log(2)),
+    "hinge": lambda chosen, rejected: 1.0,
+    "ipo": lambda chosen, rejected: 25.0,
+    "kto": lambda chosen, rejected: 0.5,
+    "cpo": lambda chosen, rejected: softplus(rejected - chosen),
+    "simpo": lambda chosen, rejected: softplus(rejected - chosen + 1.0),
+    "orpo": lambda chosen, rejected: 0.1 * softplus(log_odds(10 * rejected) - log_odds(10 * chosen)),
+}
+"""Loss -> its value before the first update, of one pair with these rewards; without its nll term."""
+
+
 @pytest.mark.parametrize("mode", PREFERENCE_LOSSES)
 def test_every_loss_trains_and_begins_where_it_should(folder: Path, tmp_path: Path, mode: str) -> None:
-    steps = train(dpo_config(folder, *fresh(tmp_path, f"loss.loss_mode={mode}", "trainer.total_training_steps=2")))
-    known = {"sigmoid": math.log(2), "smoothed": math.log(2), "robust": math.log(2), "sigmoid_norm": math.log(2)}
-    known |= {"hinge": 1.0, "ipo": 25.0, "kto": 0.5}
-    assert losses(steps)[0] == pytest.approx(known.get(mode, losses(steps)[0]), rel=1e-6)
-    assert all(math.isfinite(value) for step in steps for value in step.values())
+    size = 6 if mode == "kto" else 1  # kto compares with another prompt's answers
+    options = (f"loss.loss_mode={mode}", f"data.train_batch_size={size}", "trainer.total_training_steps=2")
+    first, second = train(dpo_config(folder, *fresh(tmp_path, *options)))
+    begins = BEGINS[mode](first["train/chosen_reward"], first["train/rejected_reward"])
+    nll = first["train/nll"] if mode in ("cpo", "orpo") else 0.0
+    assert first["train/loss"] == pytest.approx(begins + nll, rel=1e-5)
+    assert first["train/grad_norm"] > 0
+    assert all(math.isfinite(value) for value in second.values())
 
 
 def test_a_reference_may_be_another_model(folder: Path, tmp_path: Path) -> None:

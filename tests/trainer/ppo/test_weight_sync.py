@@ -115,7 +115,7 @@ def test_a_way_that_cannot_work_is_refused_at_the_start() -> None:
 
 @pytest.mark.ray
 def test_workers_in_other_processes_generate_from_the_actors_weights_after_a_sync(ray_cluster: None, tmp_path: Path) -> None:
-    """One process has the actor, another a rollout of another model; broadcast, then the same by shared memory."""
+    """One process has the actor, another a rollout of another model; broadcast, and by shared memory."""
 
     def group(role: str, seed: int) -> RayWorkerGroup:
         config = ActorRolloutRefConfig(model=ModelConfig(path=save_tiny_model(tmp_path / role, seed=seed)))
@@ -134,8 +134,8 @@ def test_workers_in_other_processes_generate_from_the_actors_weights_after_a_syn
     ]
     with group("actor", seed=3) as actor, group("rollout", seed=0) as rollout:
         actor.init_model()
-        rollout.init_model()
         for method in ("broadcast", "ipc"):
+            rollout.init_model()  # its own weights again
             exchange(actor, rollout, method).sync()
             found = rollout.generate_sequences(batch, sampling=greedy, step=4)
             assert [row.tolist() for row in found.ragged("responses").rows()] == expected
