@@ -105,7 +105,7 @@ ARROWS: dict[str, set[str]] = {
         "observability", "utils",
     },
     "tools/load_model": {"workers/rollout", "models", "checkpoint", "config", "utils"},
-    "tools/serve": {"tools/load_model", "workers/rollout", "config", "utils"},
+    "tools/serve": {"tools/load_model", "workers/rollout", "data/conversations", "config", "utils"},
     "tools/generate": {"tools/load_model", "workers/rollout", "data", "config", "utils"},
     "tools/chat": {"tools/generate", "tools/load_model", "workers/rollout", "utils"},
     "tools/export": {"tools/load_model", "workers/engine", "models", "config", "utils"},

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -25,6 +26,8 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
+"""What a template may raise, its own words and those of the Python that it runs."""
 _PROBE = "\ue000"
 """A character that no text has."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -120,6 +123,18 @@ def _check_thinking(message: Message, shown: str) -> None:
             )
 
 
+def _check_calls(messages: Sequence[Message], shown: str) -> None:
+    """Raises DataError where one of the messages calls a tool of which the text says nothing."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            name = call.get("function", call)["name"]
+            if name not in shown:
+                raise DataError(
+                    f"the chat template leaves out the call of the tool {name!r}; write the call into the content of the message, or use "
+                    "a template that shows `tool_calls`"
+                )
+
+
 def choose_messages(messages: Sequence[Message], train_on: str, start: int = 0) -> list[bool]:
     """Which messages are trained, none of those before `start`. Raises DataError when `flag` is asked and an assistant message has none.
 
@@ -159,35 +174,60 @@ class ChatTemplate:
         except DataError:
             return False
 
-    def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> str:
-        """The text of the messages. Raises DataError when the template refuses them."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The text of the messages; `more` is passed to the template too. Raises DataError when it refuses them."""
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the row has messages, but the tokenizer has no chat template; use a tokenizer that has one, or plain strings"
             )
-        options = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs | more
         refusals = []
         for form in self._forms:
             try:
                 return str(self._tokenizer.apply_chat_template([form(message) for message in messages], tokenize=False, **options))
-            except (TemplateError, TypeError) as error:
+            except _REFUSALS as error:
                 refusals.append(error)
         raise DataError(f"the tokenizer's chat template refuses the messages: {refusals[0]}") from refusals[0]
+
+    def render_all(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """As `render`. Raises DataError also where the template leaves the tools out, or a call of one."""
+        text = self.render(messages, tools, add_generation_prompt, more)
+        if tools and self.render(messages, None, add_generation_prompt, more) == text:
+            raise DataError(
+                "the chat template leaves the tools out; write them into a system message, or use a template that has a place for `tools`"
+            )
+        _check_calls(messages, text)
+        return text
 
     def mark(self, messages: Sequence[Message], trained: Sequence[bool], tools: Any = None) -> MarkedText:
         """The whole conversation with the spans of the trained messages, each up to its end-of-turn token.
 
         Raises DataError when the template refuses the messages, or does not say where one of them stands.
         """
-        text = self.render(messages, tools)
+        text = self.render_all(messages, tools)
         spans = []
-        for i in (i for i, wanted in enumerate(trained) if wanted):
+        chosen = [i for i, wanted in enumerate(trained) if wanted]
+        for i in chosen:
             span = self._span(text, messages, i, tools)
             if span is None:
                 spans = self._marked_spans(text, messages, trained, tools)
                 break
             _check_thinking(messages[i], text[slice(*span)])
             spans.append(span)
+        for i, span in zip(chosen, spans, strict=True):
+            _check_calls([messages[i]], text[slice(*span)])
         return MarkedText(text, tuple(spans), True)
 
     def _span(self, text: str, messages: Sequence[Message], i: int, tools: Any) -> Span | None:

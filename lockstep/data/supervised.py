@@ -78,7 +78,7 @@ class SupervisedDataset(TrainingRows):
             )
         tools = self._tools(row)
         if self._train_on == "all":
-            text = self._template.render(messages, tools)
+            text = self._template.render_all(messages, tools)
             return [MarkedText(text, ((0, len(text)),), True)]
         return [self._template.mark(messages, choose_messages(messages, self._train_on, start), tools)]
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.models.load import Head, outline
+from lockstep.models.load import Head, head_config, outline
 from lockstep.models.lora import Lora
 from lockstep.models.meta import WeightFiles, missing_weights
 from lockstep.models.routers import FAMILIES, routers
@@ -17,9 +17,10 @@ _NO_HEAD = "Unrecognized configuration class"
 
 def check_fit(config: ModelConfig, head: Head, key: str, learns: bool = True) -> None:
     """Raise ConfigError or DataError, naming the key after `key` (where `config` stands), for a head that transformers does not have for
-    this family or, where it does not learn, the folder does not have, a load-balance loss without routers, and adapters that its layers
-    cannot have. A model that `learns` may get a new head."""
+    this family or, where it does not learn, the folder does not have, a folder that scores where one that writes is needed, a load-balance
+    loss without routers, and adapters that its layers cannot have. A model that `learns` may get a new head."""
     adapts = learns and config.adapts
+    head_config(config, head)
     if head is Head.LANGUAGE_MODEL and not adapts and not config.router_aux_loss_coef:
         return
     try:

@@ -40,6 +40,10 @@ class Head(Enum):
     """One number per sequence (sequence classification with one label): reward model."""
 
 
+_SCORING = ("ForSequenceClassification", "ForTokenClassification")
+"""How the classes of models are called that are no language models: reward models and critics."""
+
+
 def _reason(error: Exception) -> str:
     """Why transformers did not load weights, and what to do, in one line."""
     first = str(error).strip().splitlines()[0]
@@ -60,7 +64,7 @@ def load_model(
     model or has no such head in transformers.
     """
     assert config.path is not None, "the composition root fills in a path"
-    hf_config = _hf_config(config, head, pad_token_id)
+    hf_config = head_config(config, head, pad_token_id)
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         try:
@@ -117,7 +121,7 @@ def load_on_meta(
 
 def model_on_meta(config: ModelConfig, head: Head, pad_token_id: int | None = None) -> PreTrainedModel:
     """The model without weights, from its config alone. ValueError where transformers has no such head for it."""
-    hf_config = _hf_config(config, head, pad_token_id)
+    hf_config = head_config(config, head, pad_token_id)
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         return build_on_meta(
             head.value,
@@ -135,11 +139,16 @@ def outline(config: ModelConfig, head: Head) -> PreTrainedModel:
         return model_on_meta(config, head)
 
 
-def _hf_config(config: ModelConfig, head: Head, pad_token_id: int | None) -> Any:
+def head_config(config: ModelConfig, head: Head, pad_token_id: int | None = None) -> Any:
+    """The model's config for this head. DataError where a language model is asked for and the folder is a reward model or a critic: one
+    with tied weights would load, and write nonsense."""
     overrides = dict(config.override_config)
     if head is not Head.LANGUAGE_MODEL:
         overrides["num_labels"] = 1
     hf_config = read_model_config(str(config.path), config.trust_remote_code, **overrides)
+    kind = next((name for name in hf_config.architectures or () if name.endswith(_SCORING)), None)
+    if head is Head.LANGUAGE_MODEL and kind is not None:
+        raise DataError(f"{config.path} is a {kind}, which scores texts and writes none; name a language model")
     if pad_token_id is not None:
         hf_config.pad_token_id = pad_token_id
     return hf_config

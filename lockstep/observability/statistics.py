@@ -124,13 +124,19 @@ def t_interval(values: Array) -> tuple[Array, Array]:
 
 
 def compare(new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> Difference:
-    """The mean of `new` less that of `old`, question by question: scores of the same questions in the same order, two or more of them."""
+    """The mean of `new` less that of `old`, question by question: scores of the same questions in the same order, two or more of them.
+    With several samples each, no interval where the differences are all equal."""
     differences = np.array([np.mean(a) - np.mean(b) for a, b in zip(new, old, strict=True)])
     is_single = all(len(of_one) == 1 for of_one in (*new, *old)) and bool(np.isin(differences, (-1.0, 0.0, 1.0)).all())
-    low, high = paired_interval(differences, is_single)
+    interval = None
+    if (
+        is_single or np.ptp(differences) > 0
+    ):  # of differences that are all equal Student's interval is that point, however few they are
+        low, high = paired_interval(differences, is_single)
+        interval = float(low), float(high)
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     p_value = mcnemar(better, worse) if is_single else float(flip_test(differences))
-    return Difference(Estimate(float(differences.mean()), (float(low), float(high))), p_value, len(differences), better, worse)
+    return Difference(Estimate(float(differences.mean()), interval), p_value, len(differences), better, worse)
 
 
 def paired_interval(differences: Array, is_single: bool) -> tuple[Array, Array]:

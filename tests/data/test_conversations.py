@@ -245,6 +245,40 @@ def test_tool_calls_are_trained_and_their_results_are_not(tokenizer_of):
     assert '"name": "add"' in marked.text.split("<tools>")[1].split("</tools>")[0]
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_tools_and_calls_are_in_the_text_or_refused(name, tokenizer_of):
+    tokenizer, tools = (
+        tokenizer_of(name, FORMS[name].special),
+        [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}],
+    )
+    template = ChatTemplate(tokenizer, {})
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "multiply", "arguments": {"a": 1}}}
+    called = read_messages([QUESTION, {"role": "assistant", "content": "well", "tool_calls": [call]}])
+    for messages, trained, shown, word in (
+        (read_messages([QUESTION, {"role": "assistant", "content": "so"}]), [False, True], tools, "look_up"),
+        (called, [False, True], None, "multiply"),
+        ([*called, QUESTION, {"role": "assistant", "content": "so"}], [False, False, False, True], None, "multiply"),
+    ):
+        try:
+            text = template.mark(messages, trained, shown).text
+        except DataError as error:
+            refusal = str(error)
+            assert any(words in refusal for words in ("leaves the tools out", f"the tool '{word}'", "refuses", "cannot be told")), (
+                refusal
+            )
+        else:
+            assert word in text
+            assert template.render_all(messages, shown) == text
+
+
+def test_a_template_that_runs_into_an_error_of_python_refuses_the_row(tokenizer_of):
+    tokenizer = tokenizer_of("chatml", CHATML)
+    for code in ("{{ 'a'.index('b') }}", "{{ 1 // 0 }}", "{{ {}.popitem() }}", "{{ messages[0].content + 1 }}"):
+        tokenizer.chat_template = code
+        with pytest.raises(DataError, match="refuses the messages"):
+            ChatTemplate(tokenizer, {}).render([QUESTION])
+
+
 NO_FIRST_ANSWER = {"llama2", "mistral"}
 
 

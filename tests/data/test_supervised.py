@@ -183,12 +183,17 @@ def test_bad_rows_are_named_with_file_and_number_before_training(open_rows, plai
         SupervisedDataset([tmp_path / "first.jsonl", tmp_path / "other.jsonl"], plain_tokenizer, max_length=9)
 
 
-def test_tools_that_arrow_has_filled_up_are_refused_and_as_text_taken(open_rows):
+def test_tools_that_arrow_has_filled_up_are_refused_and_as_text_taken(open_rows, qwen_like):
     tools = [{"function": {"name": "f", "parameters": {"a": 1}}}, {"function": {"name": "g", "parameters": {"b": 1}}}]
     with pytest.raises(DataError, match=r"rows.parquet row 0: .* as JSON text"):
         open_rows([{"messages": MESSAGES, "tools": tools}], "rows.parquet")
-    assert len(open_rows([{"messages": MESSAGES, "tools": json.dumps(tools)}], "rows.parquet")) == 1
-    assert len(open_rows([{"messages": MESSAGES, "tools": tools}])) == 1
+    shows = copy.deepcopy(qwen_like)
+    shows.chat_template = "{{ tools | tojson if tools }}" + qwen_like.chat_template
+    assert len(open_rows([{"messages": MESSAGES, "tools": json.dumps(tools)}], "rows.parquet", tokenizer=shows)) == 1
+    assert len(open_rows([{"messages": MESSAGES, "tools": tools}], tokenizer=shows)) == 1
+    for train_on in ("assistant", "all"):
+        with pytest.raises(DataError, match="leaves the tools out"):
+            open_rows([{"messages": MESSAGES, "tools": tools}], train_on=train_on)
 
 
 def test_a_tokenizer_without_offsets_or_end_token_is_refused(open_rows, plain_tokenizer):

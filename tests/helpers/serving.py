@@ -26,7 +26,9 @@ HANG_S = 60.0
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}[{{ tool['function']['name'] }}]{% endfor %}{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
-    "<turn>{{ m['role'] }}:{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
+    "<turn>{{ m['role'] }}:{{ m['content'] }}"
+    "{% if 'tool_calls' in m %}{% for call in m['tool_calls'] %}<{{ call.function.name }}>{{ call.function.arguments | tojson }}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
 )
 
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.attention import PackedLayout
 from lockstep.models.cached_attention import CACHED
+from lockstep.models.fit import check_fit
 from lockstep.models.load import Head, load_model, share_structure
 
 
@@ -93,6 +95,19 @@ def test_a_family_without_token_classification_has_no_value_head(tmp_path: Path)
     path = save_tiny_model(tmp_path, "cohere")
     with pytest.raises(DataError, match=r"cannot be loaded as value: .*CohereConfig.*no such head.*critic\.model\.path"):
         load(path, Head.VALUE)
+
+
+@pytest.mark.parametrize("head", [Head.VALUE, Head.SCORE])
+def test_a_model_that_scores_is_no_language_model_though_its_weights_are_tied(tmp_path: Path, head: Head) -> None:
+    load(save_tiny_model(tmp_path / "a", tie_word_embeddings=True), Head.VALUE).save_pretrained(tmp_path / "b")
+    config = json.loads((tmp_path / "b/config.json").read_text())
+    config["architectures"] = ["LlamaForTokenClassification" if head is Head.VALUE else "LlamaForSequenceClassification"]
+    (tmp_path / "b/config.json").write_text(json.dumps(config))
+    scores = ModelConfig(path=str(tmp_path / "b"))
+    for refuse in (lambda: load(str(scores.path)), lambda: check_fit(scores, Head.LANGUAGE_MODEL, "model")):
+        with pytest.raises(DataError, match=r"which scores texts and writes none; name a language model"):
+            refuse()
+    check_fit(scores, Head.VALUE, "critic.model")
 
 
 def test_a_language_model_is_not_a_reward_model(tmp_path: Path) -> None:

@@ -165,6 +165,15 @@ def test_a_comparison_counts_the_questions_for_either_model() -> None:
     assert several.estimate.interval == pytest.approx([float(end) for end in t_interval(np.array([0.5, 0.0, -0.5]))])
 
 
+def test_equal_differences_of_several_samples_have_no_interval() -> None:
+    """Two models that are wrong in all samples of three questions may yet differ; of one sample each Tango says by how much."""
+    for new, old in (([[0, 0]] * 3, [[0]] * 3), ([[0.5, 0.25]] * 2, [[0.125]] * 2)):
+        assert compare(new, old).estimate.interval is None
+    low, high = compare([[0]] * 3, [[0]] * 3).estimate.interval
+    assert low == pytest.approx(-high)
+    assert high > 0.5
+
+
 def test_leading_axes_are_simulations() -> None:
     values = np.random.default_rng(0).uniform(0, 1, (3, 2, 20))
     low, high = clustered_interval(values, 80)

@@ -13,6 +13,10 @@ from rich.text import Text
 _NUM_TOKENS = 2
 _MIN_WIDTH = 132
 """Columns of the tables where the output is no terminal."""
+_ANY_WIDTH = 100_000
+"""Wider than any table."""
+_LEAST_TEXT = 20
+"""Characters of a text that are shown, however narrow the terminal is."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +130,16 @@ def describe_source(source: dict[str, Any]) -> str:
 
 
 def print_comparison(comparison: Comparison, stream: TextIO) -> None:
-    """The tables: numbers and cosines, then the tokens that each algorithm pushes most (two up and two down)."""
+    """The tables: numbers and cosines, then the tokens that each algorithm pushes most (two up and two down). No number is cut where
+    the terminal is narrow: its lines are broken."""
+    numbers, cosines = _numbers_table(comparison.results), _cosine_table(comparison)
     console = Console(file=stream)
-    if not console.is_terminal:
-        console = Console(file=stream, width=max(_MIN_WIDTH, console.width))
+    needed = max(Console(file=stream, width=_ANY_WIDTH).measure(table).maximum for table in (numbers, cosines))
+    console = Console(file=stream, width=max(console.width, needed, 0 if console.is_terminal else _MIN_WIDTH))
     console.print(describe_source(comparison.source), highlight=False)
-    console.print(_numbers_table(comparison.results))
-    console.print(_cosine_table(comparison))
-    console.print(_tokens_table(comparison.results))
+    console.print(numbers)
+    console.print(cosines)
+    console.print(_tokens_table(comparison.results, console.width))
     for name, reason in comparison.not_comparable:
         console.print(Text.assemble((f"not comparable: {name}: ", "bold"), reason))
 
@@ -163,15 +169,23 @@ def _cosine_table(comparison: Comparison) -> Table:
     return table
 
 
-def _tokens_table(results: Sequence[AlgorithmResult]) -> Table:
-    table = _table("the tokens pushed most", "share", "advantage", "ratio", "row")
+def _tokens_table(results: Sequence[AlgorithmResult], width: int) -> Table:
+    """The texts are cut to what the numbers leave of `width`."""
+    labels = ("share", "advantage", "ratio", "row")
+    numbers, table = (_table("the tokens pushed most", *labels) for _ in range(2))
     table.add_column("token in its place", no_wrap=True)
+    places = []
     for r in results:
         for pushed, sign, style in ((r.pushed_up, "+", "bold green"), (r.pushed_down, "-", "bold red")):
             for token in pushed[:_NUM_TOKENS]:
-                place = Text.assemble(visible(token.before), (f"[{visible(token.token)}]", style), visible(token.after))
-                numbers = (f"{token.advantage:+.2f}", f"{token.ratio:.3f}", str(token.row))
-                table.add_row(Text(r.name), f"{sign}{token.share:.2%}", *numbers, place)
+                places.append(Text.assemble(visible(token.before), (f"[{visible(token.token)}]", style), visible(token.after)))
+                numbers.add_row(
+                    Text(r.name), f"{sign}{token.share:.2%}", f"{token.advantage:+.2f}", f"{token.ratio:.3f}", str(token.row)
+                )
+    left = max(width - Console(width=_ANY_WIDTH).measure(numbers).maximum - 2, _LEAST_TEXT)
+    for *cells, place in zip(*(column.cells for column in numbers.columns), places, strict=True):
+        place.truncate(left, overflow="ellipsis")
+        table.add_row(*cells, place)
     return table
 
 

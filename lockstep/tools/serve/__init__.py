@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, MissingExtra, ResourceError, as_command
-from lockstep.tools.load_model import add_model_arguments, load_model_of
+from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of
 from lockstep.utils.garbage import frozen_objects
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str]) -> int:
         from lockstep.tools.serve.app import Server, ServerOptions
         from lockstep.tools.serve.follow import newer_weights
 
-        loaded = load_model_of(options)
-        if options.follow and (loaded.source.step is None or options.engine != "native"):
+        if options.follow and (options.engine != "native" or find_model(options.model).step is None):
             raise ConfigError("--follow needs a run's folder as MODEL, and --engine native")
+        loaded = load_model_of(options)
         own = ServerOptions(
             name=options.name or options.model,
             api_key=api_key,
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.host not in _LOCAL and api_key is None:
             print(f"warning: anybody who reaches {options.host} can use this server: there is no --api-key", flush=True)
         try:
+            listen(bound)  # another server may have bound the same port while neither listened
             with frozen_objects():  # no request waits while Python walks over all that was imported
                 http_server(server, f"{own.name} on {address_of(bound)}").run(sockets=[bound])
         finally:
@@ -103,8 +104,20 @@ def listening_socket(host: str, port: int, timeout_s: float) -> socket.socket:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        raise ResourceError(f"cannot listen on {host}:{port}: {error}; choose another --port or --host") from error
+        raise _taken(f"{host}:{port}", error) from error
     return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """From here on clients can connect. Raises ResourceError where another socket listens on the same address since this one was bound."""
+    try:
+        bound.listen()
+    except OSError as error:
+        raise _taken("{}:{}".format(*bound.getsockname()[:2]), error) from error
+
+
+def _taken(address: str, error: Exception) -> ResourceError:
+    return ResourceError(f"cannot listen on {address}: {error}; choose another --port or --host")
 
 
 def address_of(bound: socket.socket) -> str:

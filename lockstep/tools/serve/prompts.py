@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.errors import ConfigError
+from lockstep.data.conversations import ChatTemplate, read_messages
+from lockstep.errors import ConfigError, DataError
 from lockstep.tools.serve.fields import BadRequest
 from lockstep.tools.serve.protocol import Call, GivenPrompt
 from lockstep.workers.rollout.request import Request
@@ -24,6 +24,7 @@ class PromptReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, context: int | None) -> None:
         self._tokenizer, self._vocabulary, self.context = tokenizer, vocabulary, context
+        self._template = ChatTemplate(tokenizer, {})
 
     def read(self, call: Call) -> list[list[int]]:
         """The ids of each prompt of a call. Raises BadRequest for one that the model cannot continue."""
@@ -40,15 +41,13 @@ class PromptReader:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any]) -> str:
-        """A conversation as the model's own template writes it. Raises BadRequest where it has none, or refuses the conversation."""
+        """A conversation as the model's own template writes it, in training too. Raises BadRequest where it has none, or refuses it."""
         if not self._tokenizer.chat_template:
             raise BadRequest("the model has no chat template; use /v1/completions", "messages", code="no_chat_template")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tools=list(tools or []) or None, tokenize=False, **template_kwargs)
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:  # what a template may raise
-            raise BadRequest(f"the model's chat template refuses the conversation: {error}", "messages") from error
+            return self._template.render_all(read_messages(messages), tools, more=template_kwargs)
+        except DataError as error:
+            raise BadRequest(str(error), "messages") from error
 
     def _check(self, name: str, ids: Sequence[int]) -> None:
         if not ids:

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -22,6 +23,28 @@ def test_a_number_that_does_not_exist_is_a_dash():
     rows = [line.split() for line in printed(make_comparison()).splitlines() if line.startswith("silent_one")]
     assert rows[0][-1] == "-"
     assert "(3) silent_one - - -" in [" ".join(line.split()) for line in printed(make_comparison()).splitlines()]
+
+
+def test_no_number_and_no_name_is_cut_by_long_texts_many_algorithms_or_a_narrow_terminal(monkeypatch):
+    comparison = make_comparison(token="x" * 500)
+    names = [f"quite_a_long_name_{i}" for i in range(20)]
+    comparison = dataclasses.replace(
+        comparison,
+        results=[dataclasses.replace(comparison.results[0], name=name) for name in names],
+        cosines=[[0.123] * 20] * 20,
+    )
+    for width, is_terminal in (("40", True), ("80", False)):
+        monkeypatch.setenv("COLUMNS", width)
+        stream = io.StringIO()
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal
+        print_comparison(comparison, stream)
+        lines = stream.getvalue().split("the tokens pushed most")
+        assert "…" not in lines[0]
+        assert lines[0].count("0.123") == 400
+        pushed = [line.split("[xxx")[0] for line in lines[1].splitlines() if "[xxx" in line]
+        assert pushed
+        assert not [line for line in pushed if "…" in line]
+        assert {line.split()[0] for line in pushed} == set(names)
 
 
 def test_markup_in_tokens_and_names_is_text():

@@ -182,6 +182,16 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_shown(run):
     assert warnings[2] == "warning: run: metrics.jsonl: 1 line cannot be read"
 
 
+def test_numbers_that_are_not_finite_are_shown_as_the_run_itself_writes_them(run):
+    """What other programs write among a run's lines: json's own NaN is no JSON, and the page's parser ends at it."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 91, "a/b": NaN, "c/d": -Infinity, "time": NaN}\n{"step": 92, "a/b": "nan"}\n[1]\n{"step": 93, "a/b"')
+    (metrics,) = unpacked(Collector([run]).collect(), "metrics")
+    assert metrics["steps"][-2:] == [91, 92]
+    assert metrics["columns"]["a/b"][-2:] == ["nan", "nan"]
+    assert metrics["columns"]["c/d"][-2] == "-inf"
+
+
 def test_nothing_of_a_response_is_markup_in_the_file(tmp_path):
     run = make_run(tmp_path / "run", responses=HOSTILE)
     out = tmp_path / "report.html"

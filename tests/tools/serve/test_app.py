@@ -158,6 +158,14 @@ def test_chat_goes_through_the_models_template(client, tokenizer):
     for more, start in (({"tools": [tool]}, "[add]"), ({"tools": [tool], "tool_choice": "none"}, "")):
         found = client.post("/tokenize", {"messages": messages} | more)[1]["tokens"]
         assert tokenizer.decode(found) == start + text
+    # As OpenAI's client sends a conversation back: arguments as text, fields that are null. The template sees what it sees in training.
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    called = [*messages, {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}]
+    found = client.post("/tokenize", {"messages": called, "add_generation_prompt": False})[1]["tokens"]
+    assert tokenizer.decode(found).endswith('<add>{"a": 1}')
+    call["function"]["arguments"] = "{"
+    status, refusal = client.post("/v1/chat/completions", {"messages": called})
+    assert (status, "arguments is not JSON" in refusal["error"]["message"]) == (400, True)
     status, refusal = client.post("/v1/chat/completions", {"messages": [{"role": "nobody", "content": ""}]})
     assert status == 400
     assert "nobody may not speak" in refusal["error"]["message"]

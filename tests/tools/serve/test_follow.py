@@ -11,7 +11,7 @@ from helpers.serving import HANG_S, SERVED, load_served, save_served_model, serv
 from helpers.tiny import tiny_model
 
 from lockstep.checkpoint.folders import make_draft, publish, write_state
-from lockstep.tools.serve import main
+from lockstep.tools.serve import listen, listening_socket, main
 from lockstep.tools.serve.follow import newer_weights
 
 
@@ -92,8 +92,18 @@ def test_a_reader_that_breaks_down_is_said_and_the_next_checkpoint_is_served(tmp
 
 def test_only_a_run_can_be_followed(tmp_path, capsys):
     folder = save_served_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # said before anything is loaded
     assert main([folder, "--follow", "--port", "0", "--device", "cpu"]) == 1
     assert "--follow needs a run's folder" in capsys.readouterr().err
+
+
+def test_of_two_servers_that_bind_one_port_before_either_listens_the_second_says_so(tmp_path, capsys, monkeypatch):
+    with listening_socket("127.0.0.1", 0, 60.0) as other:
+        port = other.getsockname()[1]
+        # What takes the time in which another server, started together with this one, comes first.
+        monkeypatch.setattr("lockstep.tools.serve.load_model_of", lambda options: listen(other) or load_served(options.model))
+        assert main([save_served_model(tmp_path), "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
