@@ -1,6 +1,8 @@
 """What became of the question for a reward: a score, or the reason why there is none."""
 
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -47,12 +49,21 @@ def check_score(result: Any) -> Outcome:
             return Failure("invalid", f"the reward function returned a dict without 'score': {str(result)[:200]}")
         extra = {name: v for name, v in result.items() if name != "score"}
         value = result["score"]
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        value = value.item()
+    number = _as_float(value)
     # The reward tensor is float32, where a larger number would become infinite.
-    if not (isinstance(value, int | float) and -_MAX_FLOAT32 <= value <= _MAX_FLOAT32):
-        return Failure("invalid", f"the reward function returned {str(value)[:200]!r}, which is not a finite number")
-    return Score(float(value), extra)
+    if number is None or not -_MAX_FLOAT32 <= number <= _MAX_FLOAT32:
+        text = f"the reward function returned {repr(value)[:200]}, a {type(value).__name__}, which is not a finite number"
+        return Failure("invalid", text)
+    return Score(number, extra)
+
+
+def _as_float(value: Any) -> float | None:
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray | torch.Tensor) and np.prod(value.shape) == 1):
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, Real | Decimal) else None
+    except (OverflowError, ValueError):
+        return None
 
 
 def raised(error: BaseException) -> Failure:
