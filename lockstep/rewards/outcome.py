@@ -1,13 +1,11 @@
 """What became of the question for a reward: a score, or the reason why there is none."""
 
 from dataclasses import dataclass, field
-from decimal import Decimal
-from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 
+from lockstep.rewards.as_float import as_float
 from lockstep.rewards.killable.child import describe
 
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
@@ -47,23 +45,14 @@ def check_score(result: Any) -> Outcome:
     if isinstance(result, dict):
         if "score" not in result:
             return Failure("invalid", f"the reward function returned a dict without 'score': {str(result)[:200]}")
-        extra = {name: v for name, v in result.items() if name != "score"}
+        extra = {str(name): v for name, v in result.items() if name != "score"}
         value = result["score"]
-    number = _as_float(value)
+    number = value if isinstance(value, int | float) else as_float(value)
     # The reward tensor is float32, where a larger number would become infinite.
     if number is None or not -_MAX_FLOAT32 <= number <= _MAX_FLOAT32:
         text = f"the reward function returned {repr(value)[:200]}, a {type(value).__name__}, which is not a finite number"
         return Failure("invalid", text)
-    return Score(number, extra)
-
-
-def _as_float(value: Any) -> float | None:
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray | torch.Tensor) and np.prod(value.shape) == 1):
-        value = value.item()
-    try:
-        return float(value) if isinstance(value, Real | Decimal) else None
-    except (OverflowError, ValueError):
-        return None
+    return Score(float(number), extra)
 
 
 def raised(error: BaseException) -> Failure:

@@ -58,5 +58,5 @@ def test_a_result_that_is_not_a_finite_number_is_invalid(result):
     ids=repr,
 )
 def test_every_kind_of_number_is_a_score(result):
-    score = check_score({"score": result, "note": "n"})
-    assert (type(score.value), score.value, score.extra) == (float, 1.0, {"note": "n"})
+    score = check_score({"score": result, "note": "n", 3: "three"})
+    assert (type(score.value), score.value, score.extra) == (float, 1.0, {"note": "n", "3": "three"})

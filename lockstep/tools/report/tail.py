@@ -41,7 +41,7 @@ class JsonLines:
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=str)  # NaN is text: a report is strict JSON
         except ValueError:
             row = None
         if not isinstance(row, dict):

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.protocol import DataProto
 from lockstep.rewards.outcome import Failure
+from lockstep.trainer.ppo.plain import plain
 from lockstep.trainer.ppo.scored import Scored
 
 NUM_SHOWN = 8
@@ -55,7 +56,7 @@ def write_samples(
             score = scores[i] if failures[i] is None else None
             row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": score}
             row |= {key: values[i] for key, values in info.items() if key not in row}
-            file.write(json.dumps(row, default=str) + "\n")
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
 
 def _truths(batch: DataProto) -> list[Any]:
