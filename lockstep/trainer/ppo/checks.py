@@ -16,6 +16,7 @@ from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
+from lockstep.config.data import DataConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, MissingReward
@@ -30,6 +31,36 @@ _ESTIMATOR_INPUTS = {
     "old_log_probs", "ref_log_prob", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
 }  # fmt: skip
 """What `stages.advantage` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""
+_WRITTEN = frozenset(
+    [
+        "response_mask",
+        "rollout_log_probs",
+        "finish_reason",
+        "experts",
+        "turn",
+        "restarts",
+        "turn_rewards",
+        "last_turn",
+        "episode",
+        "rm_scores",
+        "rm_judged",
+        "token_level_scores",
+        "reward_baselines",
+        "reward_parts",
+        "old_log_probs",
+        "entropys",
+        "ref_log_prob",
+        "values",
+        "rollout_is_weights",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+    ]
+)
+"""What a step adds to the columns of the data, and may ask for by name. (Nothing asks whether there are prompts and responses.)"""
 _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
 
 
@@ -219,6 +250,14 @@ def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
         raise DataError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {model.path} only {vocabulary}: they do not belong together"
         )
+
+
+def check_columns(config: DataConfig, *datasets: Any) -> None:
+    """No column of the data has the name of one that a step writes (protocol.py)."""
+    for dataset, key in zip(datasets, ("data.train_files", "data.val_files"), strict=True):
+        taken = [name for name in getattr(dataset, "columns", ()) if name in _WRITTEN and name != config.prompt_key]
+        if taken:
+            raise DataError(f"{key}: the columns {', '.join(taken)} have names that a step gives to its own; rename or drop them")
 
 
 def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_dataset: Any, val_dataset: Any) -> Any:

@@ -21,6 +21,7 @@ from lockstep.config.arithmetic import describe
 from lockstep.config.load import as_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.schedule import PromptSchedule
+from lockstep.data.seen import seen_data, tell_of_other_data
 from lockstep.observability.display import make_display
 from lockstep.observability.trackers import check_trackers
 from lockstep.protocol import DataProto
@@ -90,9 +91,10 @@ class RayPPOTrainer(Run):
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
         reward_fn, val_reward_fn = episode_rewards(config, (train_dataset, val_dataset), reward_fn, val_reward_fn)
+        checks.check_columns(data, train_dataset, val_dataset)
         self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
         self.val_reward_fn = val_reward_fn
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_dataset, self.val_dataset, self.seen_data = train_dataset, val_dataset, seen_data(data, len(train_dataset))
         schedule = PromptSchedule(len(train_dataset), data.train_batch_size, data.shuffle, config.data_seed)
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)
@@ -272,8 +274,8 @@ class RayPPOTrainer(Run):
             "num_prompt_batches": self.prompts.num_taken,
             "kl_control": self.kl_control.state_dict(),
             "sampler_drift": self.drift.largest,
-            "num_train_rows": len(self.train_dataset),
             "numbers": self.workers.numbers,
+            **self.seen_data,
         }
 
     def _save(self, folder: Path) -> list[Path]:
@@ -289,11 +291,7 @@ class RayPPOTrainer(Run):
         return [error for group in groups for error in group.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        if state["num_train_rows"] != len(self.train_dataset):
-            self.display.message(
-                f"warning: the checkpoint saw {state['num_train_rows']} training prompts, now there are {len(self.train_dataset)}; "
-                "the order of prompts is a new one"
-            )
+        tell_of_other_data(state, self.seen_data, self.display.message)
         self.actor_wg.load_checkpoint(str(folder / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(folder / "critic"))

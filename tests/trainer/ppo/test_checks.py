@@ -1,14 +1,17 @@
 import dataclasses
 from enum import Enum
+from types import SimpleNamespace
 
 import pytest
 from helpers.tiny import save_tiny_model
 
+from lockstep import protocol
 from lockstep.algorithms.advantages import ADV_ESTIMATORS, register_adv_est
+from lockstep.config.data import DataConfig
 from lockstep.config.load import as_config
 from lockstep.embedded.task import make_tokenizer
 from lockstep.errors import ConfigError, DataError, MissingReward
-from lockstep.trainer.ppo.checks import check_algorithm, check_models, check_rewards, check_roles
+from lockstep.trainer.ppo.checks import check_algorithm, check_columns, check_models, check_rewards, check_roles
 from lockstep.trainer.role import Role
 
 GRPO = {"algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": {"rollout": {"n": 2}}}
@@ -312,3 +315,18 @@ def test_estimators_that_compare_samples_need_more_than_one_a_prompt(estimator):
     with pytest.raises(ConfigError, match=rf"adv_estimator={estimator} compares.*rollout\.n=1"):
         check_algorithm(as_config({"algorithm": {"adv_estimator": estimator}}))
     check_algorithm(as_config({"algorithm": {"adv_estimator": "reinforce_plus_plus"}}))
+
+
+def test_columns_of_the_ledger_are_refused_in_data_but_for_those_that_data_may_have():
+    ledger = protocol.__doc__.split("written by")[1].split("```")[0]
+    written = {line.split()[0] for line in ledger.splitlines()[1:] if line[:1].strip()}
+    may_be_there = {"index", "raw_prompt", "data_source", "reward_model", "extra_info", "uid", "sample", "prompts", "responses"}
+    for name in written:
+        dataset = SimpleNamespace(columns=["prompt", name])
+        refused = False
+        try:
+            check_columns(DataConfig(), None, dataset)
+        except DataError as error:
+            refused = f"data.val_files: the columns {name} have" in str(error)
+        assert refused == (name not in may_be_there), name
+    check_columns(DataConfig(prompt_key="turn"), SimpleNamespace(columns=["turn"]), object())
