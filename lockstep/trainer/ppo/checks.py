@@ -24,7 +24,7 @@ from lockstep.trainer.ppo.resolved import Estimation, read_correction, reads_rew
 from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
-from lockstep.utils.tokenizer import check_same_tokenizer
+from lockstep.utils.tokenizer import check_same_tokenizer, has_tokenizer
 
 _ESTIMATOR_INPUTS = {
     "rows", "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
@@ -223,7 +223,10 @@ def check_models(config: PPOConfig, tokenizer: Any) -> None:
         _check_model(reference, config, tokenizer)
         check_same_tokenizer(tokenizer, str(reference.path), reference.trust_remote_code, "actor_rollout_ref.ref.model.path")
     if config.use_critic and config.critic.model.path:
-        _check_model(config.critic.model, config, tokenizer)
+        critic = config.critic.model
+        _check_model(critic, config, tokenizer)
+        if has_tokenizer(str(critic.path)):  # a critic's checkpoint has none: it reads the policy's ids
+            check_same_tokenizer(tokenizer, str(critic.path), critic.trust_remote_code, "critic.model.path", more_is_fine=True)
     if config.reward_model.enable:
         judge = config.reward_model.model  # it has a tokenizer of its own
         read_model_config(str(judge.path), judge.trust_remote_code, **judge.override_config)
