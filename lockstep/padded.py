@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,7 +209,10 @@ class ForOthers:
 
     def save_to_disk(self, path: str | Path) -> None:
         """Write the batch to one file."""
-        torch.save((self.columns, self.non_tensor_batch, self.meta_info), path)
+        try:
+            torch.save((self.columns, self.non_tensor_batch, self.meta_info), path)
+        except RuntimeError as error:  # what torch makes of a disk that is full
+            raise OSError(errno.ENOSPC, f"not written whole ({str(error).splitlines()[0]})", str(path)) from error
 
     @classmethod
     def load_from_disk(cls, path: str | Path) -> Self:

@@ -242,9 +242,10 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
         innermost: BaseException = error
-        while innermost.__cause__ is not None:
+        while innermost.__cause__ is not None and str(innermost.__cause__) not in ("", "None"):
             innermost = innermost.__cause__
-        raise ConfigError(f"cannot read '{text}': expected key=value. {_one_line(innermost)}") from error
+        quoted = "; keys of a dict are not quoted: {a: 1}" if re.search(r"[{,]\s*['\"]", text) else ""
+        raise ConfigError(f"cannot read '{text}': expected key=value. {_one_line(innermost)}{quoted}") from error
     key = parsed.key_or_group
     if parsed.is_delete():
         raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")

@@ -73,6 +73,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
         paths = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self._files = RowFiles(paths)
+        self.columns = self._files.columns
         self._encoder = PromptEncoder(tokenizer, dict(config.apply_chat_template_kwargs), self._files.place)
         if not len(self._files):
             raise DataError(f"no rows in {paths}")

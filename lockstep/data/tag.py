@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import DataError
+from lockstep.data.row_errors import wrong_reward_model
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Tag:
     @classmethod
     def of(cls, data_source: str | None, reward_model: Mapping[str, Any] | None) -> Tag:
         """The tag of a row with these two columns. Weights that are None are those of other rows of the same file."""
-        reward_model = reward_model or {}
-        weights = reward_model.get("weights") or {}
+        reward_model = {} if reward_model is None else reward_model
+        weights = (reward_model.get("weights") or {}) if isinstance(reward_model, Mapping) else None
         if not isinstance(weights, Mapping):
-            raise DataError(f"reward_model.weights must map judges to numbers, not {weights!r} (data_source {data_source!r})")
+            raise wrong_reward_model(data_source, reward_model)
         given = tuple(sorted((str(name), float(weight)) for name, weight in weights.items() if weight is not None))
         has_cases, has_truth = (reward_model.get(name) is not None for name in ("test_cases", "ground_truth"))
         return cls(data_source, reward_model.get("style"), has_cases, given, has_truth)

@@ -65,12 +65,12 @@ class EventLoop:
     async def _call(self, future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         async with self._limit:
             started = time.monotonic()
-            try:
-                outcome = check_score(await asyncio.wait_for(function(**arguments), self._timeout_s))
-            except TimeoutError:
-                outcome = Failure("timeout", f"the call did not end within {self._timeout_s:g} s and was cancelled")
-            except BaseException as error:
-                outcome = raised(error)
+            task = asyncio.ensure_future(_outcome(function, arguments))
+            # Not `wait_for`, which waits on for a call that catches its cancellation, as one does that tries again after any exception.
+            ended, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+            late = Failure("timeout", f"the call did not end within {self._timeout_s:g} s and was cancelled")
+            outcome = task.result() if ended else late
+            task.cancel()
         self._settle(future, replace(outcome, seconds=time.monotonic() - started))
 
     def _settle(self, future: Future[Outcome], outcome: Outcome) -> None:
@@ -91,3 +91,10 @@ class EventLoop:
 
     def _tick(self) -> None:
         self._seen = time.monotonic()
+
+
+async def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    try:
+        return check_score(await function(**arguments))
+    except BaseException as error:  # its own, or our cancelling, after which nobody reads this
+        return raised(error)

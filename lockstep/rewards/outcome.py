@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
+from lockstep.rewards.as_float import as_float
 from lockstep.rewards.killable.child import describe
 
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
@@ -45,14 +45,14 @@ def check_score(result: Any) -> Outcome:
     if isinstance(result, dict):
         if "score" not in result:
             return Failure("invalid", f"the reward function returned a dict without 'score': {str(result)[:200]}")
-        extra = {name: v for name, v in result.items() if name != "score"}
+        extra = {str(name): v for name, v in result.items() if name != "score"}
         value = result["score"]
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        value = value.item()
+    number = value if isinstance(value, int | float) else as_float(value)
     # The reward tensor is float32, where a larger number would become infinite.
-    if not (isinstance(value, int | float) and -_MAX_FLOAT32 <= value <= _MAX_FLOAT32):
-        return Failure("invalid", f"the reward function returned {str(value)[:200]!r}, which is not a finite number")
-    return Score(float(value), extra)
+    if number is None or not -_MAX_FLOAT32 <= number <= _MAX_FLOAT32:
+        text = f"the reward function returned {repr(value)[:200]}, a {type(value).__name__}, which is not a finite number"
+        return Failure("invalid", text)
+    return Score(float(number), extra)
 
 
 def raised(error: BaseException) -> Failure:

@@ -23,6 +23,7 @@ from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.auto import tokens_in_words
 from lockstep.config.stage import STAGE_KEYS, StageConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
+from lockstep.data.seen import seen_data, tell_of_other_data
 from lockstep.observability.display import View, make_display
 from lockstep.observability.metrics import Metric, merge_metrics, values
 from lockstep.observability.spans import expect
@@ -93,6 +94,7 @@ class StageRun(Run):
         total_steps = section.total_training_steps or self.schedule.steps_per_epoch * section.total_epochs
         super().__init__(config, total_steps, make_display(view=self.view), has_validation=val_data is not None)
         self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
+        self.seen_data = seen_data(data, len(train_data))
         self.rows_per_step, self.longest = data.train_batch_size, data.max_length
         self._worker_cls, self._make_loss = worker_cls, make_loss
         self._ahead: tuple[int, Future[DataProto]] | None = None
@@ -202,7 +204,7 @@ class StageRun(Run):
         return getattr(self.train_data, "rows", self.train_data), self.schedule
 
     def _state(self) -> dict[str, Any]:
-        return {"num_train_rows": len(self.train_data), "numbers": self.workers.numbers}
+        return {"numbers": self.workers.numbers, **self.seen_data}
 
     def _save(self, folder: Path) -> list[Path]:
         reports = self.model_wg.begin_checkpoint(str(folder / MODEL), self.section.save_in_background)
@@ -217,11 +219,7 @@ class StageRun(Run):
         self.init_workers()
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        if state["num_train_rows"] != len(self.train_data):
-            self.display.message(
-                f"warning: the checkpoint saw {state['num_train_rows']} training rows, now there are {len(self.train_data)}; "
-                "the order of rows is a new one"
-            )
+        tell_of_other_data(state, self.seen_data, self.display.message)
         self.model_wg.load_checkpoint(str(folder / MODEL))
 
     def _describe(self) -> str:

@@ -22,7 +22,9 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
     path = model_folder(path)
     folder = Path(path)
     if folder.is_file() or (folder.is_dir() and not (folder / "config.json").is_file()):
-        raise DataError(f"{path} is not a Hugging Face model folder: there is no config.json in it")
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = "; it is an adapter: name its base model, and the adapter in model.lora_adapter_path" if is_adapter else ""
+        raise DataError(f"{path} is not a Hugging Face model folder: there is no config.json in it{hint}")
     if not folder.exists() and (path.startswith((".", "~", "/")) or path.count("/") > 1):
         raise DataError(f"{path} does not exist; expected a Hugging Face model folder, or a hub id such as Qwen/Qwen3-0.6B")
     if folder.exists():

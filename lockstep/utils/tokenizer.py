@@ -49,11 +49,19 @@ def hf_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokeni
     return tokenizer
 
 
-def check_same_tokenizer(own: PreTrainedTokenizerBase, path: str, trust_remote_code: bool, key: str) -> None:
+def has_tokenizer(path: str) -> bool:
+    """Whether there are a tokenizer's files with the model in `path`, as far as can be seen here: one on the hub has some."""
+    folder = Path(model_folder(path)).expanduser()
+    return not folder.exists() or any((*folder.glob("*token*"), *folder.glob("vocab*")))
+
+
+def check_same_tokenizer(
+    own: PreTrainedTokenizerBase, path: str, trust_remote_code: bool, key: str, more_is_fine: bool = False
+) -> None:
     """Raise DataError unless the model in `path`, the value of `key`, has the same tokenizer: the same tokens with the same ids, and the
-    same cut of some text."""
+    same cut of some text. It may have tokens beside them with `more_is_fine`."""
     other = hf_tokenizer(path, trust_remote_code)
-    if len(own) != len(other):
+    if len(own) > len(other) or (len(own) < len(other) and not more_is_fine):
         raise DataError(
             f"{key}={path} has another tokenizer: {len(other)} tokens, not {len(own)}; token ids would not mean the same"
         )

@@ -130,6 +130,7 @@ def test_a_bound_may_be_infinite():
     ("text", "message"),
     [
         ("data.seed", "cannot read 'data.seed': expected key=value"),
+        ("reward.weights={'*': {rule: 1}}", "; keys of a dict are not quoted"),
         ("data.seed=[1", "cannot read"),
         ("~data.seed", "set it instead: data.seed=null"),
         ("data.seed=1,2", "names several values; start one run for each"),

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import functools
 import os
 import threading
@@ -93,6 +94,27 @@ def test_a_call_that_cannot_be_killed_is_given_up_at_its_deadline(is_async):
     assert outcomes[1:] == [Score(1.0), Score(1.0)]
     release.set()
     pool.close()
+
+
+def test_an_async_call_that_catches_its_cancellation_is_given_up_too():
+    async def tries_again(ground_truth):
+        while True:
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(3600)
+
+    pool = ScoringPool(1, timeout_s=0.1)
+    assert pool.submit(tries_again, {"ground_truth": 0}).result(5).kind == "timeout"
+    pool.close()
+
+
+@pytest.mark.parametrize("error", [TimeoutError, asyncio.CancelledError])
+def test_what_an_async_call_raises_itself_is_no_deadline_of_ours(pool, error):
+    async def raises(ground_truth):
+        raise error("a server of mine")
+
+    failure = pool.submit(raises, {"ground_truth": 0}).result(5)
+    assert failure.kind == "raised"
+    assert "a server of mine" in failure.text
 
 
 def test_an_async_function_that_blocks_its_loop_is_given_up_and_later_rows_get_a_new_loop():

@@ -212,6 +212,8 @@ CASES = [
     ("a message without a role", "ppo", rows(*[{"prompt": [{"content": "abc"}]}] * 4), 1, "role"),
     ("a prompt that is too long", "ppo", rows(*[{"prompt": [message("user", "abc" * 9)]}] * 4), 1, "data.max_prompt_length"),
     ("an unknown data_source", "ppo", rows(*[{"data_source": "gsm9k"}] * 4), 1, "gsm9k"),
+    ("a reward_model that is text", "ppo", rows(*[{"reward_model": '{"ground_truth": "cba"}'}] * 4), 1, "reward_model must be a struct"),
+    ("a column that a step writes", "ppo", rows(*[{"values": 1}] * 4), 1, "data.train_files: the columns values have names"),
     ("no data_source", "ppo", rows(*[{"data_source": None}] * 4), 1, "data_source"),
     ("no ground truth", "ppo", rows({}, {}, {}, {"reward_model": {"style": "rule"}}), 1, "reward_model.ground_truth"),
     ("fewer rows than a batch", "ppo", rows({}, {}), 1, "data.train_batch_size"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.tools.report.tail import JsonLines
+from lockstep.tools.report.tail import NOT_FINITE, JsonLines
 
 OUTCOMES = ("stop", "length", "missing", "error", "abort", "")
 """What became of a response: finish reasons, or its reward is missing. The last: not known."""
@@ -81,7 +81,7 @@ def read_batch(step: int, is_validation: bool, files: list[Path], gamma: float, 
 def _read_npz(file: Path, batch: Batch) -> None:
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            texts = json.loads(arrays["rows"].tobytes())
+            texts = json.loads(arrays["rows"].tobytes(), parse_constant=NOT_FINITE.get)
             batch.lengths = arrays["lengths"]
             batch.columns = {"token": arrays["tokens"]} | {new: arrays[old] for old, new in _TOKEN_NAMES.items() if old in arrays}
         batch.rows, batch.vocabulary, batch.sources = texts["rows"], texts["vocabulary"], texts["sources"]

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 """What json writes for a number that is not finite, which is no JSON -> how the tracker of a run writes it (observability/trackers.py)."""
 
 
@@ -44,7 +44,7 @@ class JsonLines:
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
         try:
-            row = json.loads(line, parse_constant=_NOT_FINITE.get)
+            row = json.loads(line, parse_constant=NOT_FINITE.get)
         except ValueError:
             row = None
         if not isinstance(row, dict):

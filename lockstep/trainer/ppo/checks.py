@@ -16,6 +16,7 @@ from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import one_of
+from lockstep.config.data import DataConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, MissingReward
@@ -23,13 +24,43 @@ from lockstep.trainer.ppo.resolved import Estimation, read_correction, reads_rew
 from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config
-from lockstep.utils.tokenizer import check_same_tokenizer
+from lockstep.utils.tokenizer import check_same_tokenizer, has_tokenizer
 
 _ESTIMATOR_INPUTS = {
     "rows", "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
     "old_log_probs", "ref_log_prob", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
 }  # fmt: skip
 """What `stages.estimate` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""
+_WRITTEN = frozenset(
+    [
+        "response_mask",
+        "rollout_log_probs",
+        "finish_reason",
+        "experts",
+        "turn",
+        "restarts",
+        "turn_rewards",
+        "last_turn",
+        "episode",
+        "rm_scores",
+        "rm_judged",
+        "token_level_scores",
+        "reward_baselines",
+        "reward_parts",
+        "old_log_probs",
+        "entropys",
+        "ref_log_prob",
+        "values",
+        "rollout_is_weights",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+    ]
+)
+"""What a step adds to the columns of the data, and may ask for by name. (Nothing asks whether there are prompts and responses.)"""
 _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
 
 
@@ -192,7 +223,10 @@ def check_models(config: PPOConfig, tokenizer: Any) -> None:
         _check_model(reference, config, tokenizer)
         check_same_tokenizer(tokenizer, str(reference.path), reference.trust_remote_code, "actor_rollout_ref.ref.model.path")
     if config.use_critic and config.critic.model.path:
-        _check_model(config.critic.model, config, tokenizer)
+        critic = config.critic.model
+        _check_model(critic, config, tokenizer)
+        if has_tokenizer(str(critic.path)):  # a critic's checkpoint has none: it reads the policy's ids
+            check_same_tokenizer(tokenizer, str(critic.path), critic.trust_remote_code, "critic.model.path", more_is_fine=True)
     if config.reward_model.enable:
         judge = config.reward_model.model  # it has a tokenizer of its own
         read_model_config(str(judge.path), judge.trust_remote_code, **judge.override_config)
@@ -219,6 +253,14 @@ def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
         raise DataError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {model.path} only {vocabulary}: they do not belong together"
         )
+
+
+def check_columns(config: DataConfig, *datasets: Any) -> None:
+    """No column of the data has the name of one that a step writes (protocol.py)."""
+    for dataset, key in zip(datasets, ("data.train_files", "data.val_files"), strict=True):
+        taken = [name for name in getattr(dataset, "columns", ()) if name in _WRITTEN and name != config.prompt_key]
+        if taken:
+            raise DataError(f"{key}: the columns {', '.join(taken)} have names that a step gives to its own; rename or drop them")
 
 
 def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_dataset: Any, val_dataset: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.plain import plain
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import token_columns
 
@@ -58,7 +59,7 @@ class SampleKeeper:
         # Of no rows, where every episode is missing, tokenizers make one text.
         vocabulary = dict(zip(ids, self.tokenizer.batch_decode([[i] for i in ids]), strict=True)) if ids else {}
         texts = {"rows": self._texts(batch, scored), "vocabulary": vocabulary, "sources": counts}
-        arrays["rows"] = np.frombuffer(json.dumps(texts, default=str).encode(), dtype=np.uint8)
+        arrays["rows"] = np.frombuffer(json.dumps(plain(texts), allow_nan=False).encode(), dtype=np.uint8)
         try:
             _write(self.run_dir / FOLDER, name, arrays)
         except OSError as error:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.errors import RewardError
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.plain import plain
 from lockstep.trainer.ppo.scored import Scored
 
 _NUM_EXAMPLES = 3
@@ -53,4 +54,4 @@ def record_failures(run_dir: Path, number: int, batch: DataProto, scored: Scored
             row["response"] = tokenizer.decode(batch.ragged("responses")[i].tolist(), skip_special_tokens=True)
             for name in ("index", "data_source", "raw_prompt", "reward_model"):
                 row[name] = batch.non_tensor_batch[name][i] if name in batch.non_tensor_batch else None
-            file.write(json.dumps(row, default=str) + "\n")
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")

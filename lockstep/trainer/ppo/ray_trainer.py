@@ -20,6 +20,7 @@ from lockstep.config.arithmetic import describe
 from lockstep.config.load import as_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.schedule import PromptSchedule
+from lockstep.data.seen import seen_data
 from lockstep.observability.display import make_display
 from lockstep.observability.trackers import check_trackers
 from lockstep.protocol import DataProto
@@ -90,9 +91,10 @@ class RayPPOTrainer(SavedPPO):
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
         reward_fn, val_reward_fn = episode_rewards(config, (train_dataset, val_dataset), reward_fn, val_reward_fn)
+        checks.check_columns(data, train_dataset, val_dataset)
         self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
         self.val_reward_fn = val_reward_fn
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_dataset, self.val_dataset, self.seen_data = train_dataset, val_dataset, seen_data(data, len(train_dataset))
         schedule = PromptSchedule(len(train_dataset), data.train_batch_size, data.shuffle, config.data_seed)
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)

@@ -16,6 +16,7 @@ from lockstep.observability.metrics import Mean, Metric, Sum
 from lockstep.protocol import DataProto, Ragged
 from lockstep.trainer.ppo.metrics import row_sums
 from lockstep.trainer.ppo.missing_rewards import leave_out
+from lockstep.trainer.ppo.plain import is_number
 from lockstep.trainer.ppo.scored import OVERLONG_PART, Scored
 from lockstep.trainer.ppo.stages import generate
 
@@ -68,7 +69,7 @@ def set_parts(batch: DataProto, scored: Scored, keys: Sequence[str]) -> None:
                 f"{len(lacking)} rows have no reward part {key!r} (dataset row {batch.non_tensor_batch['index'][lacking[0]]} is the "
                 f"first); known parts: {', '.join(known)}. Name judges in reward.weights, or return the key from the reward function"
             )
-        wrong = [v for v, f in zip(values, scored.failures, strict=True) if f is None and not _is_number(v)]
+        wrong = [v for v, f in zip(values, scored.failures, strict=True) if f is None and not is_number(v)]
         if wrong:
             raise RewardError(
                 f"algorithm.gdpo_reward_keys names {key!r}, which is not a finite number in {len(wrong)} rows, but {wrong[0]!r}: name "
@@ -113,7 +114,7 @@ def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
         values = row_sums(batch, "token_level_scores")
     elif metric in scored.extra:
         said = scored.extra[metric]
-        lacking = [i for i, value in enumerate(said) if counted[i] and not _is_number(value)]
+        lacking = [i for i, value in enumerate(said) if counted[i] and not is_number(value)]
         if lacking:
             raise RewardError(
                 f"algorithm.filter_groups.metric={metric} is not a number in {len(lacking)} rows: {said[lacking[0]]!r}"
@@ -126,7 +127,3 @@ def rows_with_signal(batch: DataProto, scored: Scored, metric: str) -> Tensor:
         )
     group = torch.from_numpy(np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1])
     return has_signal(values, group, counted).nonzero().flatten()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number | np.bool_) and bool(np.isfinite(value))

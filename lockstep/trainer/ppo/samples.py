@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.protocol import DataProto
 from lockstep.rewards.outcome import Failure
+from lockstep.trainer.ppo.plain import plain
 from lockstep.trainer.ppo.scored import Scored
 
 NUM_SHOWN = 8
@@ -50,12 +51,17 @@ def write_samples(
     )
     scores = [row.sum().item() for row in batch.ragged("token_level_scores").rows()]
     truths, failures = _truths(batch), failures or [None] * len(batch)
-    with (Path(directory) / f"{step}.jsonl").open("w") as file:
-        for i in range(len(batch)):
-            score = scores[i] if failures[i] is None else None
-            row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": score}
-            row |= {key: values[i] for key, values in info.items() if key not in row}
-            file.write(json.dumps(row, default=str) + "\n")
+    lines = []
+    for i in range(len(batch)):
+        score = scores[i] if failures[i] is None else None
+        row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": score}
+        row |= {key: values[i] for key, values in info.items() if key not in row}
+        lines.append(json.dumps(plain(row), allow_nan=False) + "\n")
+    path = Path(directory) / f"{step}.jsonl"
+    try:
+        path.write_text("".join(lines))
+    except OSError as error:  # that of a full disk does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _truths(batch: DataProto) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.algorithms.kl import KLController
 from lockstep.config.ppo import PPOConfig
+from lockstep.data.seen import tell_of_other_data
 from lockstep.trainer.launch import Workers
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.drift import Drift
@@ -23,7 +24,8 @@ class SavedPPO(Run):
 
     config: PPOConfig
     tokenizer: Any
-    train_dataset: Any
+    seen_data: dict[str, Any]
+    """What a checkpoint remembers of the training data (data/seen.py)."""
     prompts: Prompts
     drift: Drift
     kl_control: KLController
@@ -48,8 +50,8 @@ class SavedPPO(Run):
             "num_prompt_batches": self.prompts.num_taken,
             "kl_control": self.kl_control.state_dict(),
             "sampler_drift": self.drift.largest,
-            "num_train_rows": len(self.train_dataset),
             "numbers": self.workers.numbers,
+            **self.seen_data,
         }
 
     def _save(self, folder: Path) -> list[Path]:
@@ -65,11 +67,7 @@ class SavedPPO(Run):
         return [error for group in groups for error in group.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        if state["num_train_rows"] != len(self.train_dataset):
-            self.display.message(
-                f"warning: the checkpoint saw {state['num_train_rows']} training prompts, now there are {len(self.train_dataset)}; "
-                "the order of prompts is a new one"
-            )
+        tell_of_other_data(state, self.seen_data, self.display.message)
         self.actor_wg.load_checkpoint(str(folder / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(folder / "critic"))

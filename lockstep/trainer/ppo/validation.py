@@ -12,6 +12,7 @@ from lockstep.observability.score_summary import score_summary
 from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.kept_samples import SampleKeeper
+from lockstep.trainer.ppo.plain import is_number
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
@@ -68,8 +69,8 @@ def validation_metrics(
 
     `prompts` says which prompt each row answers (rows of one prompt are its N samples); `infos` holds "reward" and whatever the reward
     function returned, one entry per row (None where it said nothing of a row). A variable is summarised (`score_summary`) for the sources
-    that have a number in every row; the core variable of a source is "acc" where it has one, else "reward". A number of the core variable
-    has its 95 % interval beside it: `val-aux/{the same}/low` and `/high`. maj@k needs a "pred" in every row.
+    that have a finite number in every row; the core variable of a source is "acc" where it has one, else "reward". A number of the core
+    variable has its 95 % interval beside it: `val-aux/{the same}/low` and `/high`. maj@k needs a "pred" in every row.
 
     Rows with a failure (not None) have no reward: they are in no number but `val-aux/{source}/missing`, their count.
     """
@@ -86,11 +87,7 @@ def validation_metrics(
         groups: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             groups[prompts[row]].append(row)
-        numeric = {
-            variable: entries
-            for variable, entries in infos.items()
-            if all(isinstance(entries[row], int | float | np.number | np.bool_) for row in rows)
-        }
+        numeric = {variable: entries for variable, entries in infos.items() if all(is_number(entries[row]) for row in rows)}
         core = "acc" if "acc" in numeric else "reward"
         preds = infos.get("pred")
         if preds is not None and any(preds[row] is None for row in rows):

@@ -166,6 +166,17 @@ def test_rows_beyond_the_kept_ones_come_from_the_jsonl_files(run):
     assert rows["tokens"][step[8:]].tolist() == [-1] * 3
 
 
+def test_a_number_that_is_none_in_a_kept_sample_is_text(run):
+    file = run / "samples/train_2.npz"
+    arrays = dict(np.load(file))
+    kept = json.loads(arrays["rows"].tobytes())
+    kept["rows"][0]["said"] = {"acc": float("nan"), "inner": [float("-inf")]}
+    arrays["rows"] = np.frombuffer(json.dumps(kept).encode(), np.uint8)
+    np.savez(file, **arrays)
+    texts = [row for block in unpacked(Collector([run]).collect(), "texts") for row in block]
+    assert {"acc": "nan", "inner": ["-inf"]} in [row[-1] for row in texts]
+
+
 def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_shown(run):
     (run / "samples/train_2.npz").write_bytes(b"PK\x03\x04 cut")
     (head,) = unpacked(Collector([run]).collect(), "head")

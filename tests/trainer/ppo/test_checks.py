@@ -1,14 +1,20 @@
 import dataclasses
+import json
+import shutil
 from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.tiny import save_tiny_model
 
+from lockstep import protocol
 from lockstep.algorithms.advantages import ADV_ESTIMATORS, register_adv_est
+from lockstep.config.data import DataConfig
 from lockstep.config.load import as_config
 from lockstep.embedded.task import make_tokenizer
 from lockstep.errors import ConfigError, DataError, MissingReward
-from lockstep.trainer.ppo.checks import check_algorithm, check_models, check_rewards, check_roles
+from lockstep.trainer.ppo.checks import check_algorithm, check_columns, check_models, check_rewards, check_roles
 from lockstep.trainer.role import Role
 
 GRPO = {"algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": {"rollout": {"n": 2}}}
@@ -240,6 +246,12 @@ def test_a_folder_that_is_not_a_model_is_an_error_wherever_it_is_named(model, tm
         check_models(model_config(**{"path": model, place: str(tmp_path)}), make_tokenizer())
 
 
+def test_an_adapter_is_no_model_and_the_error_says_where_it_goes(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"no config\.json in it; it is an adapter: .* model\.lora_adapter_path"):
+        check_models(model_config(str(tmp_path)), make_tokenizer())
+
+
 def test_a_model_that_the_run_does_not_use_is_not_looked_at(model, tmp_path):
     config = model_config(model, critic=str(tmp_path))
     algorithm = dataclasses.replace(config.algorithm, adv_estimator="grpo")
@@ -258,6 +270,25 @@ def test_the_longest_row_must_fit_into_the_models_context_as_it_is_overridden(mo
 def test_policy_and_critic_must_know_every_token(model, small_vocabulary, place):
     with pytest.raises(DataError, match=r"the tokenizer has 14 tokens, the model .* only 8"):
         check_models(model_config(**{"path": model, place: small_vocabulary}), make_tokenizer())
+
+
+def test_a_critic_reads_the_policys_tokens(model, tmp_path):
+    critic, own = Path(shutil.copytree(model, tmp_path / "critic")), make_tokenizer()
+    config = model_config(model, critic=str(critic))
+    more = make_tokenizer()
+    more.add_tokens(["of a reward model's own"])
+    more.save_pretrained(critic)
+    check_models(config, own)
+    file = critic / "tokenizer.json"
+    described = json.loads(file.read_text())
+    words = described["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(described))
+    with pytest.raises(DataError, match=r"critic\.model\.path=.* has another tokenizer: 'a' is"):
+        check_models(config, own)
+    for file in critic.glob("*token*"):  # as in a critic's checkpoint
+        file.unlink()
+    check_models(config, own)
 
 
 def test_a_tokenizer_without_a_pad_token_is_an_error(model):
@@ -312,3 +343,18 @@ def test_estimators_that_compare_samples_need_more_than_one_a_prompt(estimator):
     with pytest.raises(ConfigError, match=rf"adv_estimator={estimator} compares.*rollout\.n=1"):
         check_algorithm(as_config({"algorithm": {"adv_estimator": estimator}}))
     check_algorithm(as_config({"algorithm": {"adv_estimator": "reinforce_plus_plus"}}))
+
+
+def test_columns_of_the_ledger_are_refused_in_data_but_for_those_that_data_may_have():
+    ledger = protocol.__doc__.split("written by")[1].split("```")[0]
+    written = {line.split()[0] for line in ledger.splitlines()[1:] if line[:1].strip()}
+    may_be_there = {"index", "raw_prompt", "data_source", "reward_model", "extra_info", "uid", "sample", "prompts", "responses"}
+    for name in written:
+        dataset = SimpleNamespace(columns=["prompt", name])
+        refused = False
+        try:
+            check_columns(DataConfig(), None, dataset)
+        except DataError as error:
+            refused = f"data.val_files: the columns {name} have" in str(error)
+        assert refused == (name not in may_be_there), name
+    check_columns(DataConfig(prompt_key="turn"), SimpleNamespace(columns=["turn"]), object())

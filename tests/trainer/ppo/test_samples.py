@@ -1,5 +1,8 @@
+import errno
 import json
+from pathlib import Path
 
+import pytest
 import torch
 from helpers.batches import make_batch
 
@@ -42,6 +45,20 @@ def test_what_has_no_score_is_written_without_one(tmp_path):
     write_samples(str(tmp_path), 3, batch, {"turns": [1, None]}, Words(), [None, LOST])
     lines = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text().splitlines()]
     assert [(line["output"], line["score"], line["turns"]) for line in lines] == [("1", 0, 1), ("2 2", None, None)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+def test_a_full_disk_is_said_with_the_file(tmp_path):
+    batch = make_batch([(1,), (2, 2)])
+    batch.set("token_level_scores", batch.ragged("responses").like(torch.zeros(3)))
+    for name in ("3.jsonl", "batch.pt"):
+        (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"3\.jsonl") as failed:
+        write_samples(str(tmp_path), 3, batch, {}, Words())
+    assert failed.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match=r"batch\.pt") as failed:
+        batch.save_to_disk(tmp_path / "batch.pt")
+    assert failed.value.errno == errno.ENOSPC
 
 
 def test_a_group_has_a_signal_when_known_scores_differ():

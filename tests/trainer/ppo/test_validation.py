@@ -45,6 +45,12 @@ def test_sources_are_summarised_apart_each_with_its_own_core_variable():
     }
 
 
+def test_a_variable_that_is_no_number_in_some_row_is_not_summarised():
+    for odd in (float("nan"), float("inf"), 10**400, None):
+        metrics = validation_metrics(["s", "s"], [0, 1], {"reward": [1.0, 0.0], "acc": [1.0, odd], "length": [1, 2]})
+        assert {name.split("/")[2] for name in metrics} == {"reward", "length"}
+
+
 def test_the_majority_is_the_most_frequent_prediction_and_the_first_of_equals():
     metrics = validation_metrics(
         ["s"] * 6,
