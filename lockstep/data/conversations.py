@@ -186,7 +186,7 @@ class ChatTemplate:
             raise DataError(
                 "the row has messages, but the tokenizer has no chat template; use a tokenizer that has one, or plain strings"
             )
-        options = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs | more
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt} | self._kwargs | dict(more)
         refusals = []
         for form in self._forms:
             try:
