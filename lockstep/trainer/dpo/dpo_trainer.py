@@ -111,20 +111,20 @@ class DPOTrainer(StageRun):
         self.rows_per_example = 2 if train.is_paired else 1
         super().__init__(config, tokenizer, worker_cls, group_cls, make_loss, train, val)
         if self._prepare_loss is not None:
-            self._check_prompts()
+            self._check_prompts(train, val)
 
-    def _check_prompts(self) -> None:
+    def _check_prompts(self, train: PairDataset, val: PairDataset | None) -> None:
         """Raise ConfigError for the first batch that has one prompt alone: nobody's answers are there to compare with."""
         size = self.rows_per_step
-        prompts = self.train_data.same_prompts()
+        prompts = train.same_prompts()
         if np.unique(prompts, return_counts=True)[1].max() >= size:  # else there is none
             for step in range(self.total_steps):
                 if len(set(prompts[self.schedule.batch(step)])) == 1:
                     self._refuse(
                         f"step {step + 1}", "raise data.train_batch_size, or mix the rows (data.shuffle=true, or another data.seed)"
                     )
-        if self.val_data is not None:
-            prompts, count = self.val_data.same_prompts(), len(self.val_data)
+        if val is not None:
+            prompts, count = val.same_prompts(), len(val)
             for rows in (range(count), self.section.first_validation_rows(count, 1, size)):
                 for start, end in whole_batches(len(rows), size):
                     if len(set(prompts[list(rows[start:end])])) == 1:
