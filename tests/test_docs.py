@@ -23,7 +23,7 @@ from lockstep.tools.check import check_advantage, check_loss, check_preference
 from lockstep.tools.evaluate.command import _parser as eval_parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page, language):

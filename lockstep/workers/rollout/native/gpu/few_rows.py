@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lockstep.workers.rollout.native.gpu.early import begin, early, fetch, let_next
 
 MOST_ROWS, MOST_GATED_ROWS, _MOST_WIDE_ROWS = 96, 64, 32
-"""With more rows the library's products are faster, in wide models sooner (measured, benchmarks/generation_h200.md)."""
+"""With more rows the library's products are faster, in wide models sooner (measured, docs/generation_speed.md)."""
 _WIDE = 2048
 """Wider models than this: by the smaller side of a weight, which is the hidden size."""
 _OUTPUTS = 64
