@@ -4,8 +4,9 @@ from lockstep.config.check import at_least, in_range
 from lockstep.errors import ConfigError
 
 AUTO = "auto"
-TOKENS, SCORED_TOKENS = 16384, 32768
-"""Tokens of a micro-batch: of a policy, and of a model with one number per token (a critic, a reward model)."""
+TOKENS, SCORED_TOKENS = 2048, 32768
+"""Tokens of a micro-batch where nobody has planned, as on a CPU: of a model that learns, which gains nothing from more there and would
+have to recompute what does not fit, and of a reward model, which keeps nothing."""
 SEATS, PASS_TOKENS, CACHE_SHARE = 256, 8192, 0.5
 """Of a rollout: sequences at once, tokens of a pass, and the share of the free memory that its cache may take."""
 

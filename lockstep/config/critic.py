@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lockstep.config.auto import SCORED_TOKENS, auto_or, auto_or_at_least
+from lockstep.config.auto import TOKENS, auto_or, auto_or_at_least
 from lockstep.config.check import at_least
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 
@@ -47,4 +47,4 @@ class CriticConfig(EngineChoice):
     @property
     def max_tokens(self) -> int:
         """Tokens computed at once, as they are where no plan has chosen them."""
-        return int(auto_or(self.ppo_max_token_len_per_gpu, SCORED_TOKENS))
+        return int(auto_or(self.ppo_max_token_len_per_gpu, TOKENS))

@@ -91,7 +91,7 @@ def _actor_tokens(actor: ActorConfig, load: Load) -> int:
 
 def _scored_tokens(config: CriticConfig | RewardModelConfig, load: Load) -> int:
     if isinstance(config, CriticConfig):
-        return load.micro_batch(config.ppo_max_token_len_per_gpu, SCORED_TOKENS, config.token_ranks)
+        return load.micro_batch(config.ppo_max_token_len_per_gpu, TOKENS, config.token_ranks)
     # Nothing is kept of its passes, so its micro-batches are not the plan's to make smaller.
     alone = dataclasses.replace(load, auto_tokens=None)
     return alone.micro_batch(config.max_token_len_per_gpu, SCORED_TOKENS, config.token_ranks)

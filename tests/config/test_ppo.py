@@ -297,7 +297,7 @@ def test_numbers_that_may_be_auto_are_auto_or_numbers() -> None:
     assert (rollout.seats, rollout.cache_share, actor.max_tokens) == (77, 1, 4096)
     plain = load().actor_rollout_ref
     assert (plain.rollout.max_num_seqs, plain.rollout.seats, plain.rollout.pass_tokens) == ("auto", 256, 8192)
-    assert (plain.actor.ppo_max_token_len_per_gpu, plain.actor.max_tokens) == ("auto", 16384)
+    assert (plain.actor.ppo_max_token_len_per_gpu, plain.actor.max_tokens) == ("auto", 2048)
     for key in (f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.gpu_memory_utilization", f"{ACTOR}.ppo_max_token_len_per_gpu"):
         with pytest.raises(ConfigError, match=rf"{key}=many is no number; write a number, or auto"):
             load(f"{key}=many")

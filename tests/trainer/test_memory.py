@@ -172,7 +172,7 @@ def test_on_a_cpu_auto_is_the_plain_numbers(embedded_config: Callable[..., PPOCo
         workers = trainer.workers.groups[0]._host.workers
         rollout, actor = workers["actor_rollout"].config.rollout, workers["actor_rollout"].config.actor
         assert (rollout.max_num_seqs, rollout.max_num_batched_tokens, rollout.gpu_memory_utilization) == (256, 99, 0.5)
-        assert (actor.ppo_max_token_len_per_gpu, workers["critic"].config.ppo_max_token_len_per_gpu) == (16384, 32768)
+        assert (actor.ppo_max_token_len_per_gpu, workers["critic"].config.ppo_max_token_len_per_gpu) == (2048, 2048)
     finally:
         trainer.close()
     assert "max_num_batched_tokens" not in capsys.readouterr().out
