@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def check_same_tokenizer(
             f"{key}={path} has another tokenizer: {len(other)} tokens, not {len(own)}; token ids would not mean the same"
         )
     vocabulary = other.get_vocab()
-    for token, number in own.get_vocab().items():
+    for token, number in sorted(own.get_vocab().items(), key=itemgetter(1)):
         if vocabulary.get(token) != number:
             raise DataError(f"{key}={path} has another tokenizer: {token!r} is {vocabulary.get(token)} there, not {number}")
     if own.encode(_SAMPLE) != other.encode(_SAMPLE):
