@@ -35,15 +35,17 @@ def call_in_thread(timeout_s: float, function: Callable[..., Any], arguments: di
 
 
 class EventLoop:
-    """An event loop on a thread of its own."""
+    """An event loop on a thread of its own. The thread lives until every call has ended: Python would end one that is left behind, and
+    catches that, in whichever thread collects it, for ever."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._loop = timeout_s, asyncio.new_event_loop()
         self._limit = asyncio.Semaphore(MAX_OPEN_CALLS)
         self._open: set[Future[Outcome]] = set()
+        self._calls: set[asyncio.Task[Outcome]] = set()  # asyncio itself keeps no task alive that waits
         self._seen = time.monotonic()
         self._closed = False
-        threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+        threading.Thread(target=self._run, name="reward-loop", daemon=True).start()
         threading.Thread(target=self._watch, name="reward-loop-watch", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
@@ -58,14 +60,28 @@ class EventLoop:
         return time.monotonic() - self._seen > self._timeout_s + _LOOP_PATIENCE_S
 
     def close(self) -> None:
-        """Stop the loop; calls that are open are never answered."""
+        """Cancel the calls that are open, which are never answered; the loop ends when they have."""
         self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+
+    def _run(self) -> None:
+        self._loop.call_soon(self._tick)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, *self._calls, return_exceptions=True)
+        self._loop.stop()
 
     async def _call(self, future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         async with self._limit:
             started = time.monotonic()
             task = asyncio.ensure_future(_outcome(function, arguments))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
             # Not `wait_for`, which waits on for a call that catches its cancellation, as one does that tries again after any exception.
             ended, _ = await asyncio.wait({task}, timeout=self._timeout_s)
             late = Failure("timeout", f"the call did not end within {self._timeout_s:g} s and was cancelled")
@@ -83,7 +99,6 @@ class EventLoop:
         while not self.is_blocked():
             if self._closed:
                 return
-            self._loop.call_soon_threadsafe(self._tick)
             time.sleep(min(0.5, self._timeout_s / 4))
         text = f"an async reward function blocks its event loop for more than {self._timeout_s:g} s: it must await, not wait"
         for future in list(self._open):
@@ -91,6 +106,7 @@ class EventLoop:
 
     def _tick(self) -> None:
         self._seen = time.monotonic()
+        self._loop.call_later(min(0.5, self._timeout_s / 4), self._tick)
 
 
 async def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:

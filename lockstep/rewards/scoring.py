@@ -50,8 +50,10 @@ class ScoringPool:
         """Start `function(**arguments)`. With an argument `sandbox` it waits for programs in one, which has its own deadlines and bounds
         how many run at once."""
         if _is_async(function):
-            if self._loop is None or self._loop.is_blocked():
-                self._loop = EventLoop(self.timeout_s)
+            if self._loop is not None and self._loop.is_blocked():
+                self._loop.close()
+                self._loop = None
+            self._loop = self._loop or EventLoop(self.timeout_s)
             return self._loop.submit(function, arguments)
         if "sandbox" in arguments:
             return self._sandboxed.submit(function, arguments)

@@ -2,6 +2,8 @@ import asyncio
 import contextlib
 import functools
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -105,6 +107,51 @@ def test_an_async_call_that_catches_its_cancellation_is_given_up_too():
     pool = ScoringPool(1, timeout_s=0.1)
     assert pool.submit(tries_again, {"ground_truth": 0}).result(5).kind == "timeout"
     pool.close()
+
+
+_TRIES_AGAIN = """
+import asyncio, contextlib, gc
+from lockstep.rewards.scoring import ScoringPool
+
+async def tries_again(waits):
+    while True:
+        with contextlib.suppress(BaseException):
+            await (asyncio.sleep(3600) if waits == "timer" else asyncio.Event().wait())
+
+pool = ScoringPool(1, timeout_s=0.1)
+print([pool.submit(tries_again, {"waits": waits}).result(5).kind for waits in ("timer", "event")])
+pool.submit(tries_again, {"waits": "event"})
+pool.close()
+del pool
+for _ in range(3):
+    gc.collect()
+print("collected")
+"""
+
+
+def test_a_call_that_catches_its_end_is_never_collected_in_a_thread_of_ours():
+    # Collected, it would be told to end and try again for ever, in the thread that collects it. In a process, which can be killed.
+    ended = subprocess.run([sys.executable, "-c", _TRIES_AGAIN], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.split("\n")[:2], ended.stderr) == (0, ["['timeout', 'timeout']", "collected"], "")
+
+
+def test_closing_ends_the_event_loops():
+    async def waits(ground_truth):
+        await asyncio.sleep(3600)
+
+    def loops():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("reward-loop")}
+
+    before = loops()
+    pool = ScoringPool(1, timeout_s=0.2)
+    assert pool.submit(async_truth, {"ground_truth": 10}).result(5) == Score(10.0)
+    pool.submit(waits, {"ground_truth": 0})
+    own = loops() - before
+    assert own
+    pool.close()
+    for thread in own:
+        thread.join(5)
+    assert not own & loops()
 
 
 @pytest.mark.parametrize("error", [TimeoutError, asyncio.CancelledError])
