@@ -187,7 +187,9 @@ def test_async_calls_overlap_but_never_more_than_64(pool):
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.001)
+        while most < 64:  # until so many overlap, however slowly they are submitted
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # time for more to begin, were they let
         running -= 1
         return 0
 
