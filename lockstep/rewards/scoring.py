@@ -15,6 +15,7 @@ import inspect
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,7 +32,8 @@ _SANDBOXED_S = 600.0
 
 
 class ScoringPool:
-    """Scores rows in the background. Processes, threads and the event loop are started by the first call that needs them.
+    """Scores rows in the background. Processes, threads and the event loop are started by the first call that needs them; processes and
+    threads end, when their calls have, with the pool: closed, or no longer referred to.
 
     Args:
         num_workers: Calls at once in processes, and in threads.
@@ -45,6 +47,7 @@ class ScoringPool:
         self._threads = _Lane(num_workers, timeout_s)
         self._sandboxed = _Lane(MAX_OPEN_CALLS, max(timeout_s, _SANDBOXED_S))
         self._loop: EventLoop | None = None
+        weakref.finalize(self, _close, [self._processes, self._threads, self._sandboxed]).atexit = False
 
     def submit(self, function: ComputeScore, arguments: dict[str, Any]) -> Future[Outcome]:
         """Start `function(**arguments)`. With an argument `sandbox` it waits for programs in one, which has its own deadlines and bounds
@@ -61,8 +64,7 @@ class ScoringPool:
 
     def close(self) -> None:
         """End processes and threads when the calls that were started have ended."""
-        for lane in (self._processes, self._threads, self._sandboxed):
-            lane.close()
+        _close([self._processes, self._threads, self._sandboxed])
         if self._loop is not None:
             self._loop.close()
             self._loop = None
@@ -76,7 +78,7 @@ class _Lane:
         self._max_memory_mb = max_memory_mb
         self._jobs: queue.SimpleQueue[tuple[Future[Outcome], ComputeScore, dict[str, Any]] | None] = queue.SimpleQueue()
         self._num_threads = self._open = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken again where the pool is collected by a thread that has it
 
     def submit(self, function: ComputeScore, arguments: dict[str, Any]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
@@ -106,6 +108,11 @@ class _Lane:
             with self._lock:
                 self._open -= 1
         worker.close()
+
+
+def _close(lanes: list[_Lane]) -> None:
+    for lane in lanes:
+        lane.close()
 
 
 def _call_in(worker: KillableWorker, timeout_s: float, function: ComputeScore, arguments: dict[str, Any]) -> Outcome:

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -196,6 +197,23 @@ def test_async_calls_overlap_but_never_more_than_64(pool):
     for future in [pool.submit(count, {}) for _ in range(200)]:
         future.result(10)
     assert most == 64
+
+
+def test_a_pool_that_nobody_has_any_more_ends_its_threads_and_processes():
+    """A test of 50 managers had left 92 threads."""
+    before = set(threading.enumerate())
+    pool = ScoringPool(2, 5.0)
+    in_thread = pool.submit(lambda ground_truth: time.sleep(0.2) or ground_truth, {"ground_truth": 1})
+    pid = pool.submit(behave, {"ground_truth": 1}).result(10).extra["pid"]
+    own = {thread for thread in threading.enumerate() if thread.name == "scoring"} - before
+    assert len(own) == 2
+    del pool
+    gc.collect()
+    assert in_thread.result(5) == Score(1.0)  # what was asked before is answered
+    for thread in own:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in own)
+    assert not psutil.pid_exists(pid)
 
 
 def test_closing_ends_the_processes():
