@@ -93,3 +93,28 @@ def test_a_mixture_learns_through_the_samplers_experts(embedded_config_in, tmp_p
     assert all(0.0 <= row["moe/rerouted"] < 0.1 for row in kept)
     assert all(row["actor/grad_norm"] > 0 for row in kept)
     assert kept[0][GAP] <= own[0][GAP]
+
+
+def test_a_run_over_float8_keys_learns_and_its_old_log_probs_are_the_trainers(embedded_config_in, tmp_path):
+    """The sampler is further away than over bfloat16 keys, so the trainer's pass stays; reward rises as it does there."""
+    heads_of_32 = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = save_tiny_model(tmp_path / "model", "llama", **heads_of_32)
+    reward = RewardManager(hf_tokenizer(path), num_examine=0, compute_score=num_letters, num_workers=1)
+
+    def grpo(name, *more):
+        keys = (
+            f"actor_rollout_ref.model.path={path}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.device=cuda",
+            "trainer.val_before_train=false", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=30",
+            "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        )  # fmt: skip
+        return train(embedded_config_in(tmp_path / name, *keys, *more), {"p": [1]}, SHARED, reward_fn=reward)
+
+    def score(rows):
+        return sum(row["critic/score/mean"] for row in rows) / len(rows)
+
+    plain, float8 = grpo("plain"), grpo("float8", "actor_rollout_ref.rollout.kv_cache_dtype=fp8")
+    print("scores:", [[round(score(rows[at : at + 5]), 3) for at in range(0, 30, 5)] for rows in (plain, float8)])
+    print("sampler against trainer:", [[round(row[GAP], 5) for row in rows[::10] if GAP in row] for rows in (plain, float8)])
+    assert float8[0][GAP] > 2 * plain[0][GAP], "the pages do not seem to have eight bits"
+    assert all(row[GAP] < 0.05 and "timing_s/old_log_prob" in row for row in float8)
+    assert score(float8[-5:]) - score(float8[:5]) > 0.5 * (score(plain[-5:]) - score(plain[:5])) > 0.05
