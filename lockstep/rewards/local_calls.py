@@ -62,18 +62,23 @@ class EventLoop:
     def close(self) -> None:
         """Cancel the calls that are open, which are never answered; the loop ends when they have."""
         self._closed = True
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        asyncio.run_coroutine_threadsafe(self._end(cancels=True), self._loop)
+
+    def retire(self) -> None:
+        """The loop ends when the calls that are open have, which are answered."""
+        asyncio.run_coroutine_threadsafe(self._end(cancels=False), self._loop)
 
     def _run(self) -> None:
         self._loop.call_soon(self._tick)
         self._loop.run_forever()
         self._loop.close()
 
-    async def _end(self) -> None:
+    async def _end(self, cancels: bool) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        for task in others if cancels else ():
             task.cancel()
         await asyncio.gather(*others, *self._calls, return_exceptions=True)
+        self._closed = True
         self._loop.stop()
 
     async def _call(self, future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:

@@ -54,9 +54,11 @@ class ScoringPool:
         how many run at once."""
         if _is_async(function):
             if self._loop is not None and self._loop.is_blocked():
-                self._loop.close()
-                self._loop = None
-            self._loop = self._loop or EventLoop(self.timeout_s)
+                self._close_loop()
+            if self._loop is None:
+                self._loop = EventLoop(self.timeout_s)
+                self._retires = weakref.finalize(self, self._loop.retire)
+                self._retires.atexit = False
             return self._loop.submit(function, arguments)
         if "sandbox" in arguments:
             return self._sandboxed.submit(function, arguments)
@@ -65,7 +67,11 @@ class ScoringPool:
     def close(self) -> None:
         """End processes and threads when the calls that were started have ended."""
         _close([self._processes, self._threads, self._sandboxed])
+        self._close_loop()
+
+    def _close_loop(self) -> None:
         if self._loop is not None:
+            self._retires.detach()
             self._loop.close()
             self._loop = None
 

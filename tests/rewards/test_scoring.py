@@ -203,13 +203,22 @@ def test_a_pool_that_nobody_has_any_more_ends_its_threads_and_processes():
     """A test of 50 managers had left 92 threads."""
     before = set(threading.enumerate())
     pool = ScoringPool(2, 5.0)
-    in_thread = pool.submit(lambda ground_truth: time.sleep(0.2) or ground_truth, {"ground_truth": 1})
+    release = threading.Event()
+
+    async def waits(ground_truth):
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return ground_truth
+
+    in_thread = pool.submit(lambda ground_truth: release.wait(5) and ground_truth, {"ground_truth": 1})
+    in_loop = pool.submit(waits, {"ground_truth": 2})
     pid = pool.submit(behave, {"ground_truth": 1}).result(10).extra["pid"]
-    own = {thread for thread in threading.enumerate() if thread.name == "scoring"} - before
-    assert len(own) == 2
+    own = {thread for thread in threading.enumerate() if thread.name.startswith(("scoring", "reward-loop"))} - before
+    assert len(own) == 4
     del pool
     gc.collect()
-    assert in_thread.result(5) == Score(1.0)  # what was asked before is answered
+    release.set()
+    assert (in_thread.result(5), in_loop.result(5)) == (Score(1.0), Score(2.0))  # what was asked before is answered
     for thread in own:
         thread.join(5)
     assert not any(thread.is_alive() for thread in own)
