@@ -35,23 +35,29 @@ def call_in_thread(timeout_s: float, function: Callable[..., Any], arguments: di
 
 
 class EventLoop:
-    """An event loop on a thread of its own. The thread lives until every call has ended: Python would end one that is left behind, and
-    catches that, in whichever thread collects it, for ever."""
+    """An event loop on a thread of its own. A second thread watches it: a call that blocks the loop past its deadline costs the calls
+    beside it their answers, not the run.
+
+    The loop ends only when every call has: Python would end one that is left behind, and catches that, in whichever thread collects it,
+    for ever.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._loop = timeout_s, asyncio.new_event_loop()
+        self._nap_s = min(0.5, timeout_s / 4)
         self._limit = asyncio.Semaphore(MAX_OPEN_CALLS)
         self._open: set[Future[Outcome]] = set()
+        self._lock = threading.Lock()  # of `_open`: who takes a future out of it answers it
         self._calls: set[asyncio.Task[Outcome]] = set()  # asyncio itself keeps no task alive that waits
         self._seen = time.monotonic()
-        self._closed = False
         threading.Thread(target=self._run, name="reward-loop", daemon=True).start()
         threading.Thread(target=self._watch, name="reward-loop-watch", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
-        """Start a call."""
+        """Start a call. Not after `close`."""
         future: Future[Outcome] = Future()
-        self._open.add(future)
+        with self._lock:
+            self._open.add(future)
         asyncio.run_coroutine_threadsafe(self._call(future, function, arguments), self._loop)
         return future
 
@@ -60,25 +66,22 @@ class EventLoop:
         return time.monotonic() - self._seen > self._timeout_s + _LOOP_PATIENCE_S
 
     def close(self) -> None:
-        """Cancel the calls that are open, which are never answered; the loop ends when they have."""
-        self._closed = True
-        asyncio.run_coroutine_threadsafe(self._end(cancels=True), self._loop)
-
-    def retire(self) -> None:
-        """The loop ends when the calls that are open have, which are answered."""
-        asyncio.run_coroutine_threadsafe(self._end(cancels=False), self._loop)
+        """End the loop when the calls that were started have been answered, and those that were late have ended."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
 
     def _run(self) -> None:
         self._loop.call_soon(self._tick)
         self._loop.run_forever()
         self._loop.close()
 
-    async def _end(self, cancels: bool) -> None:
+    async def _end(self) -> None:
+        while self._open:
+            await asyncio.sleep(self._nap_s)
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others if cancels else ():
+        for task in others:  # late calls, and what calls have started and left
             task.cancel()
-        await asyncio.gather(*others, *self._calls, return_exceptions=True)
-        self._closed = True
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()
 
     async def _call(self, future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -95,23 +98,23 @@ class EventLoop:
         self._settle(future, replace(outcome, seconds=time.monotonic() - started))
 
     def _settle(self, future: Future[Outcome], outcome: Outcome) -> None:
-        self._open.discard(future)
-        if not future.done():
+        with self._lock:
+            is_open = future in self._open
+            self._open.discard(future)
+        if is_open:
             future.set_result(outcome)
 
     def _watch(self) -> None:
-        """See that the loop turns; when a call blocks it past its deadline, give up all that is open on it."""
-        while not self.is_blocked():
-            if self._closed:
-                return
-            time.sleep(min(0.5, self._timeout_s / 4))
+        """While a call blocks the loop, answer all that are open on it. The loop may go on afterwards, and be blocked again."""
         text = f"an async reward function blocks its event loop for more than {self._timeout_s:g} s: it must await, not wait"
-        for future in list(self._open):
-            self._settle(future, Failure("timeout", text))
+        while not self._loop.is_closed():
+            for future in list(self._open) if self.is_blocked() else ():
+                self._settle(future, Failure("timeout", text))
+            time.sleep(self._nap_s)
 
     def _tick(self) -> None:
         self._seen = time.monotonic()
-        self._loop.call_later(min(0.5, self._timeout_s / 4), self._tick)
+        self._loop.call_later(self._nap_s, self._tick)
 
 
 async def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:

@@ -47,33 +47,35 @@ class ScoringPool:
         self._threads = _Lane(num_workers, timeout_s)
         self._sandboxed = _Lane(MAX_OPEN_CALLS, max(timeout_s, _SANDBOXED_S))
         self._loop: EventLoop | None = None
+        self._loop_lock = threading.Lock()
         weakref.finalize(self, _close, [self._processes, self._threads, self._sandboxed]).atexit = False
 
     def submit(self, function: ComputeScore, arguments: dict[str, Any]) -> Future[Outcome]:
         """Start `function(**arguments)`. With an argument `sandbox` it waits for programs in one, which has its own deadlines and bounds
         how many run at once."""
         if _is_async(function):
-            if self._loop is not None and self._loop.is_blocked():
-                self._close_loop()
-            if self._loop is None:
-                self._loop = EventLoop(self.timeout_s)
-                self._retires = weakref.finalize(self, self._loop.retire)
-                self._retires.atexit = False
-            return self._loop.submit(function, arguments)
+            with self._loop_lock:
+                if self._loop is not None and self._loop.is_blocked():
+                    self._close_loop()
+                if self._loop is None:
+                    self._loop = EventLoop(self.timeout_s)
+                    self._loop_end = weakref.finalize(self, self._loop.close)
+                    self._loop_end.atexit = False
+                return self._loop.submit(function, arguments)
         if "sandbox" in arguments:
             return self._sandboxed.submit(function, arguments)
         return (self._processes if is_portable(function) else self._threads).submit(function, arguments)
 
     def close(self) -> None:
-        """End processes and threads when the calls that were started have ended."""
+        """End processes, threads and the event loop when the calls that were started have ended."""
         _close([self._processes, self._threads, self._sandboxed])
-        self._close_loop()
+        with self._loop_lock:
+            if self._loop is not None:
+                self._close_loop()
 
     def _close_loop(self) -> None:
-        if self._loop is not None:
-            self._retires.detach()
-            self._loop.close()
-            self._loop = None
+        self._loop_end()
+        self._loop = None
 
 
 class _Lane:
