@@ -4,28 +4,38 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from sympy import Add, Float, Mul, Pow, Product, Rational, Sum, binomial, cosh, exp, gamma, sinh
+from sympy import Add, Float, Mul, Pow, Product, Rational, Sum, binomial, cosh, exp, factorial, gamma, log, sinh
 from sympy.functions.combinatorial.factorials import CombinatorialFunction
 from sympy.matrices import MatrixBase
 
 MAX_DIGITS = 20_000
 _MAX_WORK = 20_000
+_MAX_LOGS = 4
 _TERM = 10
 """Steps that a term of a sum takes beside those of its parts."""
 _LOG_E = math.log10(math.e)
 _ATOM = math.log10(5)
 """Of a constant, and of a variable: no point that values are compared at has a larger one."""
+_HUGE = 1e100
+"""Above the factorials that anybody computes."""
 
 
 def is_small(expression: Any) -> bool:
     """Whether all numbers in it have at most 20,000 digits, before and behind the point, and evaluating it takes some thousand steps."""
-    return _digits(expression) <= MAX_DIGITS and _work(expression) <= _MAX_WORK
+    return _log_depth(expression) <= _MAX_LOGS and _digits(expression) <= MAX_DIGITS and _work(expression) <= _MAX_WORK
+
+
+def _log_depth(node: Any) -> int:
+    """How deep logarithms are in each other: each one of another base is two, which SymPy evaluates again for each of those around it."""
+    return isinstance(node, log) + max(map(_log_depth, _parts(node)), default=0)
 
 
 def _digits(node: Any) -> float:
-    """A bound of the digits of a value before and behind the point; of several values, of all together. NaN and infinity: too many."""
+    """A bound of the digits of a value before the point, and of those behind it (of a fraction: of numerator and denominator, each); of
+    several values, of all together. NaN and infinity: too many."""
     if isinstance(node, Rational):
         return math.log10(abs(node.p) + 1) + math.log10(max(1, node.q))
     if isinstance(node, Float):
@@ -46,6 +56,8 @@ def _digits(node: Any) -> float:
     if isinstance(node, Sum | Product):
         terms = math.prod(sum(map(_bound, limits[1:])) + 1 for limits in node.limits)
         return total * terms
+    if isinstance(node, factorial):
+        return _LOG_E * math.lgamma(min(_bound(parts[0]), _HUGE) + 1) + total
     if isinstance(node, CombinatorialFunction | gamma):
         return (sum(map(_bound, parts)) + 1) * (total + 1)
     return total
@@ -54,15 +66,14 @@ def _digits(node: Any) -> float:
 def _bound(node: Any) -> float:
     """A number that the size of the value is not above."""
     if isinstance(node, Rational):
-        return _power(10, math.log10(abs(node.p) + 1) - math.log10(max(1, node.q)))
+        return _finite(lambda: abs(node.p) / node.q)
     if isinstance(node, Add):
         return sum(map(_bound, node.args))
     if isinstance(node, Mul):
         return math.prod(map(_bound, node.args))
-    if isinstance(node, Pow) and isinstance(node.base, Rational) and node.base and isinstance(node.exp, Rational):
-        size = math.log10(abs(node.base.p)) - math.log10(node.base.q)
-        return _power(10, size * _power(10, _digits(node.exp)) if abs(node.exp) > 1000 else size * float(node.exp))
-    return _power(10, _digits(node))
+    if isinstance(node, Pow) and isinstance(node.exp, Rational) and (node.exp > 0 or isinstance(node.base, Rational)) and node.base:
+        return _finite(lambda: _bound(node.base) ** (node.exp.p / node.exp.q))
+    return _finite(lambda: 10.0 ** _digits(node))
 
 
 def _work(node: Any) -> float:
@@ -77,5 +88,8 @@ def _parts(node: Any) -> list[Any]:
     return list(node.flat() if isinstance(node, MatrixBase) else getattr(node, "args", ()))
 
 
-def _power(base: float, exponent: float) -> float:
-    return base**exponent if exponent < 300 else math.inf
+def _finite(number: Callable[[], float]) -> float:
+    try:
+        return number()
+    except OverflowError:
+        return math.inf

@@ -26,7 +26,7 @@ from lockstep.rewards.graders.math_values import Judge
 
 _MAX_EXPRESSION = 300
 _MAX_DEPTH = 10
-_MOST = {r"\|": 16, "&": 12, r"\\log": 4, r"\\(?:int|sum|prod|lim)(?![a-zA-Z])": 2}
+_MOST = {r"\|": 16, "&": 12, r"\\log": 12, r"\\(?:int|sum|prod|lim)(?![a-zA-Z])": 2}
 """What the parser, or SymPy, takes long over, and how often an expression may have it."""
 _MAX_MEMORY = 4 * 1024**3
 _NUM_POINTS = 4

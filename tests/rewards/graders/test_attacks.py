@@ -74,6 +74,7 @@ def test_a_box_of_anything_is_scored_soon(size):
         "(" * 20 + "2" + ")" * 20,
         "|x|" * 90,
         r"\log_2(" * 16 + "5" + ")" * 16,
+        r"\log_{" * 6 + "x" + "}5" * 6,
         r"\begin{vmatrix}" + r"\\".join("&".join(f"x_{i}" for i in range(j, j + 6)) for j in range(6)) + r"\end{vmatrix}",
     ],
 )
