@@ -125,7 +125,8 @@ class DPOTrainer(StageRun):
                     )
         if val is not None:
             prompts, count = val.same_prompts(), len(val)
-            for rows in (range(count), self.section.first_validation_rows(count, 1, size)):
+            first = self.section.first_validation_rows(count, 1, size) if self.section.val_before_train else []
+            for rows in (range(count), first):
                 for start, end in whole_batches(len(rows), size):
                     if len(set(prompts[list(rows[start:end])])) == 1:
                         self._refuse(

@@ -133,9 +133,9 @@ def test_kto_says_before_a_model_is_loaded_which_batch_has_one_prompt_alone(fold
     own, others = f"{tmp_path / 'rows.jsonl'}", f"{folder / 'labels.jsonl'}"
     keys = ["loss.loss_mode=kto", "data.shuffle=false", "trainer.total_training_steps=2"]
 
-    def make(train: str, val: str, size: int) -> None:
+    def make(train: str, val: str, size: int, *more: str) -> None:
         files = [f"data.train_files={train}", f"data.val_files={val}", f"data.train_batch_size={size}"]
-        make_trainer(dpo_config(folder, *files, *keys))
+        make_trainer(dpo_config(folder, *files, *keys, *more))
 
     for files, named in (((own, others), "step 1"), ((others, own), "the validation batch from row 0 on")):
         with pytest.raises(
@@ -143,6 +143,12 @@ def test_kto_says_before_a_model_is_loaded_which_batch_has_one_prompt_alone(fold
         ):
             make(*files, 4)
     make(own, own, 5)
+    for row, prompt in zip(rows, [rows[0]["prompt"], rows[4]["prompt"]] * 4, strict=True):
+        row["prompt"] = prompt  # alone in every second row, and those are validated before the first step
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match="the validation batch from row 0 on"):
+        make(others, own, 4)
+    make(others, own, 4, "trainer.val_before_train=false")
 
 
 @pytest.mark.parametrize("label", [True, False])
