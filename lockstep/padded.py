@@ -208,7 +208,8 @@ class ForOthers:
         return type(self)({k: c.to(device) for k, c in self.columns.items()}, dict(self.non_tensor_batch), dict(self.meta_info))
 
     def save_to_disk(self, path: str | Path) -> None:
-        """Write the batch to one file."""
+        """Write the batch to one file. Raises OSError."""
+        Path(path).open("wb").close()  # a path that cannot be written to says so itself
         try:
             torch.save((self.columns, self.non_tensor_batch, self.meta_info), path)
         except RuntimeError as error:  # what torch makes of a disk that is full

@@ -23,7 +23,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1:
-        return plain(value.item())
+        inner = value.item()
+        if type(inner) is type(value):  # NumPy's long doubles
+            return plain(float(value)) if is_number(value) else str(value)
+        return plain(inner)
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)

@@ -11,13 +11,13 @@ from lockstep.trainer.ppo.plain import is_number, plain
 def test_whatever_a_reward_function_said_can_be_written_as_strict_json():
     nan, inf = float("nan"), float("inf")
     said = {
-        "n": [1, True, None, 0.5, np.float32(0.25), np.bool_(False), torch.tensor([3])],
+        "n": [1, True, None, 0.5, np.float32(0.25), np.bool_(False), torch.tensor([3]), np.longdouble(0.5)],
         "none": [nan, -inf, np.float64(nan), torch.tensor(inf)],
-        "text": ["é", Decimal("0.5"), Fraction(1, 2), {1}, np.arange(2), torch.ones(0), print],
+        "text": ["é", Decimal("0.5"), Fraction(1, 2), {1}, np.arange(2), torch.ones(0), print, np.clongdouble(1)],
         3: {(1, 2): [{"deep": nan}]},
     }
     written = json.loads(json.dumps(plain(said), allow_nan=False))
-    assert written["n"] == [1, True, None, 0.5, 0.25, False, 3]
+    assert written["n"] == [1, True, None, 0.5, 0.25, False, 3, 0.5]
     assert written["none"] == ["nan", "-inf", "nan", "inf"]
     assert all(isinstance(text, str) for text in written["text"])
     assert written["3"] == {"(1, 2)": [{"deep": "nan"}]}

@@ -59,6 +59,8 @@ def test_a_full_disk_is_said_with_the_file(tmp_path):
     with pytest.raises(OSError, match=r"batch\.pt") as failed:
         batch.save_to_disk(tmp_path / "batch.pt")
     assert failed.value.errno == errno.ENOSPC
+    with pytest.raises(FileNotFoundError):  # not a disk that is full
+        batch.save_to_disk(tmp_path / "nowhere" / "batch.pt")
 
 
 def test_a_group_has_a_signal_when_known_scores_differ():
