@@ -64,6 +64,8 @@ def _read_message(given: Any) -> Message:
         raise DataError(f"a message must be a dict with role and content, not {given!r}")
     message = {name: field for name, field in given.items() if field is not None}
     if calls := read_json("tool_calls", message.pop("tool_calls", None)):
+        if not isinstance(calls, list):
+            raise DataError(f"tool_calls must be a list of calls, not {calls!r}")
         message["tool_calls"] = [_read_call(call) for call in calls]
         message.setdefault("content", "")
     if not isinstance(message.get("content"), str | list):
@@ -75,7 +77,8 @@ def _read_call(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"a tool call must have a function with a name, not {call!r}")
-    function = function | {"arguments": read_json("arguments", function.get("arguments"))}
+    arguments = read_json("arguments", function.get("arguments") or "{}")  # of a tool without any, some clients write ""
+    function = function | {"arguments": arguments}
     return call | {"function": function} if "function" in call else function
 
 
@@ -204,12 +207,20 @@ class ChatTemplate:
     ) -> str:
         """As `render`. Raises DataError also where the template leaves the tools out, or a call of one."""
         text = self.render(messages, tools, add_generation_prompt, more)
-        if tools and self.render(messages, None, add_generation_prompt, more) == text:
+        if tools and self._says_without_tools(text, messages, add_generation_prompt, more):
             raise DataError(
                 "the chat template leaves the tools out; write them into a system message, or use a template that has a place for `tools`"
             )
         _check_calls(messages, text)
         return text
+
+    def _says_without_tools(
+        self, text: str, messages: Sequence[Message], add_generation_prompt: bool, more: Mapping[str, Any]
+    ) -> bool:
+        try:
+            return self.render(messages, None, add_generation_prompt, more) == text
+        except DataError:  # a template that cannot do without
+            return False
 
     def mark(self, messages: Sequence[Message], trained: Sequence[bool], tools: Any = None) -> MarkedText:
         """The whole conversation with the spans of the trained messages, each up to its end-of-turn token.

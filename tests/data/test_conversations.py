@@ -326,6 +326,7 @@ def test_flags_choose_messages_of_any_role(tokenizer_of):
         ([{"content": "x"}], "dict with role and content"),
         ([{"role": "user", "content": None}], "must be text or a list of parts"),
         ([{"role": "assistant", "content": "", "tool_calls": "[{"}], "tool_calls is not JSON"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls must be a list"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}], "a function with a name"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "x"}]}], "arguments is not JSON"),
     ],
@@ -360,7 +361,14 @@ def test_a_template_that_takes_arguments_as_text_only_gets_text(tokenizer_of):
         "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments }}{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    for arguments in ({"a": "é"}, '{"a": "é"}'):
+    for arguments, shown in (({"a": "é"}, '{"a": "é"}'), ('{"a": "é"}', '{"a": "é"}'), ("", "{}"), (None, "{}")):
         call = {"function": {"name": "f", "arguments": arguments}}
         marked, _ = mask_of(tokenizer, [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        assert trained_texts(marked) == ['f{"a": "é"}<|im_end|>']
+        assert trained_texts(marked) == [f"f{shown}<|im_end|>"]
+
+
+def test_a_template_that_cannot_do_without_tools_is_given_them(tokenizer_of):
+    tokenizer = tokenizer_of("chatml", CHATML)
+    tokenizer.chat_template = "{% for tool in tools %}{{ tool.name }};{% endfor %}" + tokenizer.chat_template
+    answer = {"role": "assistant", "content": "so"}
+    assert mask_of(tokenizer, [QUESTION, answer], tools=[{"name": "look_up"}])[0].text.startswith("look_up;")
