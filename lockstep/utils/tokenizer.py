@@ -57,20 +57,21 @@ def has_tokenizer(path: str) -> bool:
 
 
 def check_same_tokenizer(
-    own: PreTrainedTokenizerBase, path: str, trust_remote_code: bool, key: str, more_is_fine: bool = False
+    own: PreTrainedTokenizerBase, path: str, trust_remote_code: bool, key: str, shared_only: bool = False
 ) -> None:
     """Raise DataError unless the model in `path`, the value of `key`, has the same tokenizer: the same tokens with the same ids, and the
-    same cut of some text. It may have tokens beside them with `more_is_fine`."""
+    same cut of some text. With `shared_only` either may have tokens of its own (for padding, for an end) that the other lacks."""
     other = hf_tokenizer(path, trust_remote_code)
-    if len(own) > len(other) or (len(own) < len(other) and not more_is_fine):
+    if len(own) != len(other) and not shared_only:
         raise DataError(
             f"{key}={path} has another tokenizer: {len(other)} tokens, not {len(own)}; token ids would not mean the same"
         )
     vocabulary = other.get_vocab()
     for token, number in sorted(own.get_vocab().items(), key=itemgetter(1)):
-        if vocabulary.get(token) != number:
+        if vocabulary.get(token, number if shared_only else None) != number:
             raise DataError(f"{key}={path} has another tokenizer: {token!r} is {vocabulary.get(token)} there, not {number}")
-    if own.encode(_SAMPLE) != other.encode(_SAMPLE):
+    # What each puts around a text is its own: rows are read as token ids.
+    if own.encode(_SAMPLE, add_special_tokens=False) != other.encode(_SAMPLE, add_special_tokens=False):
         raise DataError(f"{key}={path} has another tokenizer: it cuts {_SAMPLE!r} in another way")
 
 

@@ -226,7 +226,7 @@ def check_models(config: PPOConfig, tokenizer: Any) -> None:
         critic = config.critic.model
         _check_model(critic, config, tokenizer)
         if has_tokenizer(str(critic.path)):  # a critic's checkpoint has none: it reads the policy's ids
-            check_same_tokenizer(tokenizer, str(critic.path), critic.trust_remote_code, "critic.model.path", more_is_fine=True)
+            check_same_tokenizer(tokenizer, str(critic.path), critic.trust_remote_code, "critic.model.path", shared_only=True)
     if config.reward_model.enable:
         judge = config.reward_model.model  # it has a tokenizer of its own
         read_model_config(str(judge.path), judge.trust_remote_code, **judge.override_config)

@@ -279,6 +279,9 @@ def test_a_critic_reads_the_policys_tokens(model, tmp_path):
     more.add_tokens(["of a reward model's own"])
     more.save_pretrained(critic)
     check_models(config, own)
+    padded = make_tokenizer()
+    padded.add_tokens(["<pad of the policy>"])
+    check_models(config, padded)
     file = critic / "tokenizer.json"
     described = json.loads(file.read_text())
     words = described["model"]["vocab"]

@@ -106,7 +106,8 @@ write_child.answers = answers
 write_child.main([])
 """
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as child:
-        assert json.loads(child.stdout.readline()) == {"nice": 10}
+        room = 19 - os.getpriority(os.PRIO_PROCESS, 0)
+        assert json.loads(child.stdout.readline()) == {"nice": min(10, room)}
         child.stdin.write(b"!")
         assert json.loads(child.stdout.read().splitlines()[-1]) == {"nice": 0}
     assert child.returncode == 0
