@@ -19,6 +19,7 @@ from lockstep.config.load import check_key, valid_keys
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
+from lockstep.rewards.outcome import FAILURE_KINDS
 from lockstep.tools.check import check_advantage, check_loss, check_preference
 from lockstep.tools.evaluate.command import _parser as eval_parser
 
@@ -88,6 +89,11 @@ def test_every_metric_has_its_row_in_the_docs():
     names = {name for path in sources for name in re.findall(rf'"((?:{heads})/[a-z_/]*[a-z_])(?="|/?\{{)', path.read_text())}
     assert len(names) > 40
     assert [name for name in sorted(names) if f"`{name}" not in text] == []
+
+
+def test_every_reason_for_a_missing_reward_is_in_the_docs():
+    (row,) = (line for line in (ROOT / "docs/metrics.md").read_text().splitlines() if "`reward/missing/{kind}`" in line)
+    assert re.findall(r"why: ([a-z, ]+[a-z])", row) == [", ".join(FAILURE_KINDS)]
 
 
 def test_make_targets_in_the_readme_exist():

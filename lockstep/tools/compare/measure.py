@@ -34,6 +34,7 @@ from lockstep.tools.compare.named import Algorithm
 from lockstep.tools.compare.report import AlgorithmResult, Comparison
 from lockstep.trainer.ppo import checks, stages
 from lockstep.trainer.ppo.metrics import row_sums
+from lockstep.trainer.ppo.missing_rewards import leave_out
 from lockstep.trainer.ppo.recording import Recording
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
 from lockstep.utils.device import resolve_device
@@ -178,7 +179,7 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     Raises what the stages and the loss raise, and DataError when no token is left to learn from.
     """
     actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
-    data = batch.select()
+    data = _with_baselines(batch.select(), config)
     if config.algorithm.rollout_correction.bypass_mode:
         stages.use_sampler_log_probs(data)
     stages.correct(data, read_correction(config.algorithm.rollout_correction))
@@ -217,6 +218,16 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
         metrics = engine.forward_backward(rows, watched, budget, temperature, entropy_grad=actor.entropy_coeff != 0)
         gradient = {name: tensor.float().cpu().clone() for name, tensor in own_gradients(engine.module)}
     return Measured(gradient, values(metrics), pushes, log_probs.values, rows)
+
+
+def _with_baselines(data: DataProto, config: PPOConfig) -> DataProto:
+    """Without the rows whose baseline is missing (NaN), where the estimator reads baselines: as a run that asks for them does it."""
+    estimator = config.algorithm.adv_estimator
+    if "reward_baselines" in data and "reward_baselines" in required_inputs(load_reference(estimator) or estimator):
+        baselines = data.batch["reward_baselines"]
+        leave_out(data, baselines.isnan())
+        data.set("reward_baselines", baselines.nan_to_num())
+    return data
 
 
 def _result(

@@ -9,17 +9,19 @@ step_12/
 """
 
 import dataclasses
+import math
 import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from lockstep.config.load import load_config, to_yaml
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import DataError
+from lockstep.errors import DataError, RewardError
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.reward_columns import set_parts
 from lockstep.trainer.ppo.scored import Scored
@@ -72,10 +74,25 @@ def record_step(trainer: Any, step: int, batch: DataProto, scored: Scored) -> No
     """Save the batch of a step of a `RayPPOTrainer` for `lockstep compare`. The run's own stays as it is."""
     recorded = batch.select()
     if "reward_baselines" not in recorded:
-        trainer.greedy_baseline(recorded, trainer.prompts.number)
+        _add_baselines(trainer, step, recorded)
     kl_coef = trainer.kl_control.value
     folder = record(recorded, scored, trainer.config, step, kl_coef, trainer.actor_wg, trainer.tokenizer)
     trainer.display.message(f"the batch of step {step} is in {folder}")
+
+
+def _add_baselines(trainer: Any, step: int, recorded: DataProto) -> None:
+    """Writes reward_baselines, NaN where the greedy answer's reward is missing: the run asked for none, so its rows stay as they are, and
+    it goes on where too many are missing."""
+    mask = recorded.ragged("response_mask")
+    try:
+        trainer.greedy_baseline(recorded, trainer.prompts.number)
+    except RewardError as error:
+        trainer.display.message(f"warning: the batch of step {step} is recorded without scores of greedy answers (remax): {error}")
+        return
+    left = recorded.ragged("response_mask")
+    lost = torch.tensor([bool(before.any() and not after.any()) for before, after in zip(mask.rows(), left.rows(), strict=True)])
+    recorded.set("reward_baselines", recorded.batch["reward_baselines"].masked_fill(lost, math.nan))
+    recorded.set("response_mask", mask)
 
 
 def load_recording(folder: Path) -> Recording:

@@ -202,3 +202,16 @@ def test_excerpts_show_every_algorithm_on_the_same_tokens(recording):
         assert len(excerpt.tokens) == length
         for result, pushes in zip(found.results, excerpt.pushes, strict=True):
             assert sum(pushes) == pytest.approx(result.row_pushes[excerpt.row], rel=1e-5, abs=1e-7)
+
+
+def test_a_missing_baseline_leaves_rows_out_of_what_reads_baselines_alone(recording):
+    found = {}
+    for name, first in (("missing", math.nan), ("known", 0.25)):
+        batch = recording.batch.select()
+        batch.set("reward_baselines", torch.tensor([first, first, 0.1, 0.1, 0.2, 0.2]))
+        found[name] = compare(dataclasses.replace(recording, batch=batch), named("remax", "rloo")).results
+    (remax, rloo), (whole, same) = found["missing"], found["known"]
+    assert remax.row_pushes[:2] == [0.0, 0.0]
+    assert 0.0 not in whole.row_pushes[:2]
+    assert (remax.masked_fraction, whole.masked_fraction) == pytest.approx((8 / 21, 2 / 21))
+    assert rloo.row_pushes == same.row_pushes
