@@ -102,6 +102,7 @@ class DPOConfig(StageConfig):
                 "reference.mode=file is of the model that training starts from, but with model.lora_adapter_path the reference is the "
                 "model without the adapter; set reference.mode=adapter"
             )
+        self.trainer.check_validated(bool(self.data.val_files))
         if self.loss.loss_mode == UNPAIRED:
             self.check_longest("data.max_length", self.data.max_length)
             return

@@ -52,4 +52,5 @@ class RewardTrainConfig(StageConfig):
             raise ConfigError("data.train_files is empty; name a parquet, json or jsonl file with the columns chosen and rejected")
         if self.data.truncation == "right":
             raise ConfigError("data.truncation=right cuts off the end of a response, where its score is read; use left or middle")
+        self.trainer.check_validated(bool(self.data.val_files))
         self.check_pairs(self.data.max_length)

@@ -73,3 +73,4 @@ class SFTConfig(StageConfig):
                 "data.train_files is empty; name a parquet, json or jsonl file with the columns messages, prompt and completion, or text"
             )
         self.check_longest("data.max_length", self.data.max_length)
+        self.trainer.check_validated(bool(self.data.val_files or self.sampled.files))

@@ -105,6 +105,15 @@ class RunConfig:
         """The run's folder."""
         return Path(self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}")
 
+    def check_validated(self, has_rows: bool) -> None:
+        """Raise ConfigError for a setting that needs validations, where there are none: without rows, or never after a step."""
+        if self.val_only and not has_rows:
+            raise ConfigError("trainer.val_only=true, but there is nothing to validate on; set data.val_files")
+        needs = str(self.best_metric).startswith(("val/", "val-"))
+        if needs and not (has_rows and self.test_freq):
+            lacks = "trainer.test_freq other than 0" if has_rows else "data.val_files"
+            raise ConfigError(f"trainer.best_metric={self.best_metric} is of a validation, and this run has none; set {lacks}")
+
     def first_validation_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
         """The rows of `num_rows` that are validated before the first step: all, or some that are spread evenly."""
         limit = samples_per_step if self.val_before_train_samples is None else self.val_before_train_samples

@@ -98,6 +98,8 @@ class PairDataset(TrainingRows):
         chosen: Any = row["chosen"]
         rejected: Any = row.get("rejected")
         margin = row.get("margin")
+        if chosen is None and rejected is None and row.get("label") is not None:
+            raise DataError("an answer with a label among pairs; train on pairs alone, or (kto) on answers with a label alone")
         if not any(isinstance(chosen, kind) and isinstance(rejected, kind) for kind in (str, list)):
             raise DataError(f"chosen and rejected must both be strings or both messages, not {chosen!r} and {rejected!r}")
         if margin is not None and not isinstance(margin, int | float):
@@ -142,7 +144,8 @@ class PairDataset(TrainingRows):
     def _without_identical(self, rows: np.ndarray) -> np.ndarray:
         # Only answers of the same size can be the same.
         candidates = rows[(row_sizes(self._files, ["chosen"]) == row_sizes(self._files, ["rejected"]))[rows]].tolist()
-        identical = [i for i in candidates if (row := self._files.rows([i])[0])["chosen"] == row.get("rejected")]
+        found = ((i, self._files.rows([i])[0]) for i in candidates)
+        identical = [i for i, row in found if row["chosen"] is not None and row["chosen"] == row.get("rejected")]
         if identical and not self._skip_identical:
             raise DataError(
                 f"{self._files.place(identical[0])}: chosen and rejected are the same; so they are in {len(identical)} of "

@@ -119,9 +119,9 @@ class _ParquetFile:
 
 def _open(path: Path) -> _ParquetFile | JsonFile:
     if path.suffix not in (".parquet", ".json", ".jsonl"):
-        raise DataError(f"{path}: unknown extension {path.suffix!r}; data files (data.*_files) are .parquet, .json or .jsonl")
+        raise DataError(f"{path}: unknown extension {path.suffix!r}; data files are .parquet, .json or .jsonl")
     if not path.is_file():
-        raise DataError(f"data file {path} does not exist (data.train_files, data.val_files)")
+        raise DataError(f"data file {path} does not exist")
     return _ParquetFile(path) if path.suffix == ".parquet" else JsonFile(path)
 
 

@@ -134,6 +134,16 @@ def _show_prompts(options: argparse.Namespace) -> int:
     return 0
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text} is no JSON object such as {{"enable_thinking": false}}')
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lockstep data", description="Look at data as training sees it.")
     show = parser.add_subparsers(dest="command", required=True).add_parser("show", help="what each row became")
@@ -146,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--truncation", choices=("error", "left", "right", "middle"), default="error", help="(default error)")
     show.add_argument(
         "--template-kwargs",
-        type=json.loads,
+        type=_json_object,
         default={},
         metavar="JSON",
         help='for the chat template, as {"enable_thinking": false}',

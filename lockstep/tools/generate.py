@@ -29,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("there is no prompt: give one after the model, or --file FILE")
     if options.n < 1:
         raise ConfigError(f"--n must be at least 1, not {options.n}")
+    if options.system and not options.chat and any(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("--system is a message of a conversation, and a prompt is a text; add --chat, which makes texts messages")
     sampling_of(options, ())  # wrong values are said before a model is loaded
     loaded = load_model_of(options)
     try:
@@ -124,6 +126,8 @@ def _read_prompts(path: str) -> list[Any]:
 
     if path.endswith((".parquet", ".json", ".jsonl")):
         files = RowFiles([path])
+        if not len(files):
+            raise DataError(f"no rows in {path}")
         if "prompt" not in files.columns:
             raise DataError(f"{path} has no column 'prompt': its columns are {sorted(files.columns)}")
         prompts = [row["prompt"] for row in files.rows(range(len(files)))]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.lock import LOCK
 from lockstep.config.adapter import ADAPTER_CONFIG, read_adapter
 from lockstep.config.engine import DTYPES
 from lockstep.errors import ConfigError, DataError
@@ -94,7 +95,7 @@ def find_model(path: str, adapter: str | None = None) -> ModelSource:
     Nothing is loaded; that a model is there is for `load` to say.
     """
     folder, step = Path(path).expanduser(), None
-    if (folder / folders.TRACKER).is_file() or folders.found(folder):
+    if any((folder / name).is_file() for name in (folders.TRACKER, LOCK)) or folders.found(folder):
         newest = folders.newest(folder)
         if newest is None:
             raise DataError(f"{path} is a run's folder without a checkpoint; wait for its first, or name a model")

@@ -115,6 +115,13 @@ def test_identical_answers_are_an_error_or_left_out(open_pairs):
         open_pairs([same], skip_identical=True)
 
 
+def test_an_answer_with_a_label_among_pairs_is_no_pair_of_equal_answers(open_pairs):
+    pair, labelled = {"prompt": "q", "chosen": "48", "rejected": "49"}, {"prompt": "q", "completion": "48", "label": True}
+    for skips in (False, True):
+        with pytest.raises(DataError, match=r"pairs.jsonl row 1: an answer with a label among pairs"):
+            open_pairs([pair, labelled], skip_identical=skips)
+
+
 def test_labelled_answers_are_one_row_each(open_pairs, qwen_like):
     rows = [{"prompt": "how many?", "completion": "48", "label": True}, {"prompt": [QUESTION], "response": "49", "label": False}]
     dataset = open_pairs(rows)

@@ -68,6 +68,13 @@ def test_rows_that_cannot_be_used_are_named_and_the_others_shown(show):
     assert (status, out.splitlines()[1]) == (0, "w1[[ w2 ... w6<eos>]]")
 
 
+@pytest.mark.parametrize("text", ["{a: 1}", "[1]"])
+def test_template_arguments_that_are_no_json_object_are_said(show, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        show([{"text": "w1"}], "--as", "sft", "--template-kwargs", text)
+    assert f"argument --template-kwargs: {text} is no" in capsys.readouterr().err
+
+
 def test_a_terminal_gets_colours(show, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)

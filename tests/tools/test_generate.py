@@ -74,7 +74,9 @@ def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypa
         (["abc", "--n", "0"], "--n must be at least 1"),
         (["abc", "--temperature", "-1"], "temperature"),
         (["abc", "--stop", "\\n"], "--stop has \\n, with a backslash"),
+        (["abc", "--system", "short"], "--system is a message of a conversation"),
         (["--file", "none.txt"], "--file none.txt cannot be read"),
+        (["--file", "none.jsonl"], "data file none.jsonl does not exist\n"),
     ],
 )
 def test_what_cannot_be_generated_is_said_before_a_model_is_loaded(generate, arguments, message, monkeypatch):
@@ -91,6 +93,11 @@ def test_a_row_of_a_file_that_is_no_prompt_is_named(generate, tmp_path, prompt):
     status, out, error = generate("--file", file)
     assert (status, out) == (1, "")
     assert f"{file} row 1: " in error
+
+
+def test_a_file_without_rows_is_said(generate, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("")
+    assert f"no rows in {tmp_path}" in generate("--file", tmp_path / "rows.jsonl")[2]
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(generate):

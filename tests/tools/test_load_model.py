@@ -37,10 +37,14 @@ def test_a_run_is_its_newest_checkpoint_and_a_checkpoint_its_policy(tmp_path):
     assert loaded.stop_token_ids == (1,)
 
 
-def test_what_is_no_model_is_said(tmp_path):
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+@pytest.mark.parametrize("file", ["latest_checkpointed_iteration.txt", "run.lock"])
+def test_a_run_without_a_checkpoint_is_said(tmp_path, file):
+    (tmp_path / file).write_text("3")
     with pytest.raises(DataError, match="without a checkpoint"):
         find_model(str(tmp_path))
+
+
+def test_what_is_no_model_is_said(tmp_path):
     empty = make_draft(tmp_path / "run", 1)
     write_state(empty, {"global_steps": 1})
     with pytest.raises(DataError, match="without a model in actor"):

@@ -20,6 +20,7 @@ from lockstep import __version__
 from lockstep.checkpoint import folders
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
+from lockstep.config.load import read_overrides
 from lockstep.errors import ConfigError, as_command
 from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 TASK_NAMES = ("gsm8k", "math", "hellaswag", "humaneval", "mbpp")
 _KEY = re.compile(r"[a-z_]+(\.\w+)+=")
+_READ_OF_DATA = ("data.", "reward.", "trainer.seed.")
+_READ_OF_RUN = ("actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.stop.", "trainer.seed.")
+_READ_OF_TASK = ("data.train_files.", "reward.sandbox.", "reward.timeout_s.", "reward.num_workers.", "reward.max_memory_mb.")
+"""The keys that change what `--data`, a run beside it, and `--task` give, each with a point behind it."""
 _WIDTH = 140
 """Columns of the table where there is no terminal."""
 
@@ -120,12 +125,13 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
 
     config, is_run = _config(options)
     tokenizer = None if server else hf_tokenizer(find_model(options.model, options.adapter).path, options.trust_remote_code)
-    judging = reward_arguments(config.reward)
     files = options.data or (config.data.val_files if is_run and not options.task else None)
     if files is not None and options.task is not None:
         raise ConfigError(f"--data and --task {options.task} are two things to ask; name one of them")
     if files is None and options.task is None:
         raise ConfigError("name what to ask: --task NAME, or --data FILES; only a PPO run has files of its own (data.val_files)")
+    _refuse_unread(options, is_run)
+    judging = reward_arguments(config.reward)
     stop: tuple[str, ...] = ()
     max_tokens: int = config.data.max_response_length
     shown = None
@@ -178,6 +184,22 @@ def _config(options: argparse.Namespace) -> tuple[PPOConfig, bool]:
             return load_config(options.overrides, file), True
     # The model is not the configuration's to name; without one, the configuration would mean the embedded task.
     return load_config(["actor_rollout_ref.model.path=none", *options.overrides]), False
+
+
+def _refuse_unread(options: argparse.Namespace, is_run: bool) -> None:
+    """Raise ConfigError for an option or a key of the command line that would be ignored."""
+    for name in ("source", "shots", "format"):
+        if not options.task and getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is about a task; leave it out, or name the --task")
+    if options.adapter is not None and options.model.startswith(("http://", "https://")):
+        raise ConfigError("--adapter goes into a model that is loaded here; a server is asked as it is")
+    read = (_READ_OF_TASK if options.task else _READ_OF_DATA) + (_READ_OF_RUN if is_run else ())
+    for key in read_overrides(options.overrides):
+        if not f"{key}.".startswith(read):
+            what = f"--task {options.task}, which has its own prompts and judge" if options.task else "what is asked here"
+            raise ConfigError(
+                f"{key} changes nothing of {what}; leave it out (sampling: --temperature, --max-tokens and others of lockstep eval --help)"
+            )
 
 
 def _server(options: argparse.Namespace) -> Any:

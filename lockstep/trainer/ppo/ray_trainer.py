@@ -90,6 +90,7 @@ class RayPPOTrainer(SavedPPO):
             train_dataset = open_dataset(config, tokenizer, data.train_files, data.train_max_samples)
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
+        config.trainer.check_validated(val_dataset is not None)
         reward_fn, val_reward_fn = episode_rewards(config, (train_dataset, val_dataset), reward_fn, val_reward_fn)
         checks.check_columns(data, train_dataset, val_dataset)
         self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)

@@ -105,12 +105,16 @@ def test_a_question_that_was_trained_on_is_counted_and_left_out(evaluate, embedd
         (["--data", "none.parquet"], "none.parquet"),
         (["--task", "gsm8k", "--source", "/nowhere"], "/nowhere does not exist"),
         (["--data", "VAL", "rewards.x=1"], "rewards"),
+        (["--data", "VAL", "--shots", "2"], "--shots is about a task"),
+        (["--data", "VAL", "actor_rollout_ref.rollout.val_kwargs.n=2"], "rollout.val_kwargs.n changes nothing of what is asked"),
+        (["--task", "gsm8k", "data.max_prompt_length=9"], "data.max_prompt_length changes nothing of --task gsm8k"),
+        (["--task", "gsm8k", "reward.custom_reward_function.path=r.py"], "path changes nothing of --task gsm8k"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(evaluate, embedded_task, arguments, message, monkeypatch):
     monkeypatch.setattr("lockstep.tools.evaluate.command.load_model_of", lambda options: pytest.fail("loaded a model"))
     arguments = [str(embedded_task.val_file) if word == "VAL" else word for word in arguments]
-    status, out, found = evaluate(embedded_task.model, *arguments, *LENGTHS)
+    status, out, found = evaluate(embedded_task.model, *arguments, *([] if "--task" in arguments else LENGTHS))
     assert (status, found) == (1, None)
     assert message in out
 
