@@ -1,4 +1,4 @@
-"""A first run on a CPU: what a run has there that names its data and its model, and not how large it is.
+"""A first run on a CPU: what a run has there that names a model of its own, and not how large it is.
 
 A step of the dataclasses' defaults is up to hundreds of responses of 512 tokens, which suits a GPU; two cores would work on it for most of
 an hour, and on one pass over the data for weeks.
@@ -22,8 +22,9 @@ _RESPONSES, _TOKENS, _STEPS = 32, 128, 6
 
 
 def is_first_run(named: set[str]) -> bool:
-    """Whether a user who set the keys `named` has data and a model of their own, and says nothing about how large the run is."""
-    return {"data.train_files", "actor_rollout_ref.model.path"} <= named and not named & set(SIZES)
+    """Whether a user who set the keys `named` has a model of their own, and says nothing about how large the run is. On the embedded
+    task's words too: its presets are for its own model."""
+    return "actor_rollout_ref.model.path" in named and not named & set(SIZES)
 
 
 def first_run_on_cpu(algorithm: str) -> dict[str, Any]:

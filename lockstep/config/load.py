@@ -21,6 +21,7 @@ from lockstep.config.first_run import ORIGIN, first_run_on_cpu, is_first_run
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
 from lockstep.config.secrets import redacted, remember
+from lockstep.config.trl_names import TRL_NAMES
 from lockstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -229,7 +230,9 @@ def _unknown_key(key: str, root: Any) -> str:
         if f".{key}".endswith(f".{name}"):
             return f"unknown key '{key}': {removed}"
     # Without its first sections it names the first of them: the policy's before the critic's.
-    near = [k for k in keys if k.endswith(f".{key}")][:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    ends = (key, *TRL_NAMES.get(key, "").split())
+    same_end = [k for end in ends for k in keys if f".{k}".endswith(f".{end}")]
+    near = same_end[:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     nearest = (near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, 1, 0))[0]
     more = "; verl's: lockstep verl-keys" if root is PPOConfig else ""

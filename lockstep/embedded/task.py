@@ -54,8 +54,7 @@ class EmbeddedTask:
 def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> EmbeddedTask:
     """Make the files in `directory`. The warm-up ends when a check finds `target_accuracy` on the validation words."""
     directory.mkdir(parents=True, exist_ok=True)
-    words = make_words(seed)
-    train, val = words[:_NUM_TRAIN], words[_NUM_TRAIN:]
+    train, val = _split(seed)
     with torch.random.fork_rng(devices=[]), _one_thread(), TemporaryDirectory() as run_dir:
         torch.manual_seed(seed)
         warm_up = _WarmUp(train, val, target_accuracy, random.Random(seed), run_dir)
@@ -64,8 +63,20 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> Embedde
     with quiet_transformers():
         warm_up.model.save_pretrained(model_dir)
         warm_up.tokenizer.save_pretrained(model_dir)
-    files = write_prompts(directory, "train", train), write_prompts(directory, "val", val)
-    return EmbeddedTask(model_dir, *files, warm_up.global_steps, warm_up.accuracy)
+    return EmbeddedTask(model_dir, *prepare_prompts(directory, seed), warm_up.global_steps, warm_up.accuracy)
+
+
+def prepare_prompts(directory: Path, seed: int) -> tuple[Path, Path]:
+    """Make the files of prompts in `directory`, for training and for validation: all that a model of the user's needs."""
+    directory.mkdir(parents=True, exist_ok=True)
+    train, val = _split(seed)
+    return write_prompts(directory, "train", train), write_prompts(directory, "val", val)
+
+
+def _split(seed: int) -> tuple[list[str], list[str]]:
+    """The words of training and of validation."""
+    words = make_words(seed)
+    return words[:_NUM_TRAIN], words[_NUM_TRAIN:]
 
 
 @contextmanager

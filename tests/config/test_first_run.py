@@ -42,6 +42,13 @@ def test_it_is_never_asked_of_a_gpu_nor_where_a_size_is_named_nor_by_a_program(t
     assert ORIGIN not in origins
 
 
+def test_a_model_of_ones_own_is_enough():
+    """As docs/generation.md has it, on the embedded task's words: 32 steps of 64 responses of 512 tokens would take a CPU hours."""
+    config, origins = loaded("actor_rollout_ref.model.path=model")
+    assert ORIGIN in origins
+    assert (config.data.train_files, config.data.train_batch_size, config.trainer.total_training_steps) == ("embedded", 32, 6)
+
+
 def test_the_device_that_was_named_decides():
     assert ORIGIN in loaded(*NAMED, "trainer.device=cpu", device="cuda")[1]
     assert ORIGIN not in loaded(*NAMED, "trainer.device=cuda")[1]

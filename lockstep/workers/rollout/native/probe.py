@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, NumericalError
 from lockstep.models.cached_attention import Variant
 from lockstep.workers.rollout.base import Stopping
 from lockstep.workers.rollout.native.cpu.passes import PassBackend, batch_of
@@ -59,7 +59,8 @@ def cache_shape(module: PreTrainedModel, page_size: int, float8: bool = False) -
 
 @torch.no_grad()
 def check_equivalence(module: PreTrainedModel, backend: PassBackend) -> None:
-    """Raise UnsupportedModel unless prompts and decoded tokens give the logits that the module gives to each whole sequence."""
+    """Raise UnsupportedModel unless prompts and decoded tokens give the logits that the module gives to each whole sequence, NumericalError
+    where those are not finite: nobody can generate from such a model."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = module.config.get_text_config().vocab_size
     rows = [torch.randint(0, vocabulary, (length + _DECODED,), generator=generator) for length in _PROMPTS]
@@ -89,6 +90,12 @@ def check_equivalence(module: PreTrainedModel, backend: PassBackend) -> None:
         backend.close()
     mine = torch.cat([torch.cat(parts).float() for parts in paged])
     theirs = torch.cat(alone)
+    if not theirs.isfinite().all():
+        precision = str(module.dtype).removeprefix("torch.")
+        raise NumericalError(
+            f"{type(module).__name__} gives logits that are not finite, by its own forward: its weights are damaged, or too large for "
+            f"{precision}; take another checkpoint, or another precision"
+        )
     # In half precision roundings alone are 0.15 of the logits' spread (SmolLM2-135M on a CPU); another attention makes it about 1.
     spread = (theirs - theirs.mean(-1, keepdim=True)).square().mean().sqrt().item()
     difference = (mine - theirs).square().mean().sqrt().item()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, NumericalError
 from lockstep.models.cached_attention import CACHED, Variant
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.native.cpu.paged import PagedAttention
@@ -46,6 +46,16 @@ def test_attention_that_gives_other_numbers_is_noticed(monkeypatch: pytest.Monke
     module = share_structure(tiny_model("gemma2", **FAMILIES["gemma2"]), CACHED)
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM: it attends in another way: logits that spread by .* differ by"):
         make_rollout(module, RolloutConfig(), PAD)
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_a_model_that_overflows_is_not_taken_for_one_of_another_attention(falls_back: bool) -> None:
+    """The advice was to generate with transformers, which would have drawn tokens from NaN."""
+    model = tiny_model()
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(1e38)
+    module = share_structure(model, CACHED)
+    with pytest.raises(NumericalError, match="LlamaForCausalLM gives logits that are not finite, .* too large for float32"):
+        make_rollout(module, RolloutConfig(fallback_to_hf=falls_back), PAD)
 
 
 def test_a_real_model_in_bfloat16_passes_and_another_attention_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
