@@ -77,7 +77,7 @@ def replayed(
     program = importlib.import_module(PROGRAMS[capsule["recipe"]])
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _in_place(capsule)))
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(capsule["config"])))
-    config = program.load([*_here(capsule, folder, weights), *keys], folder / "config.yaml")
+    config = program.load([*_here(capsule, folder, weights, keys), *keys], folder / "config.yaml")
     with program.opened(config) as run:
         _check_rows(capsule, run)
         run.init_workers()
@@ -110,8 +110,9 @@ def first_difference(expected: Mapping[str, Any], found: Mapping[str, float], re
     return None
 
 
-def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None) -> list[str]:
-    """The keys that make the run one of this machine: one process, these rows, nothing saved."""
+def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given: Sequence[str]) -> list[str]:
+    """The keys that make the run one of this machine: one process, these rows, nothing saved. What was `given` may differ from the
+    checkpoint's: where the model lies, for one."""
     keys = [
         f"data.train_files={folder / 'rows.jsonl'}", "data.val_files=null", f"trainer.default_local_dir={folder / 'run'}",
         "trainer.logger=[console]", "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "trainer.worker_group=local",
@@ -132,8 +133,12 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None) -> lis
             raise DataError(f"{start} is not here; name the checkpoint of step {capsule['from_step']} with --weights")
         if weights_differ(capsule, start):
             raise DataError(f"{start} is another checkpoint than that of the capsule: its manifest differs")
-        changed = "trainer.allow_changes=[data.train_files,reference.mode]"
-        keys += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", changed]
+        changed = ["data.train_files", "reference.mode", *(key.lstrip("+").partition("=")[0] for key in given)]
+        keys += [
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={start}",
+            f"trainer.allow_changes=[{','.join(changed)}]",
+        ]
     else:
         keys += ["trainer.resume_mode=disable", "trainer.resume_from_path=null"]
     return keys

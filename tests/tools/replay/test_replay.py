@@ -98,6 +98,10 @@ def test_a_step_of_ppo_generates_the_same_responses(embedded_task: Any, tmp_path
     capsys.readouterr()
     assert replay.main([str(tmp_path / "two.json")]) == 0
     assert "step 2: as it was\nstep 3: as it was" in capsys.readouterr().out
+    # The model lies elsewhere on another machine. That is said, and no setting of the run that must stay.
+    moved = shutil.copytree(embedded_task.model, tmp_path / "moved")
+    assert replay.main([str(tmp_path / "two.json"), f"actor_rollout_ref.model.path={moved}"]) == 0
+    assert "step 2: as it was\nstep 3: as it was" in capsys.readouterr().out
 
 
 def test_the_first_metric_that_differs_is_named() -> None:
