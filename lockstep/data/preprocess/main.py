@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
     for name, recipe in [*RECIPES.items(), *((name, forms["rl"]) for name, forms in PREFERENCES.items())]:
         on_hub = "/" in recipe.hub_id
-        command = datasets.add_parser(name, help=f"{recipe.hub_id} ({recipe.ability})" if on_hub else recipe.ability)
+        command = datasets.add_parser(name, help=f"{recipe.hub_id} ({recipe.ability})" if on_hub else recipe.about)
         default = f" (default {recipe.hub_id})" if on_hub else ""
         command.add_argument(
             "--source", nargs="+", required=not on_hub, help=f"folders, files or the id of a dataset on the hub{default}"
