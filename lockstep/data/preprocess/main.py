@@ -74,6 +74,9 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
         print(f"{split}: {account.num_read} rows read, {account.num_written} written to {out / target}")
         if account.unusable:
             print(f"{split}: rows that cannot be used: {account.num_read - account.num_written}\n{account.table()}")
+    for name in {TRAIN_FILE, HELD_OUT_FILE} - set(targets.values()):
+        if (out / name).is_file():
+            print(f"warning: {out / name} was there before; this source has no such split, and the file is not of it")
     not_used = [*(f"split {name}" for name in found.splits if name not in targets), *found.unused]
     if not_used:
         print(f"not used: {', '.join(not_used[:10])}{f' and {len(not_used) - 10} more' if len(not_used) > 10 else ''}")
