@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from lockstep.errors import ConfigError, DataError, as_command
+from lockstep.errors import ConfigError, DataError, ResourceError, as_command
 from lockstep.tools.load_model import ModelSource, find_model
 
 if TYPE_CHECKING:
@@ -54,13 +54,16 @@ def export(path: str, out: Path, dtype: str, merge: bool) -> str:
     """Write the model that `path` names to the new folder `out`, which is there only when it is complete; returns what it is.
 
     Raises ConfigError for a folder that is not empty, DataError for a source that is no whole model or has a weight that the type cannot
-    hold.
+    hold, ResourceError where nothing can be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; name a new folder")
     parts = find_parts(path, merge)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise ResourceError(f"{out} cannot be made: {error.strerror or error}; name a folder that can be written") from error
     try:
         what = _write(parts, part, dtype)
         part.chmod(0o755)

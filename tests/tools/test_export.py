@@ -9,7 +9,7 @@ from tools.test_load_model import write_adapter, write_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep import cli
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, ResourceError
 from lockstep.tools import export as command
 from lockstep.tools.export import export, main
 
@@ -81,6 +81,8 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(tmp_path):
         export("org/model", tmp_path / "out", "float32", merge=False)
     with pytest.raises(ConfigError, match="is there already"):
         export(base, tmp_path / "base", "float32", merge=False)
+    with pytest.raises(ResourceError, match="config.json/out cannot be made: "):  # below a file
+        export(base, tmp_path / "base/config.json/out", "float32", merge=False)
     model = tiny_model()
     model.model.embed_tokens.weight.data[0, 0] = 1e6
     model.save_pretrained(tmp_path / "large")

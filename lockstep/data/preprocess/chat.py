@@ -72,7 +72,8 @@ def _without_nulls(value: Any) -> Any:
 
 RECIPE = Recipe(
     hub_id="chat",
-    ability="conversations as `messages`, or ShareGPT's `conversations`",
+    ability="chat",
+    about="conversations as `messages`, or ShareGPT's `conversations`",
     convert=convert,
     columns={"messages": pa.list_(_MESSAGE), "tools": pa.string()},
     extra_info={},

@@ -74,6 +74,9 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
         print(f"{split}: {account.num_read} rows read, {account.num_written} written to {out / target}")
         if account.unusable:
             print(f"{split}: rows that cannot be used: {account.num_read - account.num_written}\n{account.table()}")
+    for name in {TRAIN_FILE, HELD_OUT_FILE} - set(targets.values()):
+        if (out / name).is_file():
+            print(f"warning: {out / name} was there before; this source has no such split, and the file is not of it")
     not_used = [*(f"split {name}" for name in found.splits if name not in targets), *found.unused]
     if not_used:
         print(f"not used: {', '.join(not_used[:10])}{f' and {len(not_used) - 10} more' if len(not_used) > 10 else ''}")
@@ -84,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
     for name, recipe in [*RECIPES.items(), *((name, forms["rl"]) for name, forms in PREFERENCES.items())]:
         on_hub = "/" in recipe.hub_id
-        command = datasets.add_parser(name, help=f"{recipe.hub_id} ({recipe.ability})" if on_hub else recipe.ability)
+        command = datasets.add_parser(name, help=f"{recipe.hub_id} ({recipe.ability})" if on_hub else recipe.about)
         default = f" (default {recipe.hub_id})" if on_hub else ""
         command.add_argument(
             "--source", nargs="+", required=not on_hub, help=f"folders, files or the id of a dataset on the hub{default}"

@@ -37,6 +37,8 @@ class Recipe:
     hub_id: str
     """Where the dataset is on the hub; also its `data_source`."""
     ability: str
+    about: str = ""
+    """What is read, where it is no one dataset."""
     convert: Callable[[SourceRow, str], WrittenRow]
     """A row and the instruction to a WrittenRow; raises UnusableRow."""
     instruction: str = ""

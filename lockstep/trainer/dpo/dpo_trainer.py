@@ -75,6 +75,8 @@ class DPOTrainer(StageRun):
         self._takes_pairs = takes_pairs(loss)
         self._prepare_loss = bind_preference_prepare(loss, config.loss.parameters)
         self.reference_mode = config.reference_mode if needs_reference(loss) else "none"
+        if self.reference_mode == "none" and config.reference.path is not None:
+            raise ConfigError(f"reference.path is set, but loss.loss_mode={config.loss.loss_mode} has no reference; leave it out")
         if self.reference_mode == "file" and self._prepare_loss is not None:
             raise ConfigError(
                 f"loss.loss_mode={config.loss.loss_mode} compares with answers to other prompts of a batch, whose log-probs no file has; "

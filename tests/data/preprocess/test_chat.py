@@ -28,7 +28,7 @@ def test_every_spelling_becomes_messages_that_supervised_training_reads(run, tmp
     files = run("chat", write_rows(tmp_path / "d/train.jsonl", [row]))
     (written,) = files["train.parquet"]
     assert plain(written["messages"]) == [USER, ASSISTANT]
-    assert "prompt" not in written
+    assert (written["ability"], "prompt" in written) == ("chat", False)
     data = SupervisedDataset(tmp_path / "out/train.parquet", qwen_like, max_length=100).batch([0])
     assert qwen_like.decode(data.ragged("responses")[0]) == "48<|im_end|>"
 

@@ -70,6 +70,14 @@ def test_a_corrupt_file_is_an_error_and_what_was_there_stays(run, tmp_path, caps
     assert pq.read_table(tmp_path / "out/train.parquet").to_pylist() == before["train.parquet"]
 
 
+def test_a_held_out_file_of_another_source_is_said(run, tmp_path):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    run("chat", write_rows(tmp_path / "both/train.jsonl", [row]), write_rows(tmp_path / "both/test.jsonl", [row]))
+    assert "warning" not in run.out
+    run("chat", tmp_path / "both/train.jsonl")
+    assert f"warning: {tmp_path}/out/test.parquet was there before" in run.out
+
+
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, capsys):
     source = write_rows(tmp_path / "train.jsonl", [GOOD])
     assert main(["gsm8k", "--source", str(source), "--out", str(source)]) == 1

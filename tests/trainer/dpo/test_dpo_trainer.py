@@ -273,6 +273,7 @@ def test_two_processes_have_the_losses_of_one(folder: Path, tmp_path: Path, ray_
         (["engine.max_token_len_per_gpu=63"], r"2 \* data.max_length=64 tokens; raise engine.max_token_len_per_gpu to at least 64"),
         (["reference.mode=adapter"], "there are none; set model.lora_rank"),
         (["reference.mode=file", "reference.path=x"], "reference.path is set, but with reference.mode=file"),
+        (["loss.loss_mode=simpo", "reference.path=x"], "reference.path is set, but loss.loss_mode=simpo has no reference"),
         (["loss.beta=0"], "loss.beta=0.0 must be above 0"),
         (
             ["loss.loss_mode=robust", "loss.loss_kwargs={label_smoothing: 0.5}"],
