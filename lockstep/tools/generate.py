@@ -139,7 +139,7 @@ def _read_prompts(path: str) -> list[Any]:
         lines = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--file {path} cannot be read: {error}") from error
-    return [line for line in lines.splitlines() if line.strip()]
+    return [line for line in lines.split("\n") if line.strip()]
 
 
 def _as_dict(tokenizer: Any, completion: Completion, log_probs: bool) -> dict[str, Any]:

@@ -55,11 +55,11 @@ def test_several_prompts_and_samples_are_told_apart_and_a_chat_is_another_prompt
 
 
 def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypatch):
-    (tmp_path / "lines.txt").write_text("abc\n\njij\n")
+    (tmp_path / "lines.txt").write_text("abc\n\njij\x0c\u2028a\n")  # a line ends where a file's lines do
     messages = [{"role": "user", "content": "abc"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("abc", messages)))
     from_lines = rows(generate("--file", tmp_path / "lines.txt", "--json")[1])
-    assert [row["prompt"] for row in from_lines] == ["abc", "jij"]
+    assert [row["prompt"] for row in from_lines] == ["abc", "jij\x0c\u2028a"]
     text, chat = rows(generate("--file", tmp_path / "rows.jsonl", "--json")[1])
     assert text["token_ids"] == from_lines[0]["token_ids"]
     assert chat["token_ids"] == rows(generate("abc", "--chat", "--json")[1])[0]["token_ids"]
